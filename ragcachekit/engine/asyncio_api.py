@@ -11,6 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ragcachekit.cancellation import CancelScope
+from ragcachekit.config import check_deadline
 from ragcachekit.errors import Cancelled, EngineError
 from ragcachekit.reports import Answer
 
@@ -133,11 +134,12 @@ async def submitted(rag: RagCache, prompt: Any, options: Mapping[str, Any]) -> R
     """``rag.submit(prompt, **options)`` in a thread, after room in the queue as for :func:`astream`."""
     rag.queue.refuse_own_thread()
     options = {"wait": True, **options}
+    check_deadline(options.get("deadline"))
     end = time.monotonic() + (inf if options.get("deadline") is None else options["deadline"])
     while options["wait"] is True and not rag.queue.has_room() and time.monotonic() < end:
         await asyncio.sleep(_EVERY)  # in no thread: there are few, and many may wait
     if end < inf:
-        options["deadline"] = end - time.monotonic()
+        options["deadline"] = max(0.0, end - time.monotonic())
     return await to_thread(rag.submit, prompt, **options)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from ragcachekit.cancellation import raise_if_cancelled
-from ragcachekit.config import QueueConfig
+from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.inspect.methods import InspectMethods
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
@@ -123,6 +123,7 @@ class RagCache(InspectMethods):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
         self.queue.refuse_own_thread()  # some of it waits until no request runs
         return self._components.flush(timeout)
 

@@ -6,12 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from numbers import Real
 from threading import Event
 from typing import Any
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.config import QueueConfig, check_type
+from ragcachekit.config import QueueConfig, check_deadline, check_number
 from ragcachekit.engine.auto.methods import TuneMethods
 from ragcachekit.engine.chunk_methods import several
 from ragcachekit.engine.components import EngineComponents
@@ -155,8 +154,9 @@ class QueueMethods(TuneMethods):
         deadline: float | None = None,
     ) -> Request:
         raise_if_cancelled()
-        check_type("deadline", deadline, (Real, type(None)), "seconds from now, or None")
-        check_type("wait", float(wait) if isinstance(wait, bool) else wait, Real, "True, False or seconds")
+        check_deadline(deadline)
+        if not isinstance(wait, bool):
+            check_number("wait", wait, "True, False or seconds")
         defaults = self._components.generator.model.generation_config
         links_ahead(options, defaults)  # refuses what cannot work
         streamer, tokens = options.get("streamer"), None

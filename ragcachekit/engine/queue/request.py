@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
+from ragcachekit.config import SECONDS_OR_NONE, check_number
 from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
@@ -136,6 +137,7 @@ class Request:
         Cancelled
             In a cancelled :class:`ragcachekit.CancelScope`.
         """
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
         self._refuse_own_thread(timeout)
         try:
             if not self._changed.wait_for(self.done, timeout):

@@ -9,7 +9,7 @@ from math import inf
 from threading import TIMEOUT_MAX, get_ident
 
 from ragcachekit.cancellation import CancelScope
-from ragcachekit.config import QueueConfig
+from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.active_requests import ActiveRequests
 from ragcachekit.engine.queue.order import CacheAwareOrder
 from ragcachekit.engine.queue.request import Request
@@ -85,6 +85,7 @@ class RequestQueue:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request waits or runs; False if ``timeout`` seconds did not suffice."""
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
         self.refuse_own_thread()
         return self._changed.wait_for(lambda: not self._driving, timeout)
 
