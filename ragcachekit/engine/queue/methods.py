@@ -21,7 +21,7 @@ from ragcachekit.engine.queue.request_queue import RequestQueue
 from ragcachekit.engine.queue.runner import Runner
 from ragcachekit.engine.request_path import Asked, RequestPath
 from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue, stop_strings
-from ragcachekit.generate.options import effective, links_ahead
+from ragcachekit.generate.options import effective
 from ragcachekit.observers import Watch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
@@ -73,6 +73,7 @@ class QueueMethods(TuneMethods):
         begun = time.perf_counter()
         if streamer is not None:
             options["streamer"] = streamer
+        self._components.generator.check_options(options, "deadline", "wait")
         with self._watch(begun, prompt, namespace, options) as watch:
             stop = stop_strings(stop)
             request = self._asked(self._prompts.with_tools(prompt, tools), namespace, policy)
@@ -98,6 +99,7 @@ class QueueMethods(TuneMethods):
         An interrupt cancels them all.
         """
         self.queue.refuse_own_thread()
+        self._components.generator.check_options(options, "cancel", "deadline", "wait")
         begun, prompts, stop = time.perf_counter(), several(prompts, "prompts"), stop_strings(stop)
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
@@ -158,7 +160,6 @@ class QueueMethods(TuneMethods):
         if not isinstance(wait, bool):
             check_number("wait", wait, "True, False or seconds")
         defaults = self._components.generator.model.generation_config
-        links_ahead(options, defaults)  # refuses what cannot work
         streamer, tokens = options.get("streamer"), None
         if streamer is None and (effective(options, defaults, "num_beams") or 1) == 1:
             streamer = tokens = TokenQueue()
