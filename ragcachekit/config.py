@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,9 @@ QUANTISATIONS = ("int8", "fp8")
 
 Kinds = type | tuple[type, ...]
 WHOLE = "a whole number"
+SECONDS_OR_NONE = (Real, type(None))
+"""Types of a time that may be left out."""
+
 _FIELDS: dict[str, tuple[Kinds, str]] = {
     "int": (Integral, WHOLE),
     "int | None": ((Integral, type(None)), f"{WHOLE}, or None"),
@@ -57,11 +61,26 @@ def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
     raise TypeError(f"{name} must be {give}, got {shown} ({type(value).__name__})")
 
 
+def check_number(
+    name: str, value: Any, give: str = "a number of seconds", *, kinds: Kinds = Real, positive: bool = False
+) -> None:
+    """Raise TypeError as :func:`check_type`, ValueError unless ``value`` is finite and >= 0, or ``positive``.
+
+    None is fine where ``kinds`` has its type. A time of NaN would never come: every comparison with it fails.
+    """
+    check_type(name, value, kinds, give)
+    if value is not None and (not 0 <= value < inf or (positive and not value)):
+        raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value}")
+
+
+def check_deadline(deadline: float | None) -> None:
+    """TypeError or ValueError unless it is None or a finite number of seconds from now."""
+    check_number("deadline", deadline, "seconds from now, or None", kinds=SECONDS_OR_NONE)
+
+
 def _check_numbers(config: Any, names: Iterable[str], *, positive: bool = False) -> None:
     for name in names:
-        value = getattr(config, name)
-        if value < 0 or (positive and not value):
-            raise ValueError(f"{name} must be {'>' if positive else '>='} 0, got {value}")
+        check_number(name, getattr(config, name), "a number", positive=positive)
 
 
 def _check_fields(config: Any) -> None:

@@ -15,6 +15,7 @@ from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer import answer_of, filled_options
 from ragcachekit.generate.batch.decoder import BatchDecoder
+from ragcachekit.generate.options import check_options
 from ragcachekit.generate.replan import Replan
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.model.rope.rotation import Rope
@@ -51,6 +52,10 @@ class Generator:
             max_batch=config.max_batch,
             max_bytes=nbytes,
         )
+
+    def check_options(self, options: Mapping[str, Any], *arguments: str) -> None:
+        """Refuse options that could only fail later, by :func:`.check_options`."""
+        check_options(options, self.model, ("namespace", "policy", "tools", "stop", *arguments))
 
     def options(self, options: Mapping[str, Any], tokens: int, stop: Sequence[str]) -> dict[str, Any]:
         """The options of generate for a prompt of ``tokens``; ValueError or TypeError for bad ones."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from ragcachekit.cancellation import raise_if_cancelled
-from ragcachekit.config import QueueConfig
+from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.inspect.methods import InspectMethods
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
@@ -123,6 +123,8 @@ class RagCache(InspectMethods):
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        self.queue.refuse_own_thread()  # some of it waits until no request runs
         return self._components.flush(timeout)
 
     # -- prompts -----------------------------------------------------------------------------------
@@ -155,15 +157,18 @@ class RagCache(InspectMethods):
 
         Raises
         ------
+        ValueError
+            For an option that neither generate nor the model takes; it names the nearest one.
         PromptTooLong, GenerationNotSupported
         """
         begun, parts, path = time.perf_counter(), self._components, self._path
+        parts.generator.check_options(options, "cancel")
         with self._watch(begun, prompt, namespace, options) as watch, parts.active:
             raise_if_cancelled()
             stop, prompt = stop_strings(stop), self._prompts.with_tools(prompt, tools)
             request = self._asked(prompt, namespace, policy)
+            asked = Asked(parts.generator.options(options, len(request.token_ids), stop), stop, cancel)
             plan = path.begin(request)
-            asked = Asked(parts.generator.options(options, len(plan.token_ids), stop), stop, cancel)
             first = parts.shadow.draw(asked.options)
             generated = parts.generator.run(
                 plan, asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
@@ -181,12 +186,16 @@ class RagCache(InspectMethods):
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         stop: str | Sequence[str] | None = None,
         **options: Any,
     ) -> AnswerStream:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
+        if "streamer" in options:
+            raise ValueError("stream() reads the tokens itself; give streamer= to generate or submit")
+        self._components.generator.check_options({**options, "streamer": True})
         stop, namespace = stop_strings(stop), self._checked(namespace)
-        asked: dict[str, Any] = {"namespace": namespace, "policy": policy, "stop": stop, **options}
+        asked = {"namespace": namespace, "policy": policy, "tools": tools, "stop": stop, **options}
         return AnswerStream(
             lambda streamer, cancel: self.generate(prompt, cancel=cancel, streamer=streamer, **asked),
             Detokenizer(self._prompts.tokens.decode, stop),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ragcachekit.config import positive
+from ragcachekit.config import check_deadline, positive
 from ragcachekit.engine.prompt_segmenter import PromptLike
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class SpeculativePipeline:
         """
         if options.get("streamer") is not None:
             raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
+        check_deadline(deadline)
         search = _Search(self._rag, deadline, options)
         try:
             for number, documents in enumerate(stages):
@@ -177,5 +178,5 @@ class _Search:
             self._request = None
 
     def _submit(self, asked: PromptLike, wait: bool | float) -> Request:
-        left = None if self._end is None else self._end - time.monotonic()
+        left = None if self._end is None else max(0.0, self._end - time.monotonic())
         return self._rag.submit(asked, deadline=left, wait=wait, **self._options)

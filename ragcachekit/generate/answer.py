@@ -6,10 +6,10 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
-from ragcachekit.config import WHOLE, check_type
+from ragcachekit.config import WHOLE, check_number, check_type
 from ragcachekit.generate.detokenizer import cut_at_stop
 from ragcachekit.generate.run import Generated
 from ragcachekit.reports import Answer, GenerateReport
@@ -32,7 +32,7 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
     check_type("seed", options.get("seed"), (Integral, type(None)), WHOLE)
     for name in ("max_new_tokens", "max_length"):
         check_type(name, options.get(name, 1), Integral, f"{WHOLE} of tokens")
-    check_type("max_time", options.get("max_time", 1), Real, "a number of seconds")
+    check_number("max_time", options.get("max_time", 1))
     if "generation_config" in options:
         # Into a copy: transformers does not want other arguments beside a configuration.
         options["generation_config"] = config = copy.deepcopy(options["generation_config"])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
+from transformers import GenerationConfig, GenerationMixin
+from transformers.utils import TransformersKwargs
+
+from ragcachekit.config import check_type
 from ragcachekit.errors import GenerationNotSupported
 from ragcachekit.generate.hooks import ScoreObserver
 
@@ -47,8 +53,53 @@ _READ_ORDER = (
     "token_healing",
     "stop_strings",
 )
+# Beside generate's parameters: what it takes out of its keyword arguments, and what is ours.
+_ALSO_KNOWN = ("tokenizer", "assistant_tokenizer", "trust_remote_code", "seed", "max_tokens")
 # Options whose neutral value is 1, not 0.
 _ONE_IS_NONE = ("num_return_sequences", "guidance_scale")
+
+
+def check_options(options: Mapping[str, Any], model: Any, arguments: Iterable[str]) -> None:
+    """Refuse options that could only fail later; costs no model work.
+
+    An option that is None is not given, as for transformers. ``arguments`` are names of the caller's own
+    parameters, one of which may have been meant.
+
+    Raises
+    ------
+    ValueError
+        For a name that neither generate nor the model's forward takes, or a streamer beside several beams.
+    GenerationNotSupported
+        As :func:`links_ahead`.
+    TypeError
+        For a ``generation_config`` of another type.
+    """
+    config, defaults = options.get("generation_config"), model.generation_config
+    kinds = (GenerationConfig, type(None))
+    check_type("generation_config", config, kinds, "a transformers.GenerationConfig, or None")
+    known = {*vars(GenerationConfig()), *vars(defaults), *vars(config or defaults), *REFUSED, *_ALSO_KNOWN}
+    given = {name for name, value in options.items() if value is not None}
+    if not given <= known and not given <= (known := known | _parameters(model)):
+        unknown = [_with_nearest(name, (*known, *arguments)) for name in options if name in given - known]
+        raise ValueError(f"neither generate nor the model takes {', '.join(unknown)}")
+    links_ahead(options, defaults)
+    if options.get("streamer") is not None and (effective(options, defaults, "num_beams") or 1) > 1:
+        raise ValueError("num_beams= above 1 cannot be streamed, as beams may still change; leave one out")
+
+
+def _parameters(model: Any) -> set[str]:
+    """Names that generate takes itself, and those that it passes on to the model's forward."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of PEFT's
+    inputs = set(signature(model.prepare_inputs_for_generation).parameters)
+    if inputs & {"kwargs", "model_kwargs"}:
+        inputs |= set(signature(model.forward).parameters)
+    own = {*signature(GenerationMixin.generate).parameters, *signature(model.generate).parameters}
+    return {*own, *inputs, *TransformersKwargs.__optional_keys__}
+
+
+def _with_nearest(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, sorted(one for one in known if one[0] != "_"), 1)
+    return f"{name}= (did you mean {near[0]}=?)" if near else f"{name}="
 
 
 def effective(options: Mapping[str, Any], defaults: Any, name: str) -> Any:

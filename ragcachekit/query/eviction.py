@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar
+
+from ragcachekit.config import SECONDS_OR_NONE, check_number
 
 T = TypeVar("T", bound=Hashable)
 
@@ -99,12 +100,11 @@ class Lfu(Generic[T]):
 class Expiry(Generic[T]):
     """Items that leave ``ttl`` seconds after they were added; never with None. All in O(1).
 
-    ValueError unless ``ttl`` is a positive finite number or None.
+    ValueError or TypeError unless ``ttl`` is a positive finite number or None.
     """
 
     def __init__(self, ttl: float | None, clock: Callable[[], float]) -> None:
-        if ttl is not None and not 0.0 < ttl < math.inf:
-            raise ValueError(f"ttl must be a finite number of seconds > 0, or None; got {ttl}")
+        check_number("ttl", ttl, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
         self._ttl, self._clock = ttl, clock
         self._ends: OrderedDict[T, float] = OrderedDict()  # as they were added, which is as they end
 

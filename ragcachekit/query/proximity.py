@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -10,7 +9,7 @@ from functools import partial
 
 from numpy.typing import ArrayLike
 
-from ragcachekit.config import positive
+from ragcachekit.config import check_number, positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.query.base import Entry, Hit, QueryCacheStats, ResultId, checked_ids
 from ragcachekit.query.eviction import EvictionOrder, Expiry, make_order
@@ -235,6 +234,5 @@ class ProximityCache:
 
 
 def _checked_tolerance(tolerance: float) -> float:
-    if not 0.0 <= tolerance < math.inf:  # NaN fails the comparison
-        raise ValueError(f"tolerance must be a finite number >= 0, got {tolerance}")
+    check_number("tolerance", tolerance, "a distance")
     return float(tolerance)

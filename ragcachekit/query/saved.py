@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ragcachekit.config import check_number
 from ragcachekit.json_store import JsonStore
 from ragcachekit.query.base import LogOnce, Partition
 from ragcachekit.query.lookups import Held
@@ -82,8 +83,7 @@ class SavedEntries(Generic[Document]):
         from_json: Callable[[Any], Document],
         poll_seconds: float = 1.0,
     ) -> None:
-        if not poll_seconds >= 0:
-            raise ValueError(f"poll_seconds must be a number >= 0, got {poll_seconds}")
+        check_number("poll_seconds", poll_seconds)
         self._store, self._to_json, self._from_json = store, to_json, from_json
         self._poll, self._due = poll_seconds, -math.inf
         self._changed: object = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
+
+from ragcachekit.config import WHOLE, check_number
 
 _SECONDS = ("timeout", "heartbeat", "retry_after", "flush_timeout")
 
@@ -40,6 +43,7 @@ class ServerConfig:
     public_metrics: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_choices", "default_tokens", *_SECONDS):
-            if not (value := getattr(self, name)) > 0:
-                raise ValueError(f"{name} must be positive, got {value!r}")
+        for name in _SECONDS:
+            check_number(name, getattr(self, name), positive=True)
+        for name in ("max_body_bytes", "max_choices", "default_tokens"):
+            check_number(name, getattr(self, name), WHOLE, kinds=Integral, positive=True)

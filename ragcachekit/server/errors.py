@@ -10,6 +10,7 @@ from typing import Any
 class ApiError(Exception):
     """An error response: ``{"error": {"message", "type", "param", "code"}}`` with an HTTP status.
 
+    Of a long message or ``param``, which repeats what the client sent, the middle is left out.
     ``retry_after``: seconds for the ``Retry-After`` header, of 429 and 503. ``headers``: further ones.
     """
 
@@ -24,8 +25,9 @@ class ApiError(Exception):
         retry_after: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
+        super().__init__(_shortened(message))
+        self.status, self.kind, self.code = status, kind, code
+        self.param = None if param is None else _shortened(param)
         self.retry_after = retry_after
         self.headers = dict(headers or {})
         if retry_after is not None:
@@ -44,8 +46,15 @@ class ApiError(Exception):
 
 _GOOGLE = {
     **{401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED"},
-    **{501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"},
+    **{501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED", 507: "RESOURCE_EXHAUSTED"},
 }
+
+_HEAD, _TAIL = 300, 100  # characters
+
+
+def _shortened(text: str) -> str:
+    """A text whose end, where the reason is, stays."""
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}…{text[-_TAIL:]}"
 
 
 def unsupported(param: str, message: str) -> ApiError:

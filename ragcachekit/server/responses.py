@@ -13,6 +13,7 @@ from starlette.types import Scope
 from ragcachekit.errors import Closed, DeadlineExceeded, GenerationNotSupported, PromptTooLong, QueueFull
 from ragcachekit.server.connection import api_path
 from ragcachekit.server.errors import ApiError, overloaded, stopping
+from ragcachekit.store.disk.volume import is_full
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ def api_error(error: Exception, retry_after: float, scope: Scope) -> ApiError:
         return stopping(retry_after)
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, "The request timed out.", kind="server_error", code="timeout")
+    if is_full(error):
+        log.error("the volume is full: %s", error)
+        message = "The server's volume is full: nothing was stored, and what was stored before is unchanged."
+        return ApiError(507, message, kind="server_error", code="insufficient_storage")
     if isinstance(error, PromptTooLong):
         param = "prompt" if api_path(scope) == "/v1/completions" else "messages"
         return ApiError(400, str(error), param=param, code="context_length_exceeded")
@@ -54,6 +59,6 @@ def add_handlers(app: FastAPI, retry_after: float) -> None:
             error = ApiError(error.status_code, f"{what} ({request.method} {request.url.path})")
         return response(api_error(error, retry_after, request.scope), request.scope)
 
-    kinds = (HTTPException, ApiError, QueueFull, Closed, DeadlineExceeded, PromptTooLong)
+    kinds = (HTTPException, ApiError, QueueFull, Closed, DeadlineExceeded, PromptTooLong, OSError)
     for kind in (*kinds, GenerationNotSupported, ValueError, TypeError, TemplateError, Exception):
         app.add_exception_handler(kind, handle)

@@ -115,7 +115,7 @@ class FakeEngine:
         config = SimpleNamespace(_name_or_path="fake/model", max_position_embeddings=2048)
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate, self.renders_tools = words, gate, False
-        self.queue = SimpleNamespace(has_room=lambda: True)
+        self.queue = SimpleNamespace(has_room=lambda: True, refuse_own_thread=lambda: None)
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
         self.query_caches, self.orders, self.dropped, self.submitted = [], [], [], []
 

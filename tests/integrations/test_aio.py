@@ -42,3 +42,58 @@ async def test_the_loop_runs_while_the_model_computes():
     await asyncio.sleep(0)
     engine.gate.set()  # were the loop blocked, this line could not open the gate
     assert (await task).text == " ".join(WORDS)
+
+
+async def test_a_stream_needs_no_context():
+    engine = FakeEngine()
+    stream = astream(engine, "hi", max_new_tokens=5)
+    pieces = [piece async for piece in stream]
+    assert stream.answer.text == "".join(pieces) == " ".join(WORDS)
+    assert len(engine.streams) == 1
+    assert [piece async for piece in stream] == []
+    await stream.aclose()
+
+
+async def test_a_stream_that_is_closed_or_dropped_is_cancelled():
+    engine = FakeEngine(gate=threading.Event())
+    closed = astream(engine, "hi")
+    async for piece in closed:
+        assert piece == "it"
+        break
+    await closed.aclose()
+    assert engine.streams[0].cancelled.is_set()
+    assert [piece async for piece in closed] == []
+    async for _ in astream(engine, "hi"):
+        break
+    await asyncio.sleep(0.01)
+    assert engine.streams[1].cancelled.is_set()
+    engine.gate.set()
+
+
+async def test_a_stream_that_never_began_asks_nothing():
+    engine = FakeEngine()
+    stream = astream(engine, "hi")
+    with pytest.raises(RuntimeError, match="async for"):
+        stream.answer  # noqa: B018
+    await stream.aclose()
+    assert [piece async for piece in stream] == []
+    assert engine.calls == []
+
+
+async def test_two_readers_at_once_submit_one_request():
+    engine = FakeEngine()
+    stream = astream(engine, "hi")
+    async with stream:
+        pieces = await asyncio.gather(*(anext(stream) for _ in range(3)))
+    assert sorted(pieces) == sorted(["it", " is", " in"])
+    other = astream(engine, "hi")
+    assert len(await asyncio.gather(anext(other), anext(other))) == 2
+    assert len(engine.streams) == 2
+    async with other:  # a context may come later, too
+        assert await anext(other) == " in"
+    assert len(engine.streams) == 2
+
+
+async def test_its_own_streamer_is_refused_where_it_would_be_dropped():
+    with pytest.raises(ValueError, match="streamer"):
+        astream(FakeEngine(), "hi", streamer=object())

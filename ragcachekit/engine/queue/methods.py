@@ -6,12 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from numbers import Real
 from threading import Event
 from typing import Any
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.config import QueueConfig, check_type
+from ragcachekit.config import QueueConfig, check_deadline, check_number
 from ragcachekit.engine.auto.methods import TuneMethods
 from ragcachekit.engine.chunk_methods import several
 from ragcachekit.engine.components import EngineComponents
@@ -22,7 +21,7 @@ from ragcachekit.engine.queue.request_queue import RequestQueue
 from ragcachekit.engine.queue.runner import Runner
 from ragcachekit.engine.request_path import Asked, RequestPath
 from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue, stop_strings
-from ragcachekit.generate.options import effective, links_ahead
+from ragcachekit.generate.options import effective
 from ragcachekit.observers import Watch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
@@ -74,6 +73,7 @@ class QueueMethods(TuneMethods):
         begun = time.perf_counter()
         if streamer is not None:
             options["streamer"] = streamer
+        self._components.generator.check_options(options, "deadline", "wait")
         with self._watch(begun, prompt, namespace, options) as watch:
             stop = stop_strings(stop)
             request = self._asked(self._prompts.with_tools(prompt, tools), namespace, policy)
@@ -98,6 +98,8 @@ class QueueMethods(TuneMethods):
         ``deadline`` and ``wait`` are those of :meth:`submit`. ``max_length`` counts from the longest prompt.
         An interrupt cancels them all.
         """
+        self.queue.refuse_own_thread()
+        self._components.generator.check_options(options, "cancel", "deadline", "wait")
         begun, prompts, stop = time.perf_counter(), several(prompts, "prompts"), stop_strings(stop)
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
@@ -154,10 +156,10 @@ class QueueMethods(TuneMethods):
         deadline: float | None = None,
     ) -> Request:
         raise_if_cancelled()
-        check_type("deadline", deadline, (Real, type(None)), "seconds from now, or None")
-        check_type("wait", float(wait) if isinstance(wait, bool) else wait, Real, "True, False or seconds")
+        check_deadline(deadline)
+        if not isinstance(wait, bool):
+            check_number("wait", wait, "True, False or seconds")
         defaults = self._components.generator.model.generation_config
-        links_ahead(options, defaults)  # refuses what cannot work
         streamer, tokens = options.get("streamer"), None
         if streamer is None and (effective(options, defaults, "num_beams") or 1) == 1:
             streamer = tokens = TokenQueue()
@@ -177,7 +179,7 @@ class QueueMethods(TuneMethods):
             counted,
             watch,
         )
-        request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue.cancel)
+        request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue)
         try:
             self.queue.submit(request, wait)
         except KeyboardInterrupt:  # which may come when it waits already

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
 from traceback import clear_frames
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
+from ragcachekit.config import SECONDS_OR_NONE, check_number
 from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
@@ -20,6 +21,9 @@ from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.threads import Condition
+
+if TYPE_CHECKING:
+    from ragcachekit.engine.queue.request_queue import RequestQueue
 
 State = Literal["waiting", "running", "done"]
 
@@ -94,9 +98,9 @@ class Request:
         work: Work,
         tokens: TokenQueue | None,
         detokenizer: Detokenizer,
-        on_cancel: Callable[[Request], object],
+        queue: RequestQueue,
     ) -> None:
-        self.work, self._on_cancel = work, on_cancel
+        self.work, self._queue = work, queue
         self.prefetched, self.batch = False, 0
         self._tokens, self.detokenizer = tokens, detokenizer
         self._changed = Condition()
@@ -118,17 +122,23 @@ class Request:
 
         Raises
         ------
+        RuntimeError
+            In the engine's own thread, as in a streamer or a callback, before it is done.
         TimeoutError
             After ``timeout`` seconds; the request goes on.
         DeadlineExceeded
             If it was not answered within its deadline.
         EngineError
             If the batch that it was decoded in failed.
+        BaseException
+            What its own streamer, processor or criterion raised, whatever that is.
         Closed
             If the engine was closed before its turn.
         Cancelled
             In a cancelled :class:`ragcachekit.CancelScope`.
         """
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        self._refuse_own_thread(timeout)
         try:
             if not self._changed.wait_for(self.done, timeout):
                 raise TimeoutError(f"not answered within {timeout:g} s; it goes on: ask again, or cancel()")
@@ -148,10 +158,12 @@ class Request:
         """
         given, tokens, self._tokens = "", self._tokens, None
         try:
+            self._refuse_own_thread()
             for ids in tokens or ():
                 if piece := self.detokenizer.push(ids):
                     given += piece
                     yield piece
+                    self._refuse_own_thread()
             if rest := self.result().text[len(given) :]:
                 yield rest
         finally:
@@ -161,7 +173,7 @@ class Request:
     def cancel(self) -> None:
         """End the request: at once where it waits, else before the next layer of its prefill, or token."""
         self.work.cancel.set()
-        self._on_cancel(self)
+        self._queue.cancel(self)
 
     def done(self) -> bool:
         """Whether it was answered, cancelled or failed."""
@@ -174,7 +186,7 @@ class Request:
     def add_done_callback(self, callback: Callable[[Request], object]) -> None:
         """Call ``callback(request)`` once it is done: in the engine's thread, or now.
 
-        It must not wait for other requests. Its errors are logged.
+        There, waiting for another request is a RuntimeError. Its errors are logged.
         """
         with self._changed:
             if not self.done():
@@ -183,6 +195,10 @@ class Request:
         attempt(callback, self)
 
     # -- for the queue -----------------------------------------------------------------------------
+
+    def _refuse_own_thread(self, timeout: float | None = None) -> None:
+        if not self.done() and timeout != 0:
+            self._queue.refuse_own_thread()
 
     def start(self) -> None:
         """Note that its turn has come."""
@@ -200,9 +216,10 @@ class Request:
 
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
         """End it with an answer or an error; called once, by the queue."""
-        cause = error
-        while cause is not None:  # whose frames hold the KV of a whole batch
+        cause, cleared = error, set[int]()  # an error can be its own cause
+        while cause is not None and id(cause) not in cleared:  # whose frames hold the KV of a whole batch
             clear_frames(cause.__traceback__)
+            cleared.add(id(cause))
             cause = cause.__cause__ or cause.__context__
         with self._changed:
             self._answer, self._error, self._state = answer, error, "done"

@@ -6,10 +6,10 @@ import logging
 import time
 from collections import Counter
 from math import inf
-from threading import TIMEOUT_MAX
+from threading import TIMEOUT_MAX, get_ident
 
 from ragcachekit.cancellation import CancelScope
-from ragcachekit.config import QueueConfig
+from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.active_requests import ActiveRequests
 from ragcachekit.engine.queue.order import CacheAwareOrder
 from ragcachekit.engine.queue.request import Request
@@ -44,6 +44,7 @@ class RequestQueue:
         self._counts = Counter[str]()
         self._watched: dict[Request, None] = {}  # that wait and may end without their turn, or cancel()
         self._driving = self._closed = False
+        self._thread: int | None = None  # that answers
         self._turns: list[Request] = []  # that the thread is beginning or answering
         refuse_after_fork(self)
 
@@ -74,8 +75,18 @@ class RequestQueue:
                 most_overtaken=self._order.most_overtaken,
             )
 
+    def refuse_own_thread(self) -> None:
+        """RuntimeError in the thread that answers requests: what it waited for would never come."""
+        if self._thread == get_ident():
+            raise RuntimeError(
+                "this is the thread that answers the engine's requests: waiting for one here never ends; "
+                "use add_done_callback(), or wait in another thread"
+            )
+
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request waits or runs; False if ``timeout`` seconds did not suffice."""
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        self.refuse_own_thread()
         return self._changed.wait_for(lambda: not self._driving, timeout)
 
     def submit(self, request: Request, wait: bool | float = False) -> None:
@@ -94,6 +105,7 @@ class RequestQueue:
                     self._counts["submitted"] += 1
                 self._ended_by(request, Cancelled())
                 return
+            self.refuse_own_thread()
             self._changed.wait_for(lambda: self._closed or self.has_room(), min(left, EVERY))
 
     def cancel(self, request: Request) -> None:
@@ -144,6 +156,7 @@ class RequestQueue:
     # -- the engine's thread -----------------------------------------------------------------------
 
     def _drive(self) -> None:
+        self._thread = get_ident()
         try:
             with self._active:
                 while self._turn():
@@ -159,6 +172,8 @@ class RequestQueue:
                 self._changed.notify_all()
             ended = [request for request in ended if not request.done()]
             self._fail(ended, error, "the engine's thread failed")
+        finally:
+            self._thread = None
 
     def _turn(self) -> bool:
         """Begin a request, decode a token for each; False, and the thread is over, if there is none."""
@@ -197,7 +212,7 @@ class RequestQueue:
         try:
             if self._runner.begin(request, self._pool.closed):
                 self._finish(request)
-        except (Cancelled, Exception) as error:
+        except BaseException as error:  # also SystemExit of a streamer: the others go on
             self._runner.drop(request)
             self._ended_by(request, error)
 
@@ -205,7 +220,7 @@ class RequestQueue:
         try:
             with request.work.scope, CancelScope(self._pool.closed):
                 answer = self._runner.answer(request)
-        except (Cancelled, Exception) as error:
+        except BaseException as error:
             self._ended_by(request, error)
         else:
             cancelled = answer.report.finish_reason == "cancelled"

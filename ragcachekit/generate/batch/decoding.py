@@ -40,7 +40,7 @@ class Decoding:
         The new tokens so far.
     finished : bool
         Whether no more tokens will come.
-    error : Exception or None
+    error : BaseException or None
         What sampling, the streamer or stop strings of this request raised; :meth:`generated` raises it.
     """
 
@@ -57,7 +57,7 @@ class Decoding:
         self.kv: RequestKV | None = None
         self.token_ids = list(prefilled.token_ids)
         self.finished, self.cancelled = False, prefilled.cancelled
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._prefilled, self._stop, self._streamer = prefilled, stop, streamer
         self._cancel, self._begun = cancel, begun
         if self._is_done():
@@ -90,7 +90,7 @@ class Decoding:
                 self._streamer.put(torch.tensor([token]))
             if self._is_done():
                 self.end()
-        except Exception as error:  # of this request's own code: the others go on
+        except BaseException as error:  # of this request's own code: the others go on
             self.error, self.finished = error, True
 
     def end(self) -> None:
@@ -101,7 +101,7 @@ class Decoding:
         try:
             if self._streamer is not None:
                 self._streamer.end()
-        except Exception as error:
+        except BaseException as error:
             self.error = error
 
     def end_if_cancelled(self) -> bool:
@@ -115,7 +115,7 @@ class Decoding:
         """The next token ``[1]``, out of ``logits`` ``[1, vocab]`` in float32."""
         try:
             return self.sampling.choose((*self.plan.token_ids, *self.token_ids), logits)
-        except Exception as error:  # nothing to draw from: NaN among the logits
+        except BaseException as error:  # its processor's, or NaN among the logits
             self.error = error
             return logits.argmax(-1)
 

@@ -54,7 +54,7 @@ class Context:
         ids = tuple(chunk_ids)
         for chunk_id in ids:
             if chunk_id not in known:
-                message = f"There is no chunk {chunk_id[:100]!r} in {self.name}."
+                message = f"There is no chunk {chunk_id!r} in {self.name}."
                 raise ApiError(404, message, param="chunk_ids", code="chunk_not_found")
         return tuple(known[chunk_id] for chunk_id in ids)
 

@@ -43,7 +43,7 @@ def router(
 
     async def made(request: Request, owner: Tenant, body: NewContext, grant: Grant) -> Response:
         if body.model.removeprefix("models/") != model:
-            message = f"The model {body.model[:100]!r} does not exist; it is 'models/{model}'."
+            message = f"The model {body.model!r} does not exist; it is 'models/{model}'."
             raise ApiError(404, message, param="model", code="model_not_found")
         work = store.create(
             owner,

@@ -124,7 +124,7 @@ class ContextStore:
         """The context of that name, perhaps of a file; ApiError 404 if unknown, expired or another's."""
         found = self._files.get(_owner(tenant), name) if NAME.fullmatch(name) else None
         if found is None or found.expires <= self._clock():
-            message = f"CachedContent not found (or permission denied): {name[:100]!r}."
+            message = f"CachedContent not found (or permission denied): {name!r}."
             raise ApiError(404, message, param="cached_content", code="cached_content_not_found")
         return found
 

@@ -115,7 +115,7 @@ class Work:
         """Submit in one of the tenant's turns, which lasts until the thread ends, also when cancelled."""
         end = time.monotonic() + options["deadline"]
         async with self._turns:
-            options["deadline"] = end - time.monotonic()
+            options["deadline"] = max(0.0, end - time.monotonic())
             task = asyncio.ensure_future(submitted(self._rag, prompt, options))
             try:
                 return await asyncio.shield(task)

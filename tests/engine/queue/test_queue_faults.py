@@ -163,15 +163,30 @@ def test_whatever_a_callback_raises_is_logged(rag, caplog):
     assert caplog.text.count("callback") == 3
 
 
-@pytest.mark.parametrize("where", ["choice", "prefetch", "begin", "step", "answer"])
+@pytest.mark.parametrize("where", ["begin", "answer"])
+def test_whatever_one_request_raises_ends_it_alone(rag, where):
+    runner = rag.queue._runner
+    owner, name = {"begin": (runner._decoder, "begin"), "answer": (rag._path, "finish")}[where]
+    with held(rag):
+        requests = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
+        fail_next(owner, name, SystemExit())
+    failed = 0
+    for request in requests:
+        try:
+            assert len(request.result(LONG).token_ids) == 6
+        except SystemExit:
+            failed += 1
+    assert failed == rag.queue.stats().failed == 1
+    usable(rag)
+
+
+@pytest.mark.parametrize("where", ["choice", "prefetch", "step"])
 def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(rag, where):
     runner = rag.queue._runner
     owner, name = {
         "choice": (rag.queue._order, "best"),
         "prefetch": (runner, "prefetch"),
-        "begin": (runner._decoder, "begin"),
         "step": (runner._decoder, "step"),
-        "answer": (rag._path, "finish"),
     }[where]
     with held(rag):
         requests = [rag.submit(PROMPT, **ASKED) for _ in range(4)]

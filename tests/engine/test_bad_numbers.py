@@ -1,0 +1,97 @@
+"""Seconds that are no finite number >= 0 are refused where they are given: NaN would never have passed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from engine_kit import PROMPT, warmed
+from queue_kit import LONG
+from ragcachekit import LoadConfig, ProximityCache, SpeculativePipeline, StoreConfig, agenerate, astream
+from ragcachekit.server.config import ServerConfig
+
+VALUES = [math.nan, math.inf, -math.inf, -0.5, np.float32("nan")]
+TYPES = ["5", [1.0], 1j]
+ASKED = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def rag():
+    with warmed("llama", PROMPT) as rag:
+        yield rag
+
+
+def both(call, name, *, true=False):
+    """``call`` refuses bad numbers by ValueError, other types by TypeError, and names what they are for."""
+    for value in VALUES:
+        with pytest.raises(ValueError, match=name):
+            call(value)
+    for value in TYPES if true else [*TYPES, True]:
+        with pytest.raises(TypeError, match=name):
+            call(value)
+
+
+def test_of_the_queue(rag):
+    both(lambda v: rag.submit(PROMPT, deadline=v, **ASKED), "deadline")
+    both(lambda v: rag.submit(PROMPT, wait=v, **ASKED), "wait", true=True)
+    both(lambda v: rag.generate_batch([PROMPT], deadline=v, **ASKED), "deadline")
+    both(lambda v: rag.generate_batch([PROMPT], wait=v, **ASKED), "wait", true=True)
+    both(lambda v: rag.submit(PROMPT, max_time=v), "max_time")
+    both(lambda v: rag.generate(PROMPT, max_time=v), "max_time")
+    stages = [["document"]]
+    both(lambda v: SpeculativePipeline(rag).submit(stages, lambda _: PROMPT, deadline=v), "deadline")
+    assert rag.queue.stats().submitted == 0
+
+
+def test_of_waits(rag):
+    request = rag.submit(PROMPT, **ASKED)
+    assert request.result(LONG)
+    both(request.result, "timeout")
+    both(rag.flush, "timeout")
+    both(rag.queue.drain, "timeout")
+
+
+async def test_of_asyncio(rag):
+    for name in ("deadline", "wait"):
+        for value in VALUES:
+            with pytest.raises(ValueError, match=name):
+                await agenerate(rag, PROMPT, **{name: value}, **ASKED)
+            with pytest.raises(ValueError, match=name):
+                async for _ in astream(rag, PROMPT, **{name: value}, **ASKED):
+                    pass
+        for value in TYPES:
+            with pytest.raises(TypeError, match=name):
+                await agenerate(rag, PROMPT, **{name: value}, **ASKED)
+
+
+@pytest.mark.parametrize("name", ["remote_deadline", "bulk_deadline"])
+def test_of_stores(name):
+    both(lambda v: StoreConfig(**{name: v}), name)
+
+
+def test_of_loading_and_query_caches():
+    both(lambda v: LoadConfig(deadline=v), "deadline")
+    both(lambda v: ProximityCache(4, ttl=v), "ttl")
+    both(lambda v: ProximityCache(4, tolerance=v), "tolerance")
+
+
+@pytest.mark.parametrize("name", ["timeout", "heartbeat", "retry_after", "flush_timeout"])
+def test_of_the_server(name):
+    both(lambda v: ServerConfig(**{name: v}), name)
+
+
+@pytest.mark.parametrize("name", ["max_body_bytes", "max_choices", "default_tokens"])
+def test_limits_of_the_server(name):
+    for value in (0, -1):
+        with pytest.raises(ValueError, match=name):
+            ServerConfig(**{name: value})
+    for value in (math.nan, math.inf, 1.5, "5", True):
+        with pytest.raises(TypeError, match=name):
+            ServerConfig(**{name: value})
+
+
+def test_a_deadline_that_has_passed_is_late_and_no_error_of_the_caller(rag):
+    pipeline = SpeculativePipeline(rag)
+    assert pipeline.submit([["a"]], lambda _: PROMPT, deadline=0.0).work.deadline < math.inf
