@@ -75,6 +75,7 @@ SAME = [
     ("What is the capital of France?", "what is the capital of france"),
     ("What is the capital of France?", "Which city is the capital of France?"),
     ("What is the capital of France?", "One more question: What is the capital of France?"),
+    ("What is the capital of France?", "And what is the capital of France?"),
     ("What is new in Python 3.10?", "Please tell me: what's new in Python 3.10?"),
     ("When did the war end?", "In what year did the war end?"),
     ("How tall is the tower?", "What is the height of the tower?"),

@@ -118,7 +118,9 @@ def kind_of(token: str) -> Kind:
 
 
 def _without_lead(tokens: list[str]) -> list[str]:
-    """Without a clause such as "One more question:"."""
+    """Without a clause such as "One more question:", or an "And"."""
+    if tokens and tokens[0].lower() in ("and", "so"):
+        tokens = tokens[1:]
     if ":" in tokens[:_LONGEST_LEAD]:
         at = tokens.index(":")
         if all(word in LEAD or word in FUNCTION for word in map(str.lower, tokens[:at])):
