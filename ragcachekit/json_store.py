@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 # diskcache keeps larger values in files, and removes a replaced file before its transaction is committed
 _LARGEST_BLOB = 1 << 30
 
-_UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError)
-_DAMAGE = (sqlite3.DatabaseError, ValueError, OSError, diskcache.Timeout)
+# diskcache trusts its table of settings: the last three are of values that are not there or of another type
+_UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError, AttributeError, KeyError)
+_DAMAGE = (*_UNREADABLE, OSError, diskcache.Timeout)
 
 
 class JsonDisk(diskcache.Disk):  # type: ignore[misc]
@@ -57,8 +58,9 @@ class JsonDisk(diskcache.Disk):  # type: ignore[misc]
 class JsonStore:
     """A persistent mapping of strings to JSON values. Thread and process safe.
 
-    A value that is cut short or altered is missing, and so is everything where the database cannot be
-    read: that folder is put aside as ``NAME.damaged-TIME`` and an empty store takes its place.
+    A value is stored with its key, and the checksum is over both. One that is cut short, altered or stands
+    under another key is missing, and so is everything where the database cannot be read: that folder is put
+    aside as ``NAME.damaged-TIME`` and an empty store takes its place.
 
     Parameters
     ----------
@@ -94,7 +96,10 @@ class JsonStore:
     def get(self, key: str) -> Any:
         """The value, or None if there is none or it is damaged."""
         try:
-            return self._cache.get(key)
+            stored = self._cache.get(key)
+            if stored is not None and (not isinstance(stored, list) or stored[:1] != [key]):
+                raise ValueError("a value of another key")  # SQLite follows damaged pages without noticing
+            return None if stored is None else stored[1]
         except _DAMAGE as error:
             log.warning("%s: the value of %r cannot be read (%r)", self.folder, key, error)
             if isinstance(error, ValueError):  # other errors may pass
@@ -116,7 +121,7 @@ class JsonStore:
                     if value is None:
                         self._cache.delete(key)
                     else:
-                        self._cache.set(key, value)
+                        self._cache.set(key, [key, value])
                 return True
         except (sqlite3.DatabaseError, diskcache.Timeout) as error:
             raise OSError(f"cannot write to {self.folder}: {error}") from error

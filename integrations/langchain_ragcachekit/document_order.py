@@ -24,7 +24,7 @@ def note_order(engine: Any, namespace: str, documents: Iterable[Document]) -> No
     """
     groups: dict[str, list[Document]] = {}
     for document in documents:
-        if (source := _source_of(document)) is not None:
+        if (source := source_of(document)) is not None:
             groups.setdefault(source, []).append(document)
     for source, chunks in groups.items():
         starts = [_start_of(chunk) for chunk in chunks]
@@ -80,7 +80,8 @@ def _as_document(held: Any) -> Document:
     return held if isinstance(held, Document) else Document(held["text"], metadata=held["metadata"])
 
 
-def _source_of(document: Document) -> str | None:
+def source_of(document: Document) -> str | None:
+    """The document that a chunk is of, as its loader named it."""
     for name in SOURCES:
         value = document.metadata.get(name)
         if isinstance(value, str | int) and value != "":

@@ -22,7 +22,7 @@ from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
-from langchain_ragcachekit.document_order import noted_order
+from langchain_ragcachekit.document_order import noted_order, source_of
 from langchain_ragcachekit.partitions import RULES
 from langchain_ragcachekit.search import DEFAULT_K, Search, found_document, metric_of, vector_store_of
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
@@ -302,7 +302,8 @@ class RagCacheRetriever(BaseRetriever):
         # The text is immutable and shared; model_copy copies the id and the fields of subclasses.
         copies = [d.model_copy(update={"metadata": _copy_metadata(d.metadata)}) for d in documents]
         namespace = self._retrieval.namespace_of(self.cache, self.namespace)
-        self._retrieval.register(self.cache, namespace, [_text(d) for d in copies], epoch)
+        texts, sources = [_text(d) for d in copies], [source_of(d) for d in copies]
+        self._retrieval.register(self.cache, namespace, texts, epoch, sources)
         return copies
 
 

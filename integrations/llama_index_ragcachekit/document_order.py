@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from llama_index_ragcachekit.own_index import own_index_of
 from llama_index_ragcachekit.vector_store import as_node
@@ -60,6 +60,13 @@ def noted_order(
         note=note_order,
         may_replace=True,
     )
+
+
+def texts_and_sources(found: Iterable[NodeWithScore]) -> tuple[list[str], list[str | None]]:
+    """Texts of nodes as they are registered with the engine, without empty ones, and their documents."""
+    nodes = [item.node for item in found]
+    pairs = [(text, node.ref_doc_id) for node in nodes if (text := text_of(node)).strip()]
+    return [text for text, _ in pairs], [source for _, source in pairs]
 
 
 def text_of(node: BaseNode) -> str:

@@ -18,7 +18,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from llama_index_ragcachekit.document_order import noted_order
+from llama_index_ragcachekit.document_order import noted_order, texts_and_sources
 from llama_index_ragcachekit.events import QueryCacheEvent
 from llama_index_ragcachekit.own_index import filters_of, own_index_of, own_search
 from llama_index_ragcachekit.partitions import RULES, is_by_embedding
@@ -279,9 +279,9 @@ class RagCacheRetriever(BaseRetriever):
             )
             dispatcher.event(event)
         nodes_found = found or []
-        texts = [text for item in nodes_found if (text := _text(item)).strip()]
+        texts, sources = texts_and_sources(nodes_found)
         namespace = self._retrieval.namespace_of(self._cache, self._namespace)
-        self._retrieval.register(self._cache, namespace, texts, epoch)
+        self._retrieval.register(self._cache, namespace, texts, epoch, sources)
         return nodes_found
 
 

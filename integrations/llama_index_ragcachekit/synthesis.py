@@ -10,11 +10,12 @@ from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType
+from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 from llama_index.core.settings import Settings
 from llama_index.core.tools import BaseTool
 from pydantic import Field, SkipValidation, field_validator
 
+from llama_index_ragcachekit.document_order import texts_and_sources
 from llama_index_ragcachekit.llm import RagCacheLLM
 from llama_index_ragcachekit.pickling import NotPickled
 
@@ -110,9 +111,9 @@ class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        texts = [item.node.get_content(metadata_mode=MetadataMode.NONE) for item in nodes]
-        if texts := [text for text in texts if text.strip()]:
-            self.cache.register(texts, namespace=self.namespace)
+        texts, sources = texts_and_sources(nodes)
+        if texts:
+            self.cache.register(texts, namespace=self.namespace, sources=sources)
         return nodes
 
 

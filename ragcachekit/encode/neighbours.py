@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from ragcachekit.encode.chunk_sources import ChunkSources
 from ragcachekit.encode.companions import Companions
 from ragcachekit.encode.document_order import DocumentOrder
 from ragcachekit.types import chunk_id
@@ -170,22 +171,30 @@ class TokenNeighbours:
 
     A namespace without a source has the order of its documents (:class:`DocumentOrder`) and its chunks that
     were registered together (:class:`Companions`): one tenant's chunks must not affect another's KV.
+
+    With ``same_source`` a chunk's neighbours are those of its own source, whoever proposed them.
     """
 
-    def __init__(self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids]) -> None:
+    def __init__(
+        self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids], same_source: bool = False
+    ) -> None:
         for source in sources.values():
             if not isinstance(source, Neighbours):
                 raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
         self._sources = dict(sources)
         self._tokenise = lru_cache(REMEMBERED)(tokenise)
         self._orders: dict[str, DocumentOrder] = {}
-        self._companions = Companions(lambda text, namespace: chunk_id(self._tokenise(text), namespace))
+        self._companions = Companions(self._name_of)
+        self.chunk_sources = ChunkSources(self._name_of) if same_source else None
         self._lock = threading.Lock()
         self._forgotten: dict[str, set[str]] = {}
         self._returned: dict[str, set[str]] = {}  # since all chunks of the namespace were forgotten
 
     def __bool__(self) -> bool:
         return bool(self._sources)
+
+    def _name_of(self, text: str, namespace: str) -> str:
+        return chunk_id(self._tokenise(text), namespace)
 
     def of(self, text: str, namespace: str, by_document: bool = False) -> tuple[str, tuple[Ids, ...]]:
         """Where the neighbours of ``text`` come from, and their token ids, most similar first.
@@ -194,6 +203,8 @@ class TokenNeighbours:
         ``by_document`` the latter count more, and only chunks before it.
         """
         origin, near = self._texts_near(text, namespace, by_document)
+        if self.chunk_sources is not None:
+            near = self.chunk_sources.near(namespace, text, _texts(near))
         found = [self._tokenise(one) for one in _texts(near)]
         return (origin if found else ""), self._not_forgotten(found, namespace)
 
@@ -227,6 +238,8 @@ class TokenNeighbours:
                 self._forgotten.setdefault(namespace, set()).update(ids)
                 self._returned.get(namespace, set()).difference_update(ids)
         self._companions.forget(namespace, ids)
+        if self.chunk_sources is not None:
+            self.chunk_sources.forget(namespace, ids, texts)
         if ids is None:
             self._orders.pop(namespace, None)
         else:
@@ -236,6 +249,7 @@ class TokenNeighbours:
         self, namespace: str, document: str, texts: Sequence[str], starts: Sequence[int] | None
     ) -> None:
         """Note the order of a document's chunks; they are not forgotten any more."""
+        self.note_source(document, namespace, texts)
         if namespace not in self._sources:
             self._orders.setdefault(namespace, DocumentOrder()).add(document, texts, starts)
             self._return(namespace, texts)
@@ -248,7 +262,14 @@ class TokenNeighbours:
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note chunks that belong together."""
         if namespace not in self._sources:
-            self._companions.observe(namespace, texts)
+            known = self.chunk_sources
+            for group in [texts] if known is None else known.groups(namespace, texts):
+                self._companions.observe(namespace, group)
+
+    def note_source(self, source: str, namespace: str, texts: Iterable[str]) -> None:
+        """Note that chunks are of ``source``."""
+        if self.chunk_sources is not None:
+            self.chunk_sources.add(namespace, texts, source)
 
     def register(self, namespace: str, texts: Iterable[str]) -> None:
         """Note chunks that belong together; those that were forgotten before are found again."""

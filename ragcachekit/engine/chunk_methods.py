@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -48,13 +49,21 @@ class ChunkMethods:
         self._query_caches.add(cache)
         cache.observers = self._observers
 
-    def register(self, texts: Iterable[str], *, namespace: str | None = None) -> int:
+    def register(
+        self,
+        texts: Iterable[str],
+        *,
+        namespace: str | None = None,
+        sources: Sequence[str | None] | None = None,
+    ) -> int:
         """Search prompts for these texts as chunks; costs no model work.
 
-        Returns how many can be found (texts too short to be told apart are left out).
+        ``sources`` names the document of each text, for ``companions="same-source"``; None where it is not
+        known. Returns how many can be found (texts too short to be told apart are left out).
         """
         namespace, since = self._checked(namespace), self._components.forgets.now()
         texts = strings(texts, "texts")
+        self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
         return self._unless_forgotten(self._prompts.register, texts, namespace, since)
 
@@ -129,6 +138,7 @@ class ChunkMethods:
         namespace: str | None = None,
         system: str | None = None,
         prompt: PromptLike | None = None,
+        sources: Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[str]:
         """Register chunks and compute their KV now, except what is stored already.
@@ -144,6 +154,8 @@ class ChunkMethods:
         prompt : str, messages or Prompt, optional
             A prompt like those to come, with at least one of the texts: instead of ``system``, what stands
             before its first chunk. Nothing is generated.
+        sources : sequence of str, optional
+            As for :meth:`register`.
         progress : bool
             Show a progress bar over tokens.
 
@@ -166,6 +178,7 @@ class ChunkMethods:
         if not self._prompts.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
+        self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
         if prompt is not None:
             if system is not None:
@@ -264,6 +277,21 @@ class ChunkMethods:
         forgot = self._components.forgets.forgot_text
         with self._registering:
             return use(namespace, [text for text in texts if not forgot(namespace, text, since)])
+
+    def _note_sources(
+        self, texts: Sequence[str], sources: Sequence[str | None] | None, namespace: str, since: int
+    ) -> None:
+        if sources is None:
+            return
+        if isinstance(sources, str) or len(sources) != len(texts):
+            raise ValueError(
+                "sources must be a list with the source of each text, None where it is not known"
+            )
+        note = self._prompts.neighbours.note_source
+        for source in dict.fromkeys(sources):
+            if source is not None:
+                of_it = [text for text, own in zip(texts, sources, strict=True) if own == source]
+                self._unless_forgotten(partial(note, source), of_it, namespace, since)
 
     def _forget_results(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
         # Before the registry: a retriever registers what it found only while nothing was forgotten since.

@@ -28,7 +28,7 @@ class ChunkPlanner(PromptSegmenter):
     """Names what to encode and to look up for the chunks of one model in one store.
 
     ``encoder`` None stands for the policy's own. ``neighbours`` maps namespaces to the source of neighbours
-    for the encoder ``similar:n``.
+    for the encoder ``similar:n``. ``same_source``: a chunk is encoded behind chunks of its own source alone.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class ChunkPlanner(PromptSegmenter):
         fingerprint: str,
         encoder: str | None,
         neighbours: Mapping[str, Neighbours] | None = None,
+        same_source: bool = False,
     ) -> None:
         super().__init__(tokenizer)
         self.context = rope.context
@@ -49,7 +50,9 @@ class ChunkPlanner(PromptSegmenter):
         self._fingerprint = fingerprint
         self._encoder = encoder
         self.variants = open_pool(store)
-        self.neighbours = TokenNeighbours(neighbours or {}, self.chunk_ids)
+        self.neighbours = TokenNeighbours(neighbours or {}, self.chunk_ids, same_source)
+        if self.neighbours.chunk_sources is not None:
+            self.variants.averages.allow = self.neighbours.chunk_sources.allow
         self._bos = self.bos(model)
         self._joint = self._tokens.blank_line() if self._tokens else ()
         self._watch = ModelWatch(model)
@@ -74,6 +77,11 @@ class ChunkPlanner(PromptSegmenter):
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
         name = policy.encoder or self._encoder or "standalone"
+        if name == IN_PROMPT and self.neighbours.chunk_sources is not None:
+            raise ValueError(
+                "the encoder 'in-prompt' keeps chunks behind whatever stood before them, which "
+                "companions='same-source' rules out; use 'average:3' or 'system' with it"
+            )
         by_document = not name.startswith("average")
         return Encodings(name, self._rope, self._bos, lambda ids: near(ids, by_document), self._joint)
 

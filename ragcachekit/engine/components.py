@@ -103,6 +103,7 @@ class EngineComponents:
             fingerprint=self.fingerprint,
             encoder=settings.encoder,
             neighbours=by_namespace(settings.neighbours, settings.namespace),
+            same_source=settings.companions == "same-source",
             fetch=self.loads.fetch,
             tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
         )

@@ -29,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     policy: str | SelectionPolicy
     encoder: str | None
     neighbours: Neighbours | Mapping[str, Neighbours] | None
+    companions: Literal["any", "same-source"]
     store: StoreConfig | KVStore | None
     namespace: str
     cold: Literal["background", "now", "never"]
@@ -48,6 +49,7 @@ class EngineSettings:
     policy: str | SelectionPolicy = "auto"
     encoder: str | None = None
     neighbours: Neighbours | Mapping[str, Neighbours] | None = None
+    companions: Literal["any", "same-source"] = "any"
     store: StoreConfig | KVStore | None = None
     namespace: str = "default"
     cold: Literal["background", "now", "never"] = "background"
@@ -62,6 +64,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.cold not in ("background", "now", "never"):
             raise ValueError(f"cold must be 'background', 'now' or 'never', got {self.cold!r}")
+        if self.companions not in ("any", "same-source"):
+            raise ValueError(f"companions must be 'any' or 'same-source', got {self.companions!r}")
         check_type("encode_after", self.encode_after, int, "a number of misses such as 2")
         if self.encode_after < 1:
             raise ValueError(f"encode_after must be at least 1 miss, got {self.encode_after}")

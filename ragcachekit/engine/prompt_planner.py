@@ -47,6 +47,7 @@ class PromptPlanner(ChunkPlanner):
         fingerprint: str,
         encoder: str | None,
         neighbours: Mapping[str, Neighbours] | None = None,
+        same_source: bool = False,
         fetch: Callable[[], Fetch] | None = None,
         tree: PrefixMatcher | None = None,
     ) -> None:
@@ -58,6 +59,7 @@ class PromptPlanner(ChunkPlanner):
             fingerprint=fingerprint,
             encoder=encoder,
             neighbours=neighbours,
+            same_source=same_source,
         )
         self._fetch = fetch or (lambda: Fetch(store))
         self._tree = tree
@@ -113,6 +115,8 @@ class PromptPlanner(ChunkPlanner):
             request = PromptRequest.of(
                 segments, policy, encodings, Fetch(self._store), self._fingerprint, namespace
             )
+            if self.neighbours.chunk_sources is not None:  # a prompt's own rows stand behind any chunks
+                request = replace(request, wanted=tuple(replace(w, in_place=None) for w in request.wanted))
             if not isinstance(prompt, Prompt) and not any(segment.is_chunk for segment in segments):
                 notes.append(self.registry.nothing_found(namespace))
         return replace(

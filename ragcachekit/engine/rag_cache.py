@@ -48,6 +48,10 @@ class RagCache(InspectMethods):
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
         :class:`PrecedingChunks`, :class:`CoRetrieved` or your own; a mapping gives one per namespace.
+    companions : {"any", "same-source"}
+        Which chunks a chunk may be encoded behind. "same-source": only those that are known to be of its own
+        document, by :meth:`order`, by the ``sources`` of :meth:`register` and :meth:`encode`, or through a
+        retriever; else the text before the chunks alone. For corpora to which strangers add documents.
     store : StoreConfig or KVStore, optional
         Storage of chunk KV; default 4 GiB of host memory. A store that was passed in is not closed.
     namespace : str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ragcachekit.store.base import concerns
 from ragcachekit.types import KVKey
@@ -18,9 +18,11 @@ class StoredAverages:
     """Keys of stored entries by model, namespace, chunk and system text, the latest of each; thread safe.
 
     The chunks that take part in a mean are chosen when it is encoded, and may be others in the next process.
+    ``allow`` says of a key whether its entry may serve.
     """
 
     def __init__(self) -> None:
+        self.allow: Callable[[KVKey], bool] = lambda _: True
         self._lock = threading.Lock()
         self._keys: dict[tuple[str, ...], KVKey] = {}
 
@@ -46,7 +48,7 @@ class StoredAverages:
             found = self._keys.pop(_group(key), None)
             if found is not None:
                 self._keys[_group(key)] = found
-            return found
+        return found if found is not None and self.allow(found) else None
 
     def stored_for(self, key: KVKey) -> KVKey | None:
         """What :meth:`add` would replace, or ``key`` itself; None for keys of other encoders."""

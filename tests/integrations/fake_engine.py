@@ -119,7 +119,7 @@ class FakeEngine:
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
         self.query_caches, self.orders, self.dropped, self.submitted = [], [], [], []
 
-    def register(self, texts, *, namespace=None):
+    def register(self, texts, *, namespace=None, sources=None):
         texts = list(texts)
         self.registered.append((namespace, texts))
         return len(texts)

@@ -21,7 +21,7 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Sequence[str], str]] = []
 
-    def register(self, texts: Sequence[str], namespace: str) -> None:
+    def register(self, texts: Sequence[str], namespace: str, sources: object = None) -> None:
         self.calls.append(("register", texts, namespace))
 
     def prefetch(self, texts: Sequence[str], namespace: str) -> None:

@@ -12,23 +12,23 @@ from ragcachekit.query.near_misses.words import (
     ASKING,
     AUXILIARIES,
     CONSUMED,
+    DIRECTED,
     EMBEDDING,
     EMPHASIS,
     FUNCTION,
     LEAD,
-    MAGNITUDES,
     NEGATIONS,
     NUMBERS,
     POLES,
     PREPOSITIONS,
-    ROMAN,
     SYNONYMS,
-    UNITS,
 )
 
-_TOKEN = re.compile(r"(?:[A-Za-z]\.){2,}|\d+(?:[.,]\d+)*[^\W\d_]*|\w+(?:['’]\w+)?|[?!:;]")
-_DIGITS = re.compile(r"(\d+(?:[.,]\d+)*)(\D*)")
-_AFTER_DIGITS = ("", "st", "nd", "rd", "th", "s")
+# Whatever has a digit is one token up to the next blank, so that 3.1 is not 3.10, nor 3/4 4/3.
+_NUMBER = r"(?:[^\s?.,;:]|[.,](?=\d))*\d(?:\S*[^\s?.,;:])?"
+_WORD = r"(?:[A-Za-z]\.){2,}|\w+(?:['’]\w+)?[+#]*"  # C, C# and C++ are three
+_SIGN = r"(?<!\S)[-<>=+*/%^|&~]+(?!\S)"
+_TOKEN = re.compile(rf"{_NUMBER}|{_WORD}|{_SIGN}|[?!:;]")
 _LONGEST_LEAD = 8  # tokens
 _ENDINGS = (("ing", 6), ("ed", 5), ("ation", 8), ("ion", 7), ("or", 7), ("ly", 6))
 
@@ -38,10 +38,8 @@ class Kind(NamedTuple):
 
     word: str
     lemma: str = ""  # of a content word
-    number: float | None = None
-    magnitude: float = 0.0
+    number: bool = False  # in digits or words, or a sign of arithmetic
     pole: tuple[int, int] | None = None
-    unit: str = ""
     negation: bool = False
     asked: str = ""
     mark: bool = False
@@ -50,21 +48,21 @@ class Kind(NamedTuple):
 class ParsedQuestion(NamedTuple):
     """A question as the guard compares it; see :func:`parse`.
 
-    ``asked`` is what it asks for ("who", "count", ...; "" in a yes/no question). ``numbers`` are in order.
-    ``words`` are the stems of all content words, ``names`` those of names. ``poles`` counts the words of each
-    side of each group of opposites. ``order`` is all words in lower case, ``tokens`` the set of these.
+    ``asked`` is what it asks for ("who", "count", ...; "" in a yes/no question). ``numbers`` are as written,
+    in order. ``words`` are the stems of all content words, ``names`` those of names. ``poles`` counts the
+    words of each side of each group of opposites. ``order`` has what must stand in one order in two
+    questions, each once; ``tokens`` is all words in lower case.
     """
 
     text: str
     asked: str
     negations: int
-    numbers: tuple[float, ...]
-    units: frozenset[str]
+    numbers: tuple[str, ...]
     names: frozenset[str]
     words: frozenset[str]
     poles: dict[tuple[int, int], int]
     order: tuple[str, ...]
-    tokens: frozenset[str]
+    tokens: tuple[str, ...]
 
 
 def parse(text: str) -> ParsedQuestion:
@@ -79,19 +77,22 @@ def parse(text: str) -> ParsedQuestion:
     for at, kind in enumerate(kinds):
         if kind.pole and not (asked == "degree" and kinds[at - 1].word == "how"):  # "how large" is neutral
             poles[kind.pole] = poles.get(kind.pole, 0) + 1
-    order = tuple([kind.word for kind in kinds if not kind.mark])
+    order = ["not" if kind.negation else kind.lemma or kind.word for kind in kinds if _is_ordered(kind)]
     return ParsedQuestion(
         text,
         asked,
         sum([kind.negation for kind in kinds]),
-        _numbers(kinds),
-        frozenset([kind.unit for kind in kinds if kind.unit]),
+        tuple([kind.word for kind in kinds if kind.number]),
         frozenset(names),
         frozenset(words.union(names)),
         poles,
-        order,
-        frozenset(order),
+        tuple(dict.fromkeys(order)),
+        tuple([kind.word for kind in kinds if not kind.mark]),
     )
+
+
+def _is_ordered(kind: Kind) -> bool:
+    return bool(kind.lemma) or kind.number or kind.negation or kind.word in DIRECTED
 
 
 @functools.lru_cache(8192)
@@ -100,30 +101,26 @@ def kind_of(token: str) -> Kind:
     word = token.lower().replace("’", "'")
     if word in "?!:;":
         return Kind(word, mark=True)
-    if token in ROMAN:
-        return Kind(word, number=ROMAN[token])
+    if any(map(str.isdecimal, word)) or not any(map(str.isalnum, word)):
+        return Kind(word, number=True)
     if word.endswith("n't") or word in NEGATIONS:
         return Kind(word, negation=True)
     word = word.removesuffix("'s").replace("'", "")
     if word in ASKING:
         return Kind(word, asked=ASKING[word])
-    if found := _DIGITS.fullmatch(word):
-        digits = found[1] if found[1].count(".") < 2 else found[1].replace(".", "")
-        unit = "" if found[2] in _AFTER_DIGITS else UNITS.get(found[2], found[2])
-        return Kind(word, number=float(digits.replace(",", "")), unit=unit)
     word = word.replace(".", "")
     if word in NUMBERS:
-        return Kind(word, number=NUMBERS[word])
-    if (magnitude := MAGNITUDES.get(word.removesuffix("s"))) is not None:
-        return Kind(word, magnitude=magnitude)
+        return Kind(word, number=True)
     if word in FUNCTION or word in PREPOSITIONS:
         return Kind(word, pole=POLES.get(word))
     stem = _stem(word)
-    return Kind(word, _SYNONYMS.get(stem, stem), pole=POLES.get(word), unit=UNITS.get(word, ""))
+    return Kind(word, _SYNONYMS.get(stem, stem), pole=POLES.get(word))
 
 
 def _without_lead(tokens: list[str]) -> list[str]:
-    """Without a clause such as "One more question:"."""
+    """Without a clause such as "One more question:", or an "And"."""
+    if tokens and tokens[0].lower() in ("and", "so"):
+        tokens = tokens[1:]
     if ":" in tokens[:_LONGEST_LEAD]:
         at = tokens.index(":")
         if all(word in LEAD or word in FUNCTION for word in map(str.lower, tokens[:at])):
@@ -175,33 +172,10 @@ def _names(tokens: Sequence[str], kinds: Sequence[Kind]) -> list[str]:
             continue
         shouted = len(token) > 1 and token.isupper()
         inner = "_" in token or not (shouted or token.islower() or token.istitle())
-        if kind.number is None and (
-            shouted or (kind.lemma and (inner or (not start and token[0].isupper())))
-        ):
+        if not kind.number and (shouted or (kind.lemma and (inner or (not start and token[0].isupper())))):
             names.append(kind.lemma or kind.word)
         start = False
     return names
-
-
-def _numbers(kinds: Sequence[Kind]) -> tuple[float, ...]:
-    """Numbers in order: "twenty-five thousand" is 25,000, "second" is 2, "VIII" is 8."""
-    numbers: list[float] = []
-    counting = False
-    for kind in kinds:
-        value = kind.number
-        if value is not None and counting and 0 < value < 10 and numbers[-1] in _TENS:
-            numbers[-1] += value
-        elif value is not None:
-            numbers.append(value)
-        elif kind.magnitude and counting:
-            numbers[-1] *= kind.magnitude
-        elif kind.magnitude:
-            numbers.append(kind.magnitude)
-        counting = value is not None or kind.magnitude > 0
-    return tuple(numbers)
-
-
-_TENS = frozenset(range(20, 100, 10))
 
 
 def _stem(word: str) -> str:

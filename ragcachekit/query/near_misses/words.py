@@ -1,4 +1,4 @@
-"""English words for the near-miss guard: opposites, words that mean the same, units, what asks for what."""
+"""English words for the near-miss guard: opposites, words that mean the same, what asks for what."""
 
 from __future__ import annotations
 
@@ -8,18 +8,12 @@ def _set(words: str) -> frozenset[str]:
 
 
 FUNCTION = _set(
-    """a an the this that these those there here it its he him his she her they them their we us our i me my
-    you your one ones some any such of in on at to from by with for as about into onto upon over via per
-    during under through and or but if then than so too also just only very quite be is are was were am
-    been being do does did done doing have has had having can could may might shall should will would
-    must ought let get got gets give gives given please tell know want say show explain describe name
-    find quick hello hi hey thanks thank briefly exactly actually basically called call calls term used
-    use uses using kind kinds sort sorts type types way ways thing things what's make makes made take
-    takes took whether while because within own each every all both other another how's way's when's
-    where's who's up out off down back come comes came go goes went like according need needs needed
-    possible allowed put yes well now again further else ever still yet happen happens happened
-    really truly indeed precisely
-    following following's known considered located"""
+    """a an the this that these those there here it its he his him she her they them their we us our
+    i me my you your one ones such as about so too also just very quite is are was were been being
+    be do does did done doing have has had having can could shall will would please tell know want
+    say show explain describe name find quick hello hi hey thanks thank briefly exactly actually
+    basically called call calls term kind kinds sort sorts type types way ways thing things whats
+    hows whens wheres whos well really truly indeed precisely"""
 )
 """Words that carry no meaning of their own in a question."""
 
@@ -30,15 +24,15 @@ EMBEDDING = _set("know tell me say wonder explain remember recall out")
 """Words before a question inside another one."""
 
 LEAD = _set(
-    """just curious wonder wondering notes note more question ask asking help with interested sorry hello hey
-    there everybody everyone anyone know like would need report homework remind again thanks"""
+    """just curious for to with wonder wondering notes note more question ask asking help with
+    interested sorry hello hey there everybody everyone anyone know like would need report homework
+    remind again thanks"""
 )
 """Words of which short clauses before a question and a colon are made."""
 
 AUXILIARIES = _set(
     "is are was were am be been do does did has have had can could may might shall should will would must"
 )
-BE = _set("is are was were be been being got gets get")
 
 NEGATIONS = _set(
     """not no never none neither nor nobody nothing nowhere without cannot cant dont doesnt didnt isnt arent
@@ -46,12 +40,10 @@ NEGATIONS = _set(
     seldom lacks lack lacking fail fails failed unless instead unable"""
 )
 
-SYMMETRIC = _set("border meet met marri differ compar resembl equal neighbour neighbor")
-"""Stems of verbs whose two sides may change places."""
+DIRECTED = _set("from by with for as into onto over under than against between before after via through")
+"""Prepositions that say which way: who hired Mia, who was hired by Mia. "To" is mostly no preposition."""
 
-PREPOSITIONS = _set(
-    "of in on at to from by with for as into onto over under than against between before after via through"
-)
+PREPOSITIONS = _set("of in on at to") | DIRECTED
 
 _OPPOSITES = """
     large larger largest big bigger biggest great greatest major / small smaller smallest tiny minor
@@ -123,6 +115,9 @@ _OPPOSITES = """
     local / global
     client / server
     odd / even
+    to into / from
+    up / down
+    on / off
 """
 
 POLES: dict[str, tuple[int, int]] = {
@@ -185,54 +180,13 @@ SYNONYMS: dict[str, str] = {
 }
 """The word that stands for a group of words that mean the same in questions."""
 
-_UNITS = """
-    km kilometer kilometers kilometre kilometres
-    mile miles
-    m meter meters metre metres
-    cm centimeter centimeters centimetre centimetres
-    foot feet ft
-    kg kilogram kilograms kilo kilos
-    lb pound pounds
-    gram grams
-    ton tons tonne tonnes
-    second seconds sec
-    minute minutes
-    hour hours
-    day days
-    week weeks
-    month months monthly
-    year years annual yearly
-    decade decades
-    century centuries
-    dollar dollars usd
-    euro euros eur
-    percent percentage
-    degree degrees
-    byte bytes
-    bit bits
-    kb kilobyte kilobytes
-    mb megabyte megabytes
-    gb gigabyte gigabytes
-    liter liters litre litres
-    gallon gallons
-"""
-UNITS: dict[str, str] = {
-    word: line.split()[0] for line in _UNITS.strip().splitlines() for word in line.split()
-}
-
-_NUMBERS = """zero|first 1st|two second twice pair|three third thrice|four fourth|five fifth|six sixth
-    |seven seventh|eight eighth|nine ninth|ten tenth|eleven eleventh|twelve twelfth dozen|thirteen thirteenth
-    |fourteen fourteenth|fifteen fifteenth|sixteen sixteenth|seventeen seventeenth|eighteen eighteenth
-    |nineteen nineteenth"""
-_TENS = "|twent|thirt|fort|fift|sixt|sevent|eight|ninet"
-NUMBERS: dict[str, float] = {
-    **{word: number for number, words in enumerate(_NUMBERS.split("|")) for word in words.split()},
-    **{f"{tens}{end}": 10.0 * at for at, tens in enumerate(_TENS.split("|"), 1) for end in ("y", "ieth")},
-    **{"last": -1.0, "final": -1.0, "half": 0.5},
-}
-MAGNITUDES = {"hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
-_ROMAN = "II|III|IV|V|VI|VII|VIII|IX|X|XI|XII|XIII|XIV|XV|XVI|XVII|XVIII|XIX|XX"
-ROMAN: dict[str, float] = {word: number for number, word in enumerate(_ROMAN.split("|"), 2)}
+NUMBERS = _set(
+    """zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
+    hundred thousand million billion trillion first second third fourth fifth sixth seventh eighth
+    ninth tenth eleventh twelfth last final half once twice thrice pair dozen"""
+)
+"""Numbers in words, compared as they are written."""
 
 ASKING: dict[str, str] = {
     "who": "who", "whom": "who", "whose": "who", "when": "when", "where": "where", "why": "why", "how": "how",

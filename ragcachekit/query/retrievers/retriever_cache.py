@@ -208,10 +208,18 @@ class RetrieverCache(FollowingCache[Document]):
             self.observers.searched(asked.seen(len(documents)))
         return replace(asked.result, documents=documents)
 
-    def register(self, engine: Any, namespace: str, texts: Sequence[str], epoch: int) -> None:
+    def register(
+        self,
+        engine: Any,
+        namespace: str,
+        texts: Sequence[str],
+        epoch: int,
+        sources: Sequence[str | None] = (),
+    ) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
 
-        A failing engine costs their reuse, not the answer.
+        ``sources`` names the document of each text, where the framework knows it. A failing engine costs
+        their reuse, not the answer.
         """
         if engine is None or not texts:
             return
@@ -219,7 +227,8 @@ class RetrieverCache(FollowingCache[Document]):
             self._order.update()
 
         def register() -> None:
-            engine.register(texts, namespace=namespace)
+            known = {"sources": sources} if any(sources) else {}
+            engine.register(texts, namespace=namespace, **known)
             engine.prefetch(texts, namespace=namespace)  # loads while the prompt is made
 
         try:
