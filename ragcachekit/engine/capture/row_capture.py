@@ -8,7 +8,7 @@ from typing import Literal
 from ragcachekit.background import Background, attempt
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.engine.capture.pending_rows import Pending, PendingRows
-from ragcachekit.forward.own_rows import captured, turn_of
+from ragcachekit.forward.own_rows import captured, turn_of, with_answer
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
@@ -87,13 +87,14 @@ class RowCapture:
 
     def _keep_exact(self, generated: Generated) -> None:
         plan = generated.plan
-        if self.tree is None or plan.beginning is None:
+        match = with_answer(plan, generated.token_ids, self._rope)
+        if self.tree is None or plan.beginning is None or match is None:
             return
-        kvs = captured(plan, generated.cache, self._rope)
+        kvs = captured(plan, match, generated.cache, self._rope)
         new = len(plan.token_ids) - plan.beginning.tokens
         with self._forgets.storing_in_tree:
             if not self._forgot(plan, plan.beginning.members):
-                self.tree.insert(plan.beginning.match, kvs, new=new)
+                self.tree.insert(match, kvs, new=new)
         turns = self.tree.turns
         if not turns.budget:
             return
