@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragcachekit.model.encoding import Encoding
+from ragcachekit.model.encoding import Encoding, Ids
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch
@@ -35,6 +35,13 @@ class Missing:
     token_ids: tuple[int, ...]
     encoding: Encoding
     epoch: int = 0
+
+    @property
+    def content(self) -> Ids:
+        """Token ids of all that the KV is computed from: the context, then the chunk."""
+        near, joint = getattr(self.encoding, "neighbours", ()), getattr(self.encoding, "joint", ())
+        between = (token for ids in near for token in (*ids, *joint))
+        return (*self.encoding.behind, *between, *self.token_ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from ragcachekit.engine.capture.pending_rows import Pending, PendingRows
 from ragcachekit.forward.own_rows import captured, turn_of, with_answer
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.types import KVKey
@@ -93,7 +92,7 @@ class RowCapture:
         kvs = captured(plan, match, generated.cache, self._rope)
         new = len(plan.token_ids) - plan.beginning.tokens
         with self._forgets.storing_in_tree:
-            if not self._forgot(plan, plan.beginning.members):
+            if not self._forgot(generated, plan.beginning.members):
                 self.tree.insert(match, kvs, new=new)
         turns = self.tree.turns
         if not turns.budget:
@@ -102,9 +101,13 @@ class RowCapture:
         if turn is None:
             return
         with self._forgets.storing_in_tree:
-            if not self._forgot(plan, turn.members):
+            if not self._forgot(generated, turn.members):
                 turns.keep(turn, plan.beginning.epoch)
 
-    def _forgot(self, plan: LinkPlan, chunk_ids: Iterable[str]) -> bool:
-        assert plan.request is not None
-        return self._forgets.forgot_any(plan.request.namespace, chunk_ids, plan.request.epoch)
+    def _forgot(self, generated: Generated, chunk_ids: Iterable[str]) -> bool:
+        request, forgets = generated.plan.request, self._forgets
+        assert request is not None
+        ids = (*generated.plan.token_ids, *generated.token_ids)
+        return forgets.forgot_any(request.namespace, chunk_ids, request.epoch) or forgets.forgot_within(
+            request.namespace, ids, request.epoch
+        )
