@@ -18,13 +18,13 @@ from ragcachekit.engine.options import checked_namespace
 from ragcachekit.engine.prompt_planner import MODEL_CHANGED
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.request_path import NOT_KEPT
-from ragcachekit.errors import Closed, ModelChanged
+from ragcachekit.errors import Closed, ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.observers import Observers
 from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.prompt.registry import forms
 from ragcachekit.query.retrieval import CachedRetrieval
-from ragcachekit.store.base import Found, KVStore, concerns
+from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey, chunk_id
@@ -308,9 +308,24 @@ class ChunkMethods:
 
     def _drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""
-        from_tree, parts = 0, self._components
-        if ids is not None and within is not None:
+        if ids is None or within is None:
+            return self._drop_ids(namespace, ids)
+        unread: Exception | None = None
+        try:
             ids |= self._holding(namespace, ids, within)
+        except Exception as error:
+            unread = error
+        dropped = self._drop_ids(namespace, ids, within)
+        if unread is not None:
+            raise StoreError(
+                f"the store could not be searched for the texts, and may hold them; forget again: {unread}"
+            ) from unread
+        return dropped
+
+    def _drop_ids(
+        self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None = None
+    ) -> int:
+        from_tree, parts = 0, self._components
         self._prompts.variants.forget(namespace, ids)
         parts.background_encoder.misses.forget(namespace, ids)
         try:
@@ -318,7 +333,8 @@ class ChunkMethods:
         finally:
             parts.loads.forget(namespace, ids)  # after the store: what is opened in between goes too
             if parts.tree is not None:
-                from_tree = parts.tree.forget(namespace, ids, within)
+                texts = () if within is None else (within,)
+                from_tree = parts.tree.forget(namespace, ids, *texts)
         return from_tree + from_store
 
     def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
@@ -348,12 +364,7 @@ class ChunkMethods:
 
 def _may_hold(store: KVStore, key: KVKey, within: ForgottenTexts) -> bool:
     """Whether an entry holds a forgotten text, or nobody can tell."""
-    opened = store.open(key, 0.0)
-    if opened is None:
-        return False
-    if not isinstance(opened, Found):
-        opened.close()
-    token_ids = token_ids_of(opened.kv.sums if isinstance(opened, Found) else opened.sums)
+    token_ids = token_ids_of(store.sums(key) or {})
     return token_ids is None or within.within(token_ids)
 
 

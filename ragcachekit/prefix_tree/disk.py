@@ -20,7 +20,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, open_regular, parse_json, read_regular
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
-from ragcachekit.store.base import Found, KVStore, StoreStats, concerns
+from ragcachekit.store.base import KVStore, StoreStats, concerns
 from ragcachekit.store.disk.folder import FolderBusy, FolderLock, LockFailed
 from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.store.null import NullStore
@@ -152,15 +152,11 @@ class TreeDisk:
         for path in sorted(keys, reverse=True):  # a path comes after those that go on from it
             if last[: len(path)] == path or not ids.isdisjoint(path):
                 continue
-            opened = self.store.open(keys[path], 0.0)
-            if opened is None:
-                continue
-            if _may_hold(opened.kv.sums if isinstance(opened, Found) else opened.sums, texts):
+            sums = self.store.sums(keys[path])
+            if sums is None or _may_hold(sums, texts):
                 ids.add(path[-1])
             else:
                 last = path
-            if not isinstance(opened, Found):
-                opened.close()
         return ids
 
     def stats(self) -> list[StoreStats]:

@@ -10,6 +10,7 @@ from forget_kit import BEFORE, ROOM, SPACE, TEXTS, Engine, Meanwhile, around
 
 from loading_kit import WAIT
 from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
+from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.store.base import Found
@@ -273,3 +274,32 @@ def test_a_deleted_context_goes_from_plain_prompts_too(make):
         assert holding(engine, SECRET)
         assert client.delete(f"/v1beta/{made.json()['name']}").status_code == 200
         assert holding(engine, SECRET) == []
+
+
+def test_a_store_that_cannot_be_searched_drops_what_is_known_and_says_so(make, monkeypatch):
+    engine = make()
+    engine.rag.encode([KEPT, TEXTS[0]])
+
+    def broken(_):
+        raise OSError("gone")
+
+    monkeypatch.setattr(engine.store, "sums", broken)
+    with pytest.raises(StoreError, match="could not be searched"):
+        engine.rag.forget(texts=[KEPT])
+    assert engine.left(engine.chunk_ids([KEPT])) == []
+
+
+def test_looking_for_a_text_moves_nothing_between_tiers(make):
+    engine = make()
+    engine.rag.encode([KEPT, TEXTS[0]])
+    before = [(record.tier, record.entries, record.hits) for record in engine.store.stats()]
+    engine.rag.forget(texts=["Nothing has this"])
+    assert [(record.tier, record.entries, record.hits) for record in engine.store.stats()] == before
+
+
+def test_a_tier_that_lists_nothing_is_warned_of(make, monkeypatch, caplog):
+    engine = make()
+    engine.rag.encode([KEPT])
+    monkeypatch.setattr(engine.store, "keys", lambda: iter(()))
+    engine.rag.forget(texts=["Nothing has this"])
+    assert "does not list its entries" in caplog.text
