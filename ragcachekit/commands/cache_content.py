@@ -15,7 +15,7 @@ from threading import RLock
 from ragcachekit.commands.precompute.manifest import manifests
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
-from ragcachekit.prefix_tree.disk import FOLDER, FORGETS, TreeDisk
+from ragcachekit.prefix_tree.disk import FOLDER, FORGETS, Dropped, TreeDisk
 from ragcachekit.store.disk.check import is_disk_tier
 from ragcachekit.store.disk.disk_store import DiskStore
 from ragcachekit.store.disk.entry_files import entry_files
@@ -72,7 +72,8 @@ class Tier:
         """Delete the entries of these namespaces and all damaged ones; returns their number."""
         store = DiskStore(self.path, sys.maxsize)  # any smaller budget would evict on opening
         # A tree tells processes that hold some of it in memory.
-        told: TreeDisk | DiskStore = TreeDisk(store, RLock(), lambda *_: ([], 0)) if self.is_tree else store
+        nothing = Dropped([], 0, None)
+        told: TreeDisk | DiskStore = TreeDisk(store, RLock(), lambda *_: nothing) if self.is_tree else store
         try:
             return sum(told.forget(namespace, None) for namespace in namespaces)
         finally:

@@ -15,7 +15,7 @@ from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.miss_counts import MissCounts
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, with_token_ids
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.reports import EncodingStats
 from ragcachekit.store.base import KVStore
@@ -72,7 +72,7 @@ class BackgroundEncoder:
                 return
             with self.forgets.storing:
                 if self._is_current(item):
-                    self._put(item.key, kv)
+                    self._put(item, kv)
             self.count(encoded_tokens=kv.tokens)
             done(kv.tokens)
 
@@ -81,7 +81,7 @@ class BackgroundEncoder:
         for item, kv in entries:
             with self.forgets.storing:
                 if self._is_current(item) and item.key not in self._store:
-                    self._put(item.key, kv)
+                    self._put(item, kv)
                     self.count(captured_tokens=kv.tokens)
 
     def count(self, **tokens: int) -> None:
@@ -91,10 +91,14 @@ class BackgroundEncoder:
             self.stats = replace(self.stats, **added)
 
     def _is_current(self, item: Missing) -> bool:
-        """Whether neither the chunk nor its context was forgotten since the work on it began."""
-        return not self.forgets.forgot(item.key, item.epoch)
+        """Whether nothing of the chunk and its context was forgotten since the work on it began."""
+        forgets, namespace = self.forgets, item.key.namespace
+        if forgets.forgot(item.key, item.epoch):
+            return False
+        return item.epoch == forgets.now() or not forgets.forgot_within(namespace, item.content, item.epoch)
 
-    def _put(self, key: KVKey, kv: ChunkKV) -> None:
+    def _put(self, item: Missing, kv: ChunkKV) -> None:
+        key, kv = item.key, with_token_ids(kv, item.content)
         self._refused.pop(key, None)
         if self._store.put(key, kv):
             self._stored(key, kv)

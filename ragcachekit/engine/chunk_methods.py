@@ -18,13 +18,16 @@ from ragcachekit.engine.options import checked_namespace
 from ragcachekit.engine.prompt_planner import MODEL_CHANGED
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.request_path import NOT_KEPT
-from ragcachekit.errors import Closed, ModelChanged
+from ragcachekit.errors import Closed, ModelChanged, StoreError
+from ragcachekit.model.kv import token_ids_of
 from ragcachekit.observers import Observers
 from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.prompt.registry import forms
 from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.store.base import KVStore, concerns
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.store.null import NullStore
-from ragcachekit.types import chunk_id
+from ragcachekit.types import KVKey, chunk_id
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +209,11 @@ class ChunkMethods:
         texts: Iterable[str] | None = None,
         namespace: str | None = None,
     ) -> int:
-        """Drop the KV of chunks, and KV that was encoded behind them, from all tiers.
+        """Drop the KV of chunks and texts, and KV that was computed behind them, from all tiers.
+
+        A text is forgotten wherever it stood: as a chunk, as a part of one, in a question, in the text before
+        the first chunk, in an earlier turn. Whitespace in and around it does not count. Chunks that merely
+        hold it stay registered. KV of which nobody can tell whether it holds the text is dropped, too.
 
         Cached search results that contain such a chunk are dropped too, in every retriever of this engine.
         Delete the document from its index first: what a search finds is registered again. Work that began
@@ -219,7 +226,8 @@ class ChunkMethods:
             Chunk ids, as :meth:`encode` returned them. Their texts stay registered: a later prompt with one
             encodes it again.
         texts : iterable of str, optional
-            Chunk texts, which are unregistered as well, in every form a chain may give them.
+            Texts, long or short. Chunks among them are unregistered as well, in every form a chain may give
+            them. A blank text is ignored.
         namespace : str, optional
             With neither ids nor texts, all of it is dropped.
 
@@ -250,7 +258,11 @@ class ChunkMethods:
         # Also whole: an older version stored texts with blanks at their end that way.
         every = [form for text in texts for form in forms(text)]
         tokens = [split(form) for form in every for split in (chunk_ids, self._prompts.tokens.chunk)]
-        return self._forget(where, named | {chunk_id(ids, where) for ids in tokens}, texts)
+        named |= {chunk_id(ids, where) for ids in tokens}
+        if not every:
+            return self._forget(where, named, ())
+        decode = partial(self._prompts.tokens.decode, special=True)
+        return self._forget(where, named, texts, ForgottenTexts([*every, *map(decode, tokens)], decode))
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -301,22 +313,45 @@ class ChunkMethods:
             except Exception:  # the KV is dropped all the same
                 log.exception("cached search results could not be forgotten; clear the retriever's cache")
 
-    def _forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> int:
+    def _forget(
+        self,
+        namespace: str,
+        ids: frozenset[str] | None,
+        texts: Sequence[str],
+        within: ForgottenTexts | None = None,
+    ) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
         forgets = self._components.forgets
         with forgets.storing, forgets.storing_in_tree:
             try:
-                return self._drop(namespace, ids)
+                return self._drop(namespace, ids, within)
             finally:  # also where a tier raised
                 with self._registering:
                     try:  # before the epoch: work that begins with the next one has no such neighbour
-                        self._prompts.forget(namespace, ids, texts)
+                        self._prompts.forget(namespace, ids, texts, within)
                     finally:
-                        forgets.add(namespace, ids, texts)
-                        self._components.auto.forget(namespace, everything=ids is None)
+                        forgets.add(namespace, ids, texts, within)
+                        self._components.auto.forget(namespace, ids is None, within)
 
-    def _drop(self, namespace: str, ids: frozenset[str] | None) -> int:
+    def _drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""
+        if ids is None or within is None:
+            return self._drop_ids(namespace, ids)
+        unread: Exception | None = None
+        try:
+            ids |= self._holding(namespace, ids, within)
+        except Exception as error:
+            unread = error
+        dropped = self._drop_ids(namespace, ids, within)
+        if unread is not None:
+            raise StoreError(
+                f"the store could not be searched for the texts, and may hold them; forget again: {unread}"
+            ) from unread
+        return dropped
+
+    def _drop_ids(
+        self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None = None
+    ) -> int:
         from_tree, parts = 0, self._components
         self._prompts.variants.forget(namespace, ids)
         parts.background_encoder.misses.forget(namespace, ids)
@@ -325,8 +360,39 @@ class ChunkMethods:
         finally:
             parts.loads.forget(namespace, ids)  # after the store: what is opened in between goes too
             if parts.tree is not None:
-                from_tree = parts.tree.forget(namespace, ids)
+                texts = () if within is None else (within,)
+                from_tree = parts.tree.forget(namespace, ids, *texts)
         return from_tree + from_store
+
+    def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
+        """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded behind."""
+        prompts, store = self._prompts, self._components.store
+        found = {
+            chunk_id(prompts.chunk_ids(text), namespace)
+            for text in prompts.registry.texts(namespace)
+            if within.in_text(text)
+        }
+        system = prompts.last_prompts.last(namespace)
+        if system is not None and within.within(system):
+            found.add(chunk_id(system, namespace))
+        keys, unlisted = list(store.keys()), max((record.entries for record in store.stats()), default=0)
+        # Those with the shortest context first: their ids account for what stands behind them.
+        for key in sorted((key for key in keys if key.namespace == namespace), key=lambda k: len(k.context)):
+            if not concerns(key, namespace, gone | found) and _may_hold(store, key, within):
+                found.add(key.chunk_id)
+        if unlisted > len(keys):
+            log.warning(
+                "a tier does not list its entries: of %d, those that hold a forgotten text are known where "
+                "they are registered or in other tiers; forget the namespace to be sure",
+                unlisted,
+            )
+        return frozenset(found)
+
+
+def _may_hold(store: KVStore, key: KVKey, within: ForgottenTexts) -> bool:
+    """Whether an entry holds a forgotten text, or nobody can tell."""
+    token_ids = token_ids_of(store.sums(key) or {})
+    return token_ids is None or within.within(token_ids)
 
 
 def several(items: Iterable[_Item], what: str) -> list[_Item]:

@@ -19,6 +19,7 @@ from ragcachekit.plan.prefetch_keys import LastPrompts, is_chunk_id, prefetch_ke
 from ragcachekit.plan.variants import open_pool
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.store.base import KVStore
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -155,9 +156,20 @@ class ChunkPlanner(PromptSegmenter):
         )
         return prefetch_keys(items, encodings, before, self._fingerprint, namespace, self.variants)
 
-    def forget(self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str]) -> None:
-        """Forget chunks and their texts; with None all of the namespace, including its last prompt."""
+    def forget(
+        self,
+        namespace: str,
+        ids: frozenset[str] | None,
+        texts: Sequence[str],
+        within: ForgottenTexts | None = None,
+    ) -> None:
+        """Forget chunks and their texts; with None all of the namespace, including its last prompt.
+
+        The last prompt is forgotten, too, where it holds a text that ``within`` finds.
+        """
         self.neighbours.forget(namespace, ids, texts)
+        if within is not None and within.within(self.last_prompts.last(namespace) or ()):
+            self.last_prompts.forget(namespace)
         if ids is not None:
             self.registry.discard(namespace, texts)
             self.special_tokens.discard(namespace, texts)

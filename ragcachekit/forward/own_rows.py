@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import LayerwisePolicy
+from ragcachekit.prefix_tree.base import Match, blocks_of
 from ragcachekit.prefix_tree.conversations import Turn
 from ragcachekit.types import ENCODING_PREFIX, whole_id
 from ragcachekit_kernels.dispatch import AttentionOptions
@@ -162,17 +164,32 @@ def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
     return len(plan.token_ids)
 
 
-def captured(plan: LinkPlan, cache: Any, rope: Rope) -> list[ChunkKV]:
-    """Copies of the exact KV of the steps after those that the tree had.
+def with_answer(plan: LinkPlan, answer: Sequence[int], rope: Rope) -> Match | None:
+    """The match of a prompt in the tree, its path prolonged by the blocks that end in the answer.
+
+    ``answer`` are the generated ids; the KV of the last one was not computed.
+    """
+    if plan.beginning is None:
+        return None
+    match = plan.beginning.match
+    if rope.depends_on_length:
+        return match
+    rest = (*plan.token_ids, *answer[:-1])[sum(step.tokens for step in match.path) :]
+    return replace(match, path=(*match.path, *blocks_of(rest, match.root.namespace)))
+
+
+def captured(plan: LinkPlan, match: Match, cache: Any, rope: Rope) -> list[ChunkKV]:
+    """Copies of the exact KV of the steps after those that the tree had; ``match`` has the steps.
 
     ``plan`` is as it ran and ``cache`` as generate left it. Empty where the model did not fill the cache
     (Phi-3 drops it where its frequencies change).
     """
     length = len(plan.token_ids)
-    if plan.beginning is None or (rope.depends_on_length and rope.regime(length) != rope.regime(length - 1)):
+    if rope.depends_on_length and rope.regime(length) != rope.regime(length - 1):
         return []  # a prefill without the prompt's last token would rotate its keys by other frequencies
-    match = plan.beginning.match
     last, start = exact_rows(plan), match.tokens
+    if last == length:  # then the answer's rows are exact, too
+        last = sum(step.tokens for step in match.path)
     stretches: list[Stretch] = []
     for step in match.path[len(match) :]:
         stop = start + step.tokens

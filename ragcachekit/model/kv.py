@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,6 +20,20 @@ SENSITIVITY = "sensitivity"
 
 PER_TOKEN = frozenset({"attended", "outward", SENSITIVITY})
 """Names in ``sums`` of tensors whose last dimension are the chunk's tokens."""
+
+TOKEN_IDS = "token_ids"
+"""Name in ``sums`` of the ids of the chunk's tokens behind all that it was encoded behind."""
+
+
+def token_ids_of(sums: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
+    """The :data:`TOKEN_IDS`, None where they were not recorded."""
+    return tuple(map(int, sums[TOKEN_IDS].tolist())) if TOKEN_IDS in sums else None
+
+
+def with_token_ids(kv: ChunkKV, token_ids: Sequence[int]) -> ChunkKV:
+    """The KV with its :data:`TOKEN_IDS`, in the dtype of all sums, which is exact below 2^24."""
+    ids = torch.tensor(token_ids, dtype=torch.float32)
+    return replace(kv, sums={**kv.sums, TOKEN_IDS: ids})
 
 
 def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:
@@ -58,7 +72,7 @@ class ChunkKV:
       segment before it; ``intra`` ``[layers]``, attention to itself; ``outward`` ``[tokens]``, attention of
       each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of these segments.
       For ``similar:n`` KV, ``sensitivity`` ``[layers, tokens]``: the norm of the difference between a token's
-      values and those behind the system text alone.
+      values and those behind the system text alone. ``token_ids``: what ``forget`` looks for texts in.
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 

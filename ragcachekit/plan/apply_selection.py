@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ragcachekit.plan.link_plan import COMPUTED, LinkPlan
+from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.reports import ChunkUse
+
+RECOMPUTED = "the policy recomputed all that was cached"
 
 Flags = npt.NDArray[np.bool_]  # one per token of a prompt
 
@@ -45,10 +46,15 @@ def apply_selection(
         recomputed_tokens=recomputed,
         computed_tokens=length - total,
         recompute_ratio=spent / total if total else 0.0,
+        miss_reason="" if kept.any() else RECOMPUTED if placed else plan.report.miss_reason,
     )
     remaining = iter(placed)
     uses = tuple(
-        use if use.source == COMPUTED else _with_recomputed(use, next(remaining), picked)
+        use
+        if use.source == COMPUTED
+        else replace(
+            use, recomputed=int(sum(picked[c.start : c.stop].sum() for c in chunks_of(use, remaining)))
+        )
         for use in plan.report.uses
     )
     has_prefix = plan.report.prefix is not None
@@ -61,7 +67,3 @@ def _spread(chunks: Iterable[PlacedChunk], length: int) -> Flags:
     for chunk in chunks:
         out[chunk.start : chunk.stop] = True
     return out
-
-
-def _with_recomputed(use: ChunkUse, chunk: PlacedChunk, chosen: Flags) -> ChunkUse:
-    return replace(use, recomputed=int(chosen[chunk.start : chunk.stop].sum()))

@@ -29,9 +29,10 @@ class Estimator:
     ) -> None:
         self.tokens = sum(len(segment.token_ids) for segment in request.segments)
         self._store, self._variants, self._tree = store, variants, tree
-        wanted = request.wanted if request.reads_cache else ()
         self._place = (
-            tree.place(request.segments, wanted, fingerprint, request.namespace) if tree and wanted else None
+            tree.place(request.segments, request.wanted, fingerprint, request.namespace)
+            if tree and request.reads_cache
+            else None
         )
         self._wanted = request.reusable
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from ragcachekit.model.encoding import Encoding
+from ragcachekit.model.encoding import Encoding, Ids
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
-from ragcachekit.reports import LinkReport
+from ragcachekit.prefix_tree.base import BLOCK
+from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.loading.load import AnyKV, LoadingKV
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
@@ -33,6 +35,13 @@ class Missing:
     token_ids: tuple[int, ...]
     encoding: Encoding
     epoch: int = 0
+
+    @property
+    def content(self) -> Ids:
+        """Token ids of all that the KV is computed from: the context, then the chunk."""
+        near, joint = getattr(self.encoding, "neighbours", ()), getattr(self.encoding, "joint", ())
+        between = (token for ids in near for token in (*ids, *joint))
+        return (*self.encoding.behind, *between, *self.token_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +144,31 @@ class LinkPlan:
         return replace(self, token_ids=self.token_ids[:-1], rows=self.rows[:-1], pieces=pieces)
 
 
+def chunks_of(use: ChunkUse, placed: Iterator[PlacedChunk]) -> Iterator[PlacedChunk]:
+    """The next chunks of a plan, which one use of its report is about: the tree has text in blocks."""
+    left = use.tokens
+    while left > 0:
+        chunk = next(placed)
+        left -= chunk.tokens
+        yield chunk
+
+
+def miss_reason(request: PromptRequest) -> str:
+    """Why a request reuses nothing, if it does."""
+    if request.fallback is not None:
+        return request.fallback
+    if not request.policy.reads_cache:
+        return f"policy {request.policy.name} computes everything"
+    known = request.beginning
+    if known is not None and known.match.path:
+        return "first request with this beginning, or it was evicted"
+    if known is None and not request.wanted:
+        return "there is no tree (TreeConfig), so only chunks are reused, and it has none"
+    if known is None:
+        return "nothing is stored of its chunks yet"
+    return f"the prompt is shorter than a block of {BLOCK} tokens"
+
+
 def plain_plan(request: PromptRequest) -> LinkPlan:
     """A plan that reuses nothing: an ordinary prefill."""
     ids, has_chunk = request.token_ids, any(segment.is_chunk for segment in request.segments)
@@ -148,5 +182,6 @@ def plain_plan(request: PromptRequest) -> LinkPlan:
         recompute_ratio=1.0 if request.policy.name == "full" and has_chunk else 0.0,
         fallback=request.fallback,
         notes=request.notes,
+        miss_reason=miss_reason(request),
     )
     return LinkPlan(ids, (), tuple(range(len(ids))), (), report, request=request)

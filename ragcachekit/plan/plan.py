@@ -10,7 +10,7 @@ from ragcachekit.model.encoding import Ids, InPromptEncoding
 from ragcachekit.model.kv import PER_TOKEN
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.encodings import TokenSegment, Wanted
-from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, plain_plan
+from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, miss_reason, plain_plan
 from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch
 from ragcachekit.plan.prefix_match import TURN
 from ragcachekit.plan.request import PromptRequest
@@ -95,16 +95,18 @@ class _Parts:
     missing: dict[KVKey, Missing]
     uses: list[ChunkUse]
     cold: list[PlacedChunk]
+    sources: list[str]  # tiers of the pieces
 
 
 def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | None], ids: Ids) -> _Parts:
     """The looked-up segments in order; what was ``found`` and skipped is not missing."""
     lengths = tuple(len(segment.token_ids) for segment in request.segments if segment.token_ids)
-    out, beginning = _Parts([], [], {}, [], []), request.beginning
+    out, beginning = _Parts([], [], {}, [], [], []), request.beginning
     if beginning is not None:
         out.placed += beginning.placed
         out.uses += beginning.uses
         out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
+        out.sources += beginning.sources
     for want, entry, stored in zip(request.wanted, decision.entries, found, strict=True):
         if stored is None or (entry is not None and entry.renew):
             item = want.to_encode
@@ -123,6 +125,7 @@ def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | N
         out.pieces.append(Piece(want.start, entry.found.kv, keep, entry.first))
         use = ChunkUse(whole_id(chunk.chunk_id), chunk.tokens, entry.found.tier, exact=chunk.is_exact)
         out.uses.append(use)
+        out.sources.append(entry.found.tier)
     return out
 
 
@@ -145,10 +148,9 @@ def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
 
 def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) -> LinkReport:
     """The report before any selection; opening entries of a slow tier counts as waiting."""
-    sources = [use.source for use in parts.uses if use.source != COMPUTED]
     slow = {
         id(piece.kv): piece.kv.nbytes
-        for piece, source in zip(parts.pieces, sources, strict=True)
+        for piece, source in zip(parts.pieces, parts.sources, strict=True)
         if source.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
     }
     known = request.beginning
@@ -167,6 +169,7 @@ def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) 
         tree_tokens=known.match.tokens if known is not None else 0,
         notes=request.notes,
         neighbours=request.neighbours,
+        miss_reason=miss_reason(request),
     )
 
 

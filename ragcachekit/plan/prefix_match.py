@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ragcachekit.model.encoding import Ids
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import TokenSegment, Wanted
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.prefix_tree.base import Match, Root, Step
+from ragcachekit.prefix_tree.base import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.reports import ChunkUse
 from ragcachekit.types import chunk_id, whole_id
@@ -53,6 +54,11 @@ class PrefixMatch:
         return [reused.kv for reused in self.match.found] + [past.kv for past in self.past]
 
     @property
+    def sources(self) -> list[str]:
+        """Tiers of its KV, in order."""
+        return [reused.tier for reused in self.match.found] + [TURN for _ in self.past]
+
+    @property
     def placed(self) -> list[PlacedChunk]:
         """Its parts as chunks; no policy recomputes the exact ones."""
         out: list[PlacedChunk] = []
@@ -70,11 +76,17 @@ class PrefixMatch:
 
     @property
     def uses(self) -> list[ChunkUse]:
-        """Its parts as reported."""
-        return [
-            ChunkUse(whole_id(reused.step.ids[-1]), reused.step.tokens, reused.tier, exact=True)
-            for reused in self.match.found
-        ] + [ChunkUse(past.chunk_id, past.kv.tokens, TURN, exact=past.exact) for past in self.past]
+        """Its parts as reported: the prompt's first text, every chunk with the text before it, the rest."""
+        out: list[ChunkUse] = []
+        tokens, chunks, found = 0, 0, self.match.found
+        for number, reused in enumerate(found):
+            tokens += reused.step.tokens
+            chunks += reused.step.document
+            after = found[number + 1].step if number + 1 < len(found) else None
+            if reused.step.document or after is None or (after.document and not chunks):
+                out.append(ChunkUse(whole_id(reused.step.ids[-1]), tokens, reused.tier, exact=True))
+                tokens = 0
+        return out + [ChunkUse(past.chunk_id, past.kv.tokens, TURN, exact=past.exact) for past in self.past]
 
 
 class PrefixMatcher:
@@ -107,7 +119,7 @@ class PrefixMatcher:
         """Root and steps of a prompt in the tree."""
         length = sum(len(segment.token_ids) for segment in segments)
         regime = str(self._rope.regime(length)) if self._rope.depends_on_length else ""
-        return Root(fingerprint, namespace, regime), path_of(segments, wanted)
+        return Root(fingerprint, namespace, regime), path_of(segments, wanted, namespace)
 
     def _match(self, root: Root, path: tuple[Step, ...]) -> Match:
         """The tree's match, without nodes of another layout, which are deleted if possible."""
@@ -155,21 +167,28 @@ def _not_inside_a_chunk(position: int, segments: Sequence[TokenSegment]) -> int:
     return position
 
 
-def path_of(segments: Sequence[TokenSegment], wanted: Sequence[Wanted]) -> tuple[Step, ...]:
-    """The prompt as steps of the tree: the system text, then every chunk with the fixed text before it.
+def path_of(segments: Sequence[TokenSegment], wanted: Sequence[Wanted], namespace: str) -> tuple[Step, ...]:
+    """The prompt as steps of the tree: text in blocks, and every chunk with the rest of the text before it.
 
-    The question after the last chunk is in no step. Segment ids come from ``wanted``: hashing again would
+    What the first text has beyond whole blocks is a step of its own, as many chunks may follow it. What is
+    left at the end of the prompt is in no step. Chunk ids come from ``wanted``: hashing chunks again would
     cost more than the look-up.
     """
-    if not any(segment.is_chunk and segment.token_ids for segment in segments):
-        return ()
-    names = iter((*wanted[-1].before, wanted[-1].key.chunk_id))
+    names = {want.start: want.key.chunk_id for want in wanted}
     steps: list[Step] = []
-    ids: tuple[str, ...] = ()
-    tokens = 0
-    for segment, name in zip((s for s in segments if s.token_ids), names, strict=False):
-        ids, tokens = (*ids, name), tokens + len(segment.token_ids)
-        if segment.is_chunk or not steps:
-            steps.append(Step(ids, tokens, document=segment.is_chunk))
-            ids, tokens = (), 0
-    return tuple(steps)
+    start, text = 0, Ids()
+    for segment in segments:
+        if segment.is_chunk and segment.token_ids:
+            steps += blocks_of(text, namespace)
+            rest = text[len(text) // BLOCK * BLOCK :]
+            if rest and len(text) == start:
+                steps.append(text_step(rest, namespace))
+                rest = ()
+            ids = (chunk_id(rest, namespace),) if rest else ()
+            tokens = (*rest, *segment.token_ids)
+            steps.append(Step((*ids, names[start]), len(tokens), True, tokens))
+            text = ()
+        else:
+            text = (*text, *segment.token_ids) if text else segment.token_ids
+        start += len(segment.token_ids)
+    return (*steps, *blocks_of(text, namespace))

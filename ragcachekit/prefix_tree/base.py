@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.types import KVKey
+from ragcachekit.types import KVKey, chunk_id
 
 ENCODING_PATH = "path"
 """Encoding of nodes in a store: after exactly the key's context, at exactly that position."""
+
+BLOCK = 32
+"""Tokens of a step of text. Prompts that part inside a block share the blocks before it."""
 
 Cost = Callable[[int, int], float]
 """Estimated seconds of a prefill, from (cached, new) tokens (RAGCache section 5.1, T(alpha, beta))."""
@@ -26,15 +29,16 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step down the tree: a chunk together with the fixed text in front of it."""
+    """One step down the tree: a block of text, or a chunk with the text before it that fills no block."""
 
     ids: tuple[str, ...]  # of the segments, in order; the chunk's is the last. They identify the tokens
     tokens: int  # rows of all of them
-    document: bool = True  # False for the system text, which ``keep_first`` does not count
+    document: bool = True  # False for text alone, which ``keep_first`` does not count
+    token_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)  # for ``forget``; () if unknown
 
 
 Path = Sequence[Step]
-"""Steps from the start of a prompt down; the first is the system text if the prompt begins with text."""
+"""Steps from the start of a prompt down."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +78,17 @@ def documents_first(path: Path, most: int | None) -> int:
         if documents > most:
             return number
     return len(path)
+
+
+def blocks_of(token_ids: Sequence[int], namespace: str) -> list[Step]:
+    """The whole blocks of a text, as steps."""
+    ends = range(BLOCK, len(token_ids) + 1, BLOCK)
+    return [text_step(tuple(token_ids[end - BLOCK : end]), namespace) for end in ends]
+
+
+def text_step(token_ids: tuple[int, ...], namespace: str) -> Step:
+    """Text alone as one step."""
+    return Step((chunk_id(token_ids, namespace),), len(token_ids), False, token_ids)
 
 
 def key_of(root: Root, path: Path) -> KVKey:

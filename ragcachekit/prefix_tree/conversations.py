@@ -14,6 +14,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Root
 from ragcachekit.store.base import StoreStats
 from ragcachekit.store.counters import Counters
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 
 LEAST_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""
@@ -100,15 +101,24 @@ class Turns:
             self._nbytes += turn.kv.nbytes
             return True
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        """Drop turns whose prompt had one of these segments; ``None`` drops the namespace's."""
+    def forget(
+        self,
+        namespace: str,
+        chunk_ids: frozenset[str] | None = None,
+        texts: ForgottenTexts | None = None,
+    ) -> int:
+        """Drop turns whose prompt had one of these segments or texts; no ids drop the namespace's."""
         with self._lock:
             self.epoch += 1
             doomed = [
                 number
                 for number, (turn, _) in self._turns.items()
                 if turn.root.namespace == namespace
-                and (chunk_ids is None or not chunk_ids.isdisjoint(turn.members))
+                and (
+                    chunk_ids is None
+                    or not chunk_ids.isdisjoint(turn.members)
+                    or (texts is not None and texts.begin_in(turn.token_ids))
+                )
             ]
             for number in doomed:
                 self._remove(number)

@@ -7,18 +7,22 @@ import logging
 import os
 import pathlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from threading import RLock
+from typing import NamedTuple
+
+import torch
 
 from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, open_regular, parse_json, read_regular
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
 from ragcachekit.store.base import KVStore, StoreStats, concerns
 from ragcachekit.store.disk.folder import FolderBusy, FolderLock, LockFailed
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
 
@@ -47,16 +51,25 @@ Ids = frozenset[str] | None
 """Forgotten segment ids, or None for the whole namespace."""
 
 
+class Dropped(NamedTuple):
+    """What a forget dropped from memory: keys of nodes, a number of turns, and all ids that it was about."""
+
+    keys: list[KVKey]
+    turns: int
+    ids: Ids
+
+
+Drop = Callable[[str, Ids, ForgottenTexts | None], Dropped]
+"""Forgets ids and texts of a namespace in memory, :meth:`TreeDisk.drop_pending` included."""
+
+
 class TreeDisk:
     """Store of evicted nodes, written outside ``lock``, the tree's, which look-ups take.
 
-    ``drop`` forgets in memory, :meth:`drop_pending` included; it returns the keys of the dropped nodes and
-    the number of turns dropped.
+    Entries have the token ids of their whole path, so that texts can be found in them.
     """
 
-    def __init__(
-        self, store: KVStore | None, lock: RLock, drop: Callable[[str, Ids], tuple[list[KVKey], int]]
-    ) -> None:
+    def __init__(self, store: KVStore | None, lock: RLock, drop: Drop) -> None:
         self._keeps = store is not None
         self.store = NullStore() if store is None else store
         folder = getattr(store, "folder", None)  # which other processes may share
@@ -77,13 +90,15 @@ class TreeDisk:
             if fault(found.kv, step, start):
                 self.store.discard(key)
                 return
-            yield Reused(step, found.kv, DISK)
+            yield Reused(step, replace(found.kv, sums={}), DISK)
             start += step.tokens
 
     def add(self, root: Root, path: Path, kv: ChunkKV) -> None:
         """Queue KV for the next :meth:`write`; the lock is held."""
         if self._keeps:
-            self._pending[key_of(root, path)] = kv
+            ids = [token for step in path for token in step.token_ids]
+            known = len(ids) == sum(step.tokens for step in path)
+            self._pending[key_of(root, path)] = with_token_ids(kv, ids) if known else kv
 
     def discard(self, root: Root, path: Path) -> None:
         """Drop the entry of a path's last node, which cannot be used; the lock is held."""
@@ -91,15 +106,17 @@ class TreeDisk:
         self._pending.pop(key, None)
         self.store.discard(key)
 
-    def drop_pending(self, namespace: str, chunk_ids: Ids) -> None:
+    def drop_pending(self, namespace: str, chunk_ids: Ids, texts: ForgottenTexts | None) -> None:
         """Remove what was forgotten from the queue; the lock is held."""
-        for key in [key for key in self._pending if concerns(key, namespace, chunk_ids)]:
-            del self._pending[key]
+        for key, kv in list(self._pending.items()):
+            of_text = texts is not None and key.namespace == namespace and _may_hold(kv.sums, texts)
+            if of_text or concerns(key, namespace, chunk_ids):
+                del self._pending[key]
 
     def apply_forgets(self, namespace: str) -> None:
         """Forget what other processes on the same disk have forgotten; the lock is held."""
         for ids in self._log.unread(namespace) if self._log else ():
-            self._drop(namespace, ids)
+            self._drop(namespace, ids, None)
 
     def write(self) -> None:
         """Write the queue. Writes and forgets exclude each other, across processes too."""
@@ -114,15 +131,33 @@ class TreeDisk:
                 if key not in self.store:
                     self.store.put(key, kv.to("cpu"))
 
-    def forget(self, namespace: str, chunk_ids: Ids) -> int:
+    def forget(self, namespace: str, chunk_ids: Ids, texts: ForgottenTexts | None = None) -> int:
         """Forget in memory, in the store and in other processes; returns the number of nodes and turns."""
-        with self._writing, self._log.forgetting(namespace, chunk_ids) if self._log else nullcontext():
-            keys, others = self._drop(namespace, chunk_ids)
-            only_in_memory = sum(key not in self.store for key in keys)
+        told = None if texts is not None else chunk_ids  # a forgotten text is not written down
+        with self._writing, self._log.forgetting(namespace, told) if self._log else nullcontext():
+            if chunk_ids is not None and texts is not None:
+                chunk_ids |= self._holding(namespace, texts)
+            dropped = self._drop(namespace, chunk_ids, texts)
+            only_in_memory = sum(key not in self.store for key in dropped.keys)
             try:
-                return others + only_in_memory + self.store.forget(namespace, chunk_ids)
+                return dropped.turns + only_in_memory + self.store.forget(namespace, dropped.ids)
             finally:
-                self._drop(namespace, chunk_ids)  # what requests read from the disk meanwhile
+                self._drop(namespace, dropped.ids, None)  # what requests read from the disk meanwhile
+
+    def _holding(self, namespace: str, texts: ForgottenTexts) -> set[str]:
+        """Ids of the stored nodes whose path holds one of the texts, or has unknown tokens."""
+        ids, last = set[str](), tuple[str, ...]()
+        every = self.store.keys()
+        keys = {(*key.context, key.chunk_id): key for key in every if key.namespace == namespace}
+        for path in sorted(keys, reverse=True):  # a path comes after those that go on from it
+            if last[: len(path)] == path or not ids.isdisjoint(path):
+                continue
+            sums = self.store.sums(keys[path])
+            if sums is None or _may_hold(sums, texts):
+                ids.add(path[-1])
+            else:
+                last = path
+        return ids
 
     def stats(self) -> list[StoreStats]:
         """The store's records, under the tree's names."""
@@ -231,6 +266,11 @@ class ForgetLog:
 
 def _line(by: str, ids: Ids) -> bytes:
     return json.dumps({"by": by, "ids": None if ids is None else sorted(ids)}).encode() + b"\n"
+
+
+def _may_hold(sums: Mapping[str, torch.Tensor], texts: ForgottenTexts) -> bool:
+    token_ids = token_ids_of(sums)
+    return token_ids is None or texts.begin_in(token_ids)
 
 
 def _parsed(line: bytes) -> tuple[str, Ids]:

@@ -13,14 +13,14 @@ from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Cost, Match, Path, Root, check_exact, documents_first, key_of
 from ragcachekit.prefix_tree.conversations import Turns
-from ragcachekit.prefix_tree.disk import TreeDisk
+from ragcachekit.prefix_tree.disk import Dropped, TreeDisk
 from ragcachekit.prefix_tree.levels import Levels
 from ragcachekit.prefix_tree.memory_tier import MemoryTier
 from ragcachekit.prefix_tree.node import Node
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction.base import MISS, Access, EvictionPolicy
 from ragcachekit.store.eviction.policies import Lru
-from ragcachekit.types import KVKey
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 
 
 class KnowledgeTree:
@@ -133,14 +133,21 @@ class KnowledgeTree:
                 self._levels.drop(nodes[-1])
             self._disk.discard(root, path)
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+    def forget(
+        self,
+        namespace: str,
+        chunk_ids: frozenset[str] | None = None,
+        texts: ForgottenTexts | None = None,
+    ) -> int:
         """Drop all nodes and turns with one of ``chunk_ids`` (texts' ids too) in their path, from all tiers.
 
-        ``None`` drops the whole namespace. What running requests have computed is not inserted. Returns the
-        number of nodes and turns dropped. Trees of other processes on the same disk folder follow at their
-        next look-up, and write nothing of it until then.
+        With ``texts`` also those whose tokens hold one of the texts, or end inside one, and those whose
+        tokens are not known. Without ids the whole namespace is dropped. What running requests have computed
+        is not inserted. Returns the number of nodes and turns dropped. Trees of other processes on the same
+        disk folder follow at their next look-up, and write nothing of it until then; of ``texts``, which are
+        not written down, they drop the whole namespace from memory.
         """
-        return self._disk.forget(namespace, chunk_ids)
+        return self._disk.forget(namespace, chunk_ids, texts)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier, named ``tree:gpu``, ``tree:host``, ``tree:disk``, ``tree:turns``."""
@@ -160,14 +167,18 @@ class KnowledgeTree:
             for node in self._released.popleft():
                 self._levels.pin(node, -1)
 
-    def _drop(self, namespace: str, chunk_ids: frozenset[str] | None) -> tuple[list[KVKey], int]:
-        """Forget in memory; returns the keys of the dropped nodes, and the number of dropped turns."""
+    def _drop(
+        self, namespace: str, chunk_ids: frozenset[str] | None, texts: ForgottenTexts | None = None
+    ) -> Dropped:
+        """Forget in memory."""
         with self._lock:  # turns too, or a request could miss them and still match the nodes
-            turns = self.turns.forget(namespace, chunk_ids)
+            turns = self.turns.forget(namespace, chunk_ids, texts)
+            if chunk_ids is not None and texts is not None:
+                chunk_ids |= self._levels.holding(namespace, texts)
             self._epochs[namespace] += 1
             tops = self._levels.about(namespace, chunk_ids)
             keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
             for node in tops:
                 self._levels.drop(node)
-            self._disk.drop_pending(namespace, chunk_ids)
-        return keys, turns
+            self._disk.drop_pending(namespace, chunk_ids, texts)
+        return Dropped(keys, turns, chunk_ids)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Match, Path, Reused, Root, Step
 from ragcachekit.prefix_tree.memory_tier import MOVED, MemoryTier
 from ragcachekit.prefix_tree.node import Node
 from ragcachekit.store.eviction.base import HIT, Access
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.types import whole_id
 
 Evicted = Callable[[Root, Path, ChunkKV], object]
@@ -53,6 +54,23 @@ class Levels:
                 out.append(node)
             else:
                 stack.extend(node.children.values())
+        return out
+
+    def holding(self, namespace: str, texts: ForgottenTexts) -> set[str]:
+        """On every path of a namespace, the id of the step that one of the texts begins in.
+
+        Where a step's tokens are not known, its own id: nobody can tell.
+        """
+        out: set[str] = set()
+        for node in self.about(namespace, None):
+            for leaf in [below for below in node.subtree() if not below.children]:
+                path = leaf.path()
+                known = list(takewhile(lambda step: len(step.token_ids) == step.tokens, path))
+                first = texts.first_part([step.token_ids for step in known]) if known else None
+                if first is None and len(known) < len(path):
+                    first = len(known)
+                if first is not None:
+                    out.add(path[first].ids[-1])
         return out
 
     def use(self, node: Node, access: Access = HIT) -> Reused:

@@ -55,6 +55,7 @@ class LinkReport(Report):
     - ``forward``: How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:``
       and why not as a graph. Empty where the prompt was prefilled in full.
     - ``kernels``: What attended in it: ``triton``, or ``torch`` and why; empty likewise.
+    - ``miss_reason``: Why nothing was reused; empty where something was.
     """
 
     policy: str
@@ -79,6 +80,7 @@ class LinkReport(Report):
     prefix: ChunkUse | None = None
     neighbours: str = ""
     plan_ms: float = 0.0
+    miss_reason: str = ""
 
     @property
     def reused_tokens(self) -> int:
@@ -118,8 +120,10 @@ class LinkReport(Report):
             text += f", {self.prefix.tokens} tokens before the first chunk {source}"
         if self.forward:
             text += f", forward {self.forward}, kernels {self.kernels}"
-        fallback = [f"fell back to a full prefill: {self.fallback}"] if self.fallback else []
-        return "; ".join([text, *fallback, *self.notes])
+        why = [f"fell back to a full prefill: {self.fallback}"] if self.fallback else []
+        if self.miss_reason and not self.fallback:
+            why = [f"nothing was reused: {self.miss_reason}"]
+        return "; ".join([text, *why, *self.notes])
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,16 @@ class KVStore:
         """As :meth:`get`, without waiting for layers that have to be read; by default it is :meth:`get`."""
         return self.get(key, weight)
 
+    def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
+        """What was recorded with an entry, None if it is not there; reads no layer and counts no use."""
+        opened = self.open(key, 0.0)
+        if isinstance(opened, Found):
+            return opened.kv.sums
+        if opened is None:
+            return None
+        opened.close()
+        return opened.sums
+
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Store ``kv`` under ``key``; True if it can now be read back. Idempotent."""
         raise NotImplementedError

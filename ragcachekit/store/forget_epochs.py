@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
 
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.types import KVKey, whole_id
 
 MOST_NAMES = 100_000
+MOST_TEXTS = 64  # forgets of texts
 
 
 @dataclass
 class _Namespace:
     whole: int = 0  # epoch of the last forget of everything
     last: OrderedDict[str, int] = field(default_factory=OrderedDict)  # name to that epoch, oldest first
+    texts: deque[tuple[int, ForgottenTexts]] = field(default_factory=deque)  # with their epochs
 
 
 class ForgetEpochs:
@@ -24,8 +27,8 @@ class ForgetEpochs:
 
     Work takes :meth:`now` before its first lookup, and stores a result inside ``storing`` if nothing it
     depends on was forgotten since. A forget is added inside ``storing`` and ``storing_in_tree`` when it has
-    reached every tier. :data:`MOST_NAMES` names of one namespace are remembered; beyond that the whole
-    namespace counts as forgotten, which costs work in progress.
+    reached every tier. :data:`MOST_NAMES` names and the texts of :data:`MOST_TEXTS` forgets of one namespace
+    are remembered; beyond that the whole namespace counts as forgotten, which costs work in progress.
     """
 
     def __init__(self) -> None:
@@ -41,8 +44,17 @@ class ForgetEpochs:
         """The number of forgets so far."""
         return self._epoch
 
-    def add(self, namespace: str, chunk_ids: Iterable[str] | None = None, texts: Iterable[str] = ()) -> None:
-        """Count a forget of chunks and texts; without ids, of the whole namespace."""
+    def add(
+        self,
+        namespace: str,
+        chunk_ids: Iterable[str] | None = None,
+        texts: Iterable[str] = (),
+        within: ForgottenTexts | None = None,
+    ) -> None:
+        """Count a forget of chunks and texts; without ids, of the whole namespace.
+
+        ``within`` finds the texts where they are part of what was computed.
+        """
         names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
         with self._lock:
             epoch = self._epoch + 1
@@ -50,6 +62,11 @@ class ForgetEpochs:
             if names is None:
                 known.whole = epoch
                 known.last.clear()
+                known.texts.clear()
+            if within is not None:
+                known.texts.append((epoch, within))
+            while len(known.texts) > MOST_TEXTS:
+                known.whole = max(known.whole, known.texts.popleft()[0])
             for name in names or ():
                 known.last[name] = epoch
                 known.last.move_to_end(name)
@@ -74,6 +91,17 @@ class ForgetEpochs:
             if known is None:
                 return False
             return known.whole > since or any(known.last.get(whole_id(name), 0) > since for name in names)
+
+    def forgot_within(self, namespace: str, token_ids: Sequence[int], since: int) -> bool:
+        """Whether KV of these token ids holds a text that was forgotten after ``since``."""
+        if self._epoch == since:
+            return False
+        with self._lock:
+            known = self._namespaces.get(namespace)
+            if known is None:
+                return False
+            whole, later = known.whole, [within for epoch, within in known.texts if epoch > since]
+        return whole > since or any(within.within(token_ids) for within in later)
 
 
 def _name(text: str) -> str:

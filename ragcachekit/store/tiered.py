@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
+
+import torch
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
@@ -103,6 +105,10 @@ class TieredStore(KVStore):
             if opened is not None:
                 return _Promoting(opened, partial(self._promote, key, place=place, since=since))
         return None
+
+    def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
+        """As the first tier that has the entry; nothing is copied into faster ones."""
+        return next((sums for tier in self._tiers if (sums := tier.sums(key)) is not None), None)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Store ``kv`` in every tier that can (in hot ones only in place of an older version)."""

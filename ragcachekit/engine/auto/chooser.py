@@ -28,6 +28,7 @@ from ragcachekit.policies.auto import ALONE, Pair, candidates
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.forgotten_texts import ForgottenTexts
 
 log = logging.getLogger(__name__)
 
@@ -158,12 +159,19 @@ class AutoPolicies:
         found = found or self._made(texts, system, namespace)
         return self._checked(found, system or (), namespace, known, progress=progress)
 
-    def forget(self, namespace: str, *, everything: bool) -> None:
-        """Drop the prompts of a namespace, and (``everything``) what was measured on it."""
+    def forget(self, namespace: str, everything: bool, within: ForgottenTexts | None = None) -> None:
+        """Drop the prompts of a namespace, and (``everything``) what was measured on it.
+
+        The latter also where it was measured behind a text that ``within`` finds.
+        """
         self._seen.forget(namespace)
-        if not everything:
-            return
         with self._lock:
+            report = self._of(namespace).report if within is not None else None
+            if report is not None and within is not None and within.within(report.system):
+                self._prompts.last_prompts.forget(namespace)  # which may have it from the record
+                everything = True
+            if not everything:
+                return
             self._namespaces.pop(namespace, None)
             with suppress(OSError):
                 self._path(namespace).unlink(missing_ok=True)

@@ -8,7 +8,9 @@ from threading import Event
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.generate.run import Generated
+from ragcachekit.model.encoding import Ids
 from ragcachekit.plan.request import PromptRequest
+from ragcachekit.prefix_tree.base import Match
 from ragcachekit.threads import Condition
 from ragcachekit.types import ENCODING_PREFIX
 
@@ -18,20 +20,17 @@ POLL = 0.05
 LEAST = 1.0
 """Seconds that a request waits at least, if it must: threads have to start, and processors may be busy."""
 
-Ids = tuple[str, ...]
-
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """Segments of one prompt: chunk ids, and for the knowledge tree all ids from the prompt's start.
+    """What of one prompt is being stored: chunks by their ids, and beginnings that others may repeat.
 
-    ``turn`` are the tokens of a prompt that is stored with its answer, for the next turn. Others wait until
-    ``until``, in seconds of :func:`time.monotonic`.
+    Others wait until ``until``, in seconds of :func:`time.monotonic`.
     """
 
     namespace: str
-    segments: frozenset[Ids]
-    turn: tuple[int, ...]
+    chunks: frozenset[str]
+    beginnings: tuple[Ids, ...]
     until: float
 
     @classmethod
@@ -41,28 +40,30 @@ class Pending:
         Waiting may take as long as its prefill did, or :data:`LEAST`: longer, computing the rows again would
         be quicker.
         """
-        plan, own, segments = generated.plan, generated.own, set[Ids]()
+        plan, own, chunks = generated.plan, generated.own, frozenset[str]()
         if own is not None and own.complete(generated.cache):
             items = [item for item in own.items if item.encoding.name != ENCODING_PREFIX]
-            segments |= {(item.key.chunk_id,) for item in items}
-        if plan.beginning is not None:
-            match, ids = plan.beginning.match, Ids()
-            for number, step in enumerate(match.path):
-                ids += step.ids
-                if number >= len(match) and step.document:
-                    segments.add(ids)
+            chunks = frozenset(item.key.chunk_id for item in items)
+        beginnings = [plan.token_ids] if turns else []
+        if plan.beginning is not None and (stop := _first_new(plan.beginning.match)):
+            beginnings.append(plan.token_ids[:stop])
         namespace = plan.request.namespace if plan.request is not None else ""
-        turn = plan.token_ids if turns else ()
-        return cls(
-            namespace, frozenset(segments), turn, time.monotonic() + max(LEAST, generated.prefill or 0.0)
-        )
+        until = time.monotonic() + max(LEAST, generated.prefill or 0.0)
+        return cls(namespace, chunks, tuple(beginnings), until)
 
-    def concerns(self, request: PromptRequest, segments: frozenset[Ids]) -> bool:
-        """Whether a request with these segments would reuse some of this."""
+    def concerns(self, request: PromptRequest, chunks: frozenset[str]) -> bool:
+        """Whether a request with these chunks would reuse some of this."""
         if time.monotonic() >= self.until:
             return False
-        is_next = bool(self.turn) and request.token_ids[: len(self.turn)] == self.turn
-        return is_next or not segments.isdisjoint(self.segments)
+        ids = request.token_ids if self.beginnings else ()
+        return any(ids[: len(b)] == b for b in self.beginnings) or not chunks.isdisjoint(self.chunks)
+
+
+def _first_new(match: Match) -> int:
+    """Where the first step ends that the tree did not have; the text before a first chunk does not count."""
+    documents = [step.document for step in match.path]
+    number = max(len(match), documents.index(True) if True in documents else 0)
+    return sum(step.tokens for step in match.path[: number + 1]) if number < len(match.path) else 0
 
 
 class PendingRows:
@@ -88,8 +89,8 @@ class PendingRows:
         if not self._pending or not request.reads_cache or self._closed.is_set():
             return False
         own = [pending for pending in self._pending if pending.namespace == request.namespace]
-        segments = _segments(request, any(len(ids) > 1 for pending in own for ids in pending.segments))
-        return any(pending.concerns(request, segments) for pending in own)
+        chunks = frozenset(want.key.chunk_id for want in request.reusable)
+        return any(pending.concerns(request, chunks) for pending in own)
 
     def wait(self, request: PromptRequest) -> float:
         """Wait while segments :meth:`concern` the request; returns the seconds.
@@ -104,11 +105,3 @@ class PendingRows:
             raise_if_cancelled()
             self._changed.wait_for(lambda: not self.concern(request), POLL)
         return time.monotonic() - begun
-
-
-def _segments(request: PromptRequest, beginnings: bool) -> frozenset[Ids]:
-    """What a request may reuse: its chunks, and with ``beginnings`` the prompt's up to each."""
-    chunks = frozenset((want.key.chunk_id,) for want in request.reusable)
-    if not beginnings:  # which take memory by the square of the chunks
-        return chunks
-    return chunks.union((*want.before, want.key.chunk_id) for want in request.wanted)

@@ -8,10 +8,9 @@ from typing import Literal
 from ragcachekit.background import Background, attempt
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.engine.capture.pending_rows import Pending, PendingRows
-from ragcachekit.forward.own_rows import captured, turn_of
+from ragcachekit.forward.own_rows import captured, turn_of, with_answer
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.forget_epochs import ForgetEpochs
 from ragcachekit.types import KVKey
@@ -87,13 +86,14 @@ class RowCapture:
 
     def _keep_exact(self, generated: Generated) -> None:
         plan = generated.plan
-        if self.tree is None or plan.beginning is None:
+        match = with_answer(plan, generated.token_ids, self._rope)
+        if self.tree is None or plan.beginning is None or match is None:
             return
-        kvs = captured(plan, generated.cache, self._rope)
+        kvs = captured(plan, match, generated.cache, self._rope)
         new = len(plan.token_ids) - plan.beginning.tokens
         with self._forgets.storing_in_tree:
-            if not self._forgot(plan, plan.beginning.members):
-                self.tree.insert(plan.beginning.match, kvs, new=new)
+            if not self._forgot(generated, plan.beginning.members):
+                self.tree.insert(match, kvs, new=new)
         turns = self.tree.turns
         if not turns.budget:
             return
@@ -101,9 +101,13 @@ class RowCapture:
         if turn is None:
             return
         with self._forgets.storing_in_tree:
-            if not self._forgot(plan, turn.members):
+            if not self._forgot(generated, turn.members):
                 turns.keep(turn, plan.beginning.epoch)
 
-    def _forgot(self, plan: LinkPlan, chunk_ids: Iterable[str]) -> bool:
-        assert plan.request is not None
-        return self._forgets.forgot_any(plan.request.namespace, chunk_ids, plan.request.epoch)
+    def _forgot(self, generated: Generated, chunk_ids: Iterable[str]) -> bool:
+        request, forgets = generated.plan.request, self._forgets
+        assert request is not None
+        ids = (*generated.plan.token_ids, *generated.token_ids)
+        return forgets.forgot_any(request.namespace, chunk_ids, request.epoch) or forgets.forgot_within(
+            request.namespace, ids, request.epoch
+        )

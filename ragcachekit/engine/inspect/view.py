@@ -11,7 +11,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text as RichText
 
-from ragcachekit.plan.link_plan import COMPUTED, LinkPlan
+from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
 from ragcachekit.reports import LinkReport, Report
 from ragcachekit.reports.base import folded_html
 
@@ -110,8 +110,9 @@ def prompt_view(plan: LinkPlan, decode: Decode) -> PromptView:
     """The view of a plan as it ran; ``decode`` keeps special tokens."""
     assert plan.request is not None, "planned from a prompt"
     how, source = ["computed"] * len(plan.token_ids), [COMPUTED] * len(plan.token_ids)
-    tiers = [use.source for use in plan.report.uses if use.source != COMPUTED]
-    for placed, tier in zip(plan.placed, tiers, strict=False):
+    remaining = iter(plan.placed)
+    cached = [use for use in plan.report.uses if use.source != COMPUTED]
+    for tier, placed in ((use.source, chunk) for use in cached for chunk in chunks_of(use, remaining)):
         at = slice(placed.start, placed.stop)
         how[at] = ["exact" if placed.is_exact else "approximate"] * placed.tokens
         source[at] = [tier] * placed.tokens

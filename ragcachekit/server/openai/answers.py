@@ -13,6 +13,8 @@ from ragcachekit import Answer, ToolCall, ToolCallReader
 from ragcachekit.server.errors import stopping
 from ragcachekit.server.openai.logprobs import Logprobs, text_logprobs
 
+CACHE_HEADER = "x-ragcachekit-cache"
+
 
 @dataclass(frozen=True)
 class Form:
@@ -120,8 +122,22 @@ def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
         "completion_tokens": output,
         "total_tokens": prompt_tokens + output,
         "prompt_tokens_details": {"cached_tokens": sum(link.reused_tokens for link in links)},
-        "ragcachekit": {**ours, "ttft_ms": first.ttft_ms, "queue_ms": first.queue_ms},
+        "ragcachekit": {
+            **ours,
+            "miss_reason": links[0].miss_reason or None,
+            "ttft_ms": first.ttft_ms,
+            "queue_ms": first.queue_ms,
+        },
     }
+
+
+def cache_header(prompts: Sequence[Sequence[Answer]]) -> dict[str, str]:
+    """What the first prompt reused, or why nothing, as a response header."""
+    link = prompts[0][0].report.link
+    if link.reused_tokens:
+        return {CACHE_HEADER: f"hit; tokens={link.reused_tokens}"}
+    reason = link.miss_reason.replace('"', "'").encode("ascii", "replace").decode()
+    return {CACHE_HEADER: f'miss; reason="{" ".join(reason.split())}"'}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from ragcachekit.server.connection import CLIENT_GONE, while_connected
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.openai.answers import usage_of
+from ragcachekit.server.openai.answers import cache_header, usage_of
 from ragcachekit.server.openai.schemas import ChatRequest, Completion, TextRequest
 from ragcachekit.server.openai.streaming import EventStream
 from ragcachekit.server.openai.work import Work, named_context
@@ -63,8 +63,9 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
                 return Response(status_code=CLIENT_GONE)
             choices = [choice.whole(answer) for choice, answer in zip(work.choices, answers, strict=True)]
             grant.used(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
-            whole = work.form.whole(choices, usage_of(work.by_prompt(answers)))
-            return JSONResponse(whole, headers=grant.headers)
+            prompts = work.by_prompt(answers)
+            whole = work.form.whole(choices, usage_of(prompts))
+            return JSONResponse(whole, headers={**grant.headers, **cache_header(prompts)})
         streams = [await stack.enter_async_context(stream) for stream in work.streams()]
         wanted = body.stream_options is not None and body.stream_options.include_usage
 

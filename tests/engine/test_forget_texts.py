@@ -1,0 +1,305 @@
+"""A text is forgotten wherever it stood in a prompt, and not only as a chunk."""
+
+from __future__ import annotations
+
+import random
+
+import httpx
+import pytest
+from forget_kit import BEFORE, ROOM, SPACE, TEXTS, Engine, Meanwhile, around
+
+from loading_kit import WAIT
+from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
+from ragcachekit.errors import StoreError
+from ragcachekit.model.kv import token_ids_of
+from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.store.base import Found
+from ragcachekit.store.forgotten_texts import ForgottenTexts
+from server_kit import LONG, MODEL, served
+from tree_kit import nodes
+
+SECRET = "PIN 4417 is Ada's"
+SHORT = "PIN 4417"
+KEPT = TEXTS[1]
+FILL = "The river Spree flows in Berlin, and the river Tiber in Rome. " * 2
+ASKED = {"max_new_tokens": 2, "do_sample": False}
+STORES = ("gpu", "host", "disk")
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(name="one", **options):
+        made.append(Engine(tmp_path / name, **{"cold": "now", **options}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def holding(engine, text, namespace=SPACE):
+    """Where KV lies whose tokens hold the text, or begin it at their end: looked at, not asked for."""
+    decode = engine.rag._prompts.tokens.decode
+    found = ForgottenTexts([text], lambda ids: decode(ids, special=True))
+    out = []
+    for key in list(engine.store.keys()):
+        opened = engine.store.open(key, 0.0)
+        ids = token_ids_of(opened.kv.sums if isinstance(opened, Found) else opened.sums)
+        assert ids, "every entry says what it is computed from"
+        if key.namespace == namespace and found.within(ids):
+            out.append("store")
+    for node in nodes(engine.tree):
+        ids = [token for step in node.path() for token in step.token_ids]
+        if node.root.namespace == namespace and found.begin_in(ids):
+            out.append("tree:host")
+    disk = engine.tree._disk.store
+    for key in list(disk.keys()):
+        ids = token_ids_of(disk.get(key).kv.sums)
+        if key.namespace == namespace and found.begin_in(ids):
+            out.append("tree:disk")
+    turns = [turn for turn, _ in engine.tree.turns._turns.values() if turn.root.namespace == namespace]
+    out += ["turns" for turn in turns if found.begin_in(turn.token_ids)]
+    return sorted(set(out))
+
+
+def reused_from(engine, prompt, text):
+    """Whether a prompt reuses rows of the text, which stands in it."""
+    plan = engine.rag._path.begin(engine.rag._request(prompt, None, None))
+    decode = engine.rag._prompts.tokens.decode
+    kept = sorted(set(range(len(plan.token_ids))) - set(plan.rows))
+    beginning = [token for at, token in zip(kept, (plan.token_ids[i] for i in kept), strict=True)]
+    return text in decode(beginning, special=True)
+
+
+def chat(*turns):
+    roles = ["system", *["user", "assistant"] * len(turns)]
+    return [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+
+
+PROMPTS = {
+    "plain": FILL + SECRET + ". " + FILL,
+    "question": Prompt([Text(BEFORE), Chunk(KEPT), Text(f"\n{FILL}{SECRET}? {FILL}")]),
+    "before the first chunk": Prompt([Text(f"{FILL}{SECRET}\n{FILL}"), Chunk(KEPT), Text("\nWhere?")]),
+    "between chunks": Prompt([Text(BEFORE), Chunk(TEXTS[0]), Text(f"\n{SECRET}\n"), Chunk(KEPT), Text("?")]),
+    "part of a chunk": Prompt([Text(BEFORE), Chunk(f"{FILL}{SECRET}. {FILL}"), Text("\nWhere?")]),
+    "system message": chat(f"{FILL}{SECRET}. {FILL}", "Where does the river flow?"),
+    "user message": chat(FILL, f"{SECRET}. {FILL}"),
+    "earlier turn": chat(FILL, f"{FILL}{SECRET}", "So it is.", f"Where? {FILL}"),
+}
+
+
+@pytest.mark.parametrize("given", [SECRET, f"\n  {SECRET} \n", SHORT, "PIN  4417\nis"])
+@pytest.mark.parametrize("where", list(PROMPTS))
+def test_a_text_goes_from_wherever_it_stood(make, where, given):
+    engine = make()
+    for _ in range(2):
+        engine.rag.generate(PROMPTS[where], **ASKED)
+    assert holding(engine, SHORT)
+    assert engine.rag.forget(texts=[given]) > 0
+    assert holding(engine, SHORT) == []
+    assert not reused_from(engine, PROMPTS[where], SHORT)
+    assert engine.rag.forget(texts=[given]) == 0
+
+
+def test_a_text_across_the_edge_of_a_chunk(make):
+    engine = make(policy="prefix")
+    prompt = Prompt([Text(BEFORE + SECRET[:6]), Chunk(SECRET[6:] + FILL), Text("\nWhere?")])
+    engine.rag.generate(prompt, **ASKED)
+    assert holding(engine, SHORT) == ["tree:host", "turns"]
+    assert engine.rag.forget(texts=[SHORT]) > 0
+    assert holding(engine, SHORT) == []
+    assert not reused_from(engine, prompt, SHORT)
+
+
+@pytest.mark.parametrize("encoder", ["standalone", "system", "in-prompt", "average:2", "similar:2"])
+def test_entries_behind_the_text_go_too(make, encoder):
+    near = {"neighbours": PrecedingChunks([[TEXTS[0], FILL + SECRET, KEPT]])} if "similar" in encoder else {}
+    engine = make(encoder=encoder, **near)
+    chunks = (TEXTS[0], FILL + SECRET, KEPT)
+    middle = [part for text in chunks for part in (Chunk(text), Text("\n"))]
+    engine.rag.encode(chunks, system=BEFORE)
+    engine.rag.generate(Prompt([Text(BEFORE), *middle, Text("Where?")]), **ASKED)
+    engine.rag.generate(Prompt([Text(BEFORE + SECRET), *middle, Text("Where?")]), **ASKED)
+    assert "store" in holding(engine, SECRET)
+    assert engine.rag.forget(texts=[SECRET]) > 0
+    assert holding(engine, SECRET) == []
+
+
+def test_what_does_not_hold_the_text_stays(make):
+    engine = make()
+    for prompt in (PROMPTS["plain"], FILL + "And nothing else. " + FILL, PROMPTS["question"]):
+        engine.rag.generate(prompt, **ASKED)
+    engine.rag.encode([KEPT])
+    other = engine.rag.generate(FILL + "And nothing else. " + FILL, **ASKED).report.link.exact_tokens
+    engine.rag.forget(texts=[SECRET])
+    assert engine.rag.generate(FILL + "And nothing else. " + FILL, **ASKED).report.link.exact_tokens == other
+    assert set(STORES[1:]) <= set(engine.left(engine.chunk_ids([KEPT])))
+    reused = engine.rag.generate(PROMPTS["plain"], **ASKED).report.link.exact_tokens
+    assert 0 < reused <= engine.rag.count_tokens(FILL) + 1, "what stands before the text"
+
+
+def test_a_text_that_was_used_before_it_was_registered(make):
+    engine = make()
+    prompt = BEFORE + TEXTS[0] + "\nWhere?"
+    engine.rag.generate(prompt, **ASKED)
+    engine.rag.encode([TEXTS[0]])
+    engine.rag.generate(prompt, **ASKED)
+    assert engine.rag.forget(texts=[TEXTS[0]]) > 0
+    assert holding(engine, TEXTS[0]) == []
+    assert engine.left(engine.chunk_ids([TEXTS[0]])) == []
+    assert not reused_from(engine, prompt, TEXTS[0])
+
+
+def test_blank_texts_forget_nothing(make):
+    engine = make()
+    engine.rag.generate(PROMPTS["plain"], **ASKED)
+    assert engine.rag.forget(texts=["", " \n"]) == 0
+    assert holding(engine, SECRET)
+
+
+def test_other_namespaces_keep_theirs(make):
+    engine = make()
+    engine.rag.generate(PROMPTS["plain"], **ASKED)
+    engine.rag.generate(PROMPTS["plain"], namespace="bolt", **ASKED)
+    engine.rag.forget(texts=[SECRET])
+    assert holding(engine, SECRET) == []
+    assert holding(engine, SECRET, "bolt")
+
+
+def test_a_conversation_that_goes_on(make):
+    engine = make(policy="prefix")
+    messages = chat(FILL, f"{FILL}{SECRET}")
+    for question in ("Where does it flow?", "And in Rome?"):
+        said = engine.rag.generate(messages, **ASKED).text
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question + FILL}]
+    assert {"tree:host", "turns"} <= set(holding(engine, SECRET))
+    engine.rag.forget(texts=[SECRET])
+    assert holding(engine, SECRET) == []
+    assert not reused_from(engine, messages, SHORT)
+
+
+@pytest.mark.parametrize("where", ["plain", "question", "part of a chunk", "system message"])
+def test_the_tree_and_the_store_on_disk_after_a_restart(make, where):
+    first = make()
+    for text in (PROMPTS[where], FILL + "And nothing else. " + FILL):
+        first.rag.generate(text, **ASKED)
+    first.close()
+    again = make()
+    assert "tree:disk" in holding(again, SECRET)
+    assert again.rag.forget(texts=[SECRET]) > 0
+    assert holding(again, SECRET) == []
+    assert again.rag.generate(FILL + "And nothing else. " + FILL, **ASKED).report.link.exact_tokens > 0
+
+
+def test_a_node_whose_tokens_are_not_known_goes(make):
+    engine = make()
+    engine.rag.generate(PROMPTS["plain"], **ASKED)
+    for node in nodes(engine.tree):
+        object.__setattr__(node.step, "token_ids", ())
+    with engine.tree._lock:
+        engine.tree._levels.clear()
+    engine.tree._disk.write()
+    stored = engine.tree._disk.store.keys
+    assert list(stored())
+    assert engine.rag.forget(texts=["Nothing has this"]) > 0
+    assert list(stored()) == []
+
+
+def test_another_process_drops_it_from_its_tree(make):
+    one, other = make(), make()
+    for engine in (one, other):
+        engine.rag.generate(PROMPTS["plain"], **ASKED)
+    one.rag.forget(texts=[SECRET])
+    assert not reused_from(other, PROMPTS["plain"], SHORT)
+
+
+# -- while work is under way -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", ["waiting", "match", "forward", "insert"])
+@pytest.mark.parametrize("where", ["plain", "question", "part of a chunk", "system message"])
+def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, where, step, after):
+    engine = make(cold="background")
+    owner, name = {
+        "waiting": (engine.rag._prompts, "waiting"),
+        "match": (engine.tree, "match"),
+        "forward": (engine.rag.model.base_model, "forward"),
+        "insert": (engine.tree, "insert"),
+    }[step]
+    meanwhile = Meanwhile(lambda: engine.rag.forget(texts=[SHORT]), wait=step != "insert")
+    around(monkeypatch, owner, name, meanwhile, after)
+    engine.rag.generate(PROMPTS[where], **ASKED)
+    assert engine.rag.flush(WAIT)
+    assert meanwhile.finish()
+    assert holding(engine, SHORT) == []
+
+
+def test_requests_after_the_forget_are_kept_again(make):
+    engine = make()
+    engine.rag.forget(texts=[SECRET])
+    engine.rag.generate(PROMPTS["plain"], **ASKED)
+    assert engine.rag.generate(PROMPTS["plain"], **ASKED).report.link.exact_tokens > 0
+
+
+def test_forgets_at_random(make):
+    engine, rng = make(tree_bytes=200_000), random.Random(7)
+    names = ["Ada", "Grace", "Edsger", "Barbara"]
+    for _ in range(30):
+        who = rng.choice(names)
+        text = FILL[: rng.randrange(len(FILL))] + f"{who} has 1815 and 1906. " + FILL
+        engine.rag.generate(text, **ASKED)
+        if rng.random() < 0.3:
+            gone = rng.choice(names)
+            engine.rag.forget(texts=[f"{gone} has 1815"])
+            assert holding(engine, f"{gone} has 1815") == []
+    assert {record.tier: record for record in engine.rag.stats()}["tree:host"].nbytes <= 200_000 < ROOM
+
+
+# -- the server --------------------------------------------------------------------------------------
+
+
+def test_a_deleted_context_goes_from_plain_prompts_too(make):
+    engine = make()
+    app = create_app(engine.rag, ServerConfig(model_name=MODEL))
+    with served(app) as url, httpx.Client(base_url=url, timeout=LONG) as client:
+        body = {"model": MODEL, "messages": chat(FILL, f"{SECRET}. {FILL}"), "max_tokens": 2}
+        contents = [{"role": "user", "parts": [{"text": SECRET}, {"text": KEPT}]}]
+        made = client.post("/v1beta/cachedContents", json={"model": MODEL, "contents": contents})
+        assert made.status_code == 200, made.text
+        for _ in range(2):
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert holding(engine, SECRET)
+        assert client.delete(f"/v1beta/{made.json()['name']}").status_code == 200
+        assert holding(engine, SECRET) == []
+
+
+def test_a_store_that_cannot_be_searched_drops_what_is_known_and_says_so(make, monkeypatch):
+    engine = make()
+    engine.rag.encode([KEPT, TEXTS[0]])
+
+    def broken(_):
+        raise OSError("gone")
+
+    monkeypatch.setattr(engine.store, "sums", broken)
+    with pytest.raises(StoreError, match="could not be searched"):
+        engine.rag.forget(texts=[KEPT])
+    assert engine.left(engine.chunk_ids([KEPT])) == []
+
+
+def test_looking_for_a_text_moves_nothing_between_tiers(make):
+    engine = make()
+    engine.rag.encode([KEPT, TEXTS[0]])
+    before = [(record.tier, record.entries, record.hits) for record in engine.store.stats()]
+    engine.rag.forget(texts=["Nothing has this"])
+    assert [(record.tier, record.entries, record.hits) for record in engine.store.stats()] == before
+
+
+def test_a_tier_that_lists_nothing_is_warned_of(make, monkeypatch, caplog):
+    engine = make()
+    engine.rag.encode([KEPT])
+    monkeypatch.setattr(engine.store, "keys", lambda: iter(()))
+    engine.rag.forget(texts=["Nothing has this"])
+    assert "does not list its entries" in caplog.text
