@@ -15,6 +15,7 @@ from benchmarks.demo.questions import Question
 from benchmarks.demo.score import PART, Answered, contains
 from benchmarks.demo.work import Work
 from ragcachekit.commands.bench.fidelity import metrics
+from ragcachekit.commands.reading_prompt import bare_ids
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 
@@ -69,7 +70,7 @@ class Answering:
     @torch.no_grad()
     def _generated(self, prompt: list[dict[str, Any]]) -> tuple[tuple[int, ...], torch.Tensor]:
         """Tokens of the model's own ``generate``, and their float64 log probabilities ``[tokens, vocab]``."""
-        ids = self._rag.link(prompt, policy="full").input_ids
+        ids = torch.tensor([bare_ids(self._rag.tokenizer, prompt)])
         output = self._own.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

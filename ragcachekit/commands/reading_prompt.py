@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,11 @@ def prompt_for(tokenizer: Any) -> ReadingPrompt:
     raise ValueError("this model's chat template takes no user message; use a model with another one")
 
 
-def bare_ids(tokenizer: Any, prompt: str | Messages) -> tuple[int, ...]:
+def bare_ids(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     """The ids that a user's own code sends: the tokenizer's own, without this library."""
     if isinstance(prompt, str):
         return tuple(tokenizer(prompt).input_ids)
-    found = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    found = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
     return tuple(found["input_ids"])
 
 

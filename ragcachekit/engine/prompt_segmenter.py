@@ -34,7 +34,7 @@ PromptLike = str | Prompt | Sequence[Mapping[str, Any]] | ChatWithTools
 _CERTAIN = "chat messages tell them from the template's own for certain"
 
 
-AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given: their ids are not those of the joined text"
+AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given; the joined text has other ids"
 
 SLOW_SPECIAL = (
     "documents hold special-token strings, and this tokenizer gives no offsets: tokenised segment by segment"

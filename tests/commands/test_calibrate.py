@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import READER
-from ragcachekit import Prompt, RagCache, Text
+from ragcachekit import RagCache
 from ragcachekit.cli import app
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.calibrate import run as calibrate
@@ -304,19 +304,16 @@ def record(calibrated_rows: tuple[Calibration, dict[str, dict[str, Any]]]) -> Ca
 
 
 @torch.no_grad()
-def distributions(rag: RagCache, prompt: Prompt, policy: str, answer: Sequence[int]) -> torch.Tensor:
-    """Probabilities ``[len(answer) + 1, vocab]`` behind the linked prompt, token by token."""
-    out = []
-    for length in range(len(answer) + 1):
-        longer = Prompt([*prompt.segments, Text(token_ids=tuple(answer[:length]))]) if length else prompt
-        found = rag.model.generate(
-            **rag.link(longer, policy=policy).inputs,
-            max_new_tokens=1,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        out.append(found.logits[0][0].double().softmax(-1))
+@torch.no_grad()
+def distributions(rag: RagCache, prompt: Any, policy: str, answer: Sequence[int]) -> torch.Tensor:
+    """Probabilities ``[len(answer) + 1, vocab]`` after the linked prompt, token by token."""
+    linked = rag.link(prompt, policy=policy)
+    ids, out = linked.input_ids, []
+    cache = linked.cache if policy != "full" else rag.model(ids[:, :-1], use_cache=True).past_key_values
+    for place, token in enumerate((int(ids[0, -1]), *answer), ids.shape[1] - 1):
+        where = torch.tensor([[place]])
+        logits = rag.model(torch.tensor([[token]]), position_ids=where, past_key_values=cache).logits
+        out.append(logits[0, -1].double().softmax(-1))
     return torch.stack(out)
 
 

@@ -15,7 +15,6 @@ from benchmarks.world.world import TRAINING_SEEDS, make_world, messages
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest, read_questions
 from ragcachekit.errors import RagCacheError
-from ragcachekit.types import Chunk
 
 
 @pytest.fixture
@@ -142,7 +141,7 @@ def test_a_prompt_is_what_the_reader_was_trained_on(tokenizer) -> None:
     assert list(prompt.token_ids) == whole["input_ids"]
     cut = [tokenizer.decode(prompt.token_ids[span.start : span.stop]) for span in prompt.spans]
     assert tuple(cut) == question.chunks
-    assert [s.text for s in prompt.prompt.segments if isinstance(s, Chunk)] == list(question.chunks)
+    assert prompt.prompt == messages(question.chunks, question.question)
 
 
 def test_a_model_without_chat_template_is_asked_in_plain_text(tokenizer) -> None:

@@ -69,9 +69,13 @@ def exact(x, place, plane, pairs, m):
     return out
 
 
-def plain(c, index, tokens):
-    x = c.tensors[index][:, :tokens].double()
-    return x * c.scales[index][:, :tokens].double() if c.scales else x
+def plain(c, index, place):
+    rows = slice(place.first, place.first + place.tokens)
+    x = c.tensors[index][:, rows].double()
+    if not c.scales:
+        return x
+    scale = c.scales[index].double()
+    return x * (scale if index % 2 == 0 else scale[:, rows])
 
 
 def assert_once_rounded(got, want):
@@ -86,7 +90,7 @@ def check(kv, planes, places, chunks, pairs, m, skip, before):
     for index, plane in enumerate(planes):
         untouched = torch.ones(SLOTS, dtype=torch.bool)
         for place, c, was in zip(places, chunks, before, strict=True):
-            source = was[index] if c is None else plain(c, index, place.tokens)
+            source = was[index] if c is None else plain(c, index, place)
             want = exact(source, place, plane, pairs, m)
             rows = [p for p in range(place.start, place.start + place.tokens) if p not in skip]
             if rows:
@@ -114,12 +118,13 @@ def test_is_the_float64_rotation_and_nothing_else_is_written(path, data):
     places, at = [], 0
     while len(places) < 3:
         start = at + data.draw(st.integers(0, 2))
-        places.append(Place(start, data.draw(st.integers(1, 10)), data.draw(st.booleans())))
+        first = data.draw(st.sampled_from([0, 0, 1, 5]))
+        places.append(Place(start, data.draw(st.integers(1, 10)), data.draw(st.booleans()), first))
         at = start + places[-1].tokens
     skip = sorted(data.draw(st.sets(st.integers(0, SLOTS - 1), max_size=12)))
     kinds = [data.draw(st.sampled_from([dtype, torch.float32, *ROUNDED])) for _ in places]
     shapes = [(heads, dim)] * 4
-    chunks = [chunk(i, p.tokens, shapes, kinds[i]) for i, p in enumerate(places)]
+    chunks = [chunk(i, p.first + p.tokens, shapes, kinds[i]) for i, p in enumerate(places)]
     kv = [nan(heads, SLOTS, dim, dtype=dtype) for _ in shapes]
     turning = 0 if pairs else None
     planes = [Plane(x, None if i % 2 else turning, interleaved, offset) for i, x in enumerate(kv)]
@@ -255,6 +260,7 @@ class TestBadInput:
             ({"places": [Place(-1, 5)]}, "starts at 0"),
             ({"places": [Place(3, 0)]}, "at least one token"),
             ({"places": [Place(3, 6)]}, "has no 6"),
+            ({"places": [Place(3, 5, False, 1)]}, "has no 6"),
             ({"places": [Place(3, 5)], "slots": 7}, "does not hold"),
             ({"places": [Place(3, 5)], "pairs": 5}, "do not fit"),
             ({"places": [Place(3, 5)], "dim": 10}, "2 heads x 10"),

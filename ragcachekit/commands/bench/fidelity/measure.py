@@ -96,7 +96,8 @@ def measure(
         key_deviation=metrics.relative_deviations(one.keys, two.keys, prompt.spans),
         value_deviation=metrics.relative_deviations(one.values, two.values, prompt.spans),
         attention_deviation=metrics.attention_deviation(one.attention, one.values, two.values, prompt.spans),
-        ratio_spent=link.recompute_ratio,
+        # By definition full recomputes all that could be cached; no chunk is known yet when it runs.
+        ratio_spent=1.0 if way == FULL else link.recompute_ratio,
         prompt_tokens=link.prompt_tokens,
         recomputed_tokens=link.recomputed_tokens,
         reused_tokens=link.reused_tokens,

@@ -1,0 +1,147 @@
+"""Chunks of which a prompt has only part, as a boundary changed their first or last tokens."""
+
+import functools
+
+import pytest
+import torch
+import transformers as tf
+from transformers import DynamicCache
+
+from engine_kit import FOLDER, stored_in
+from families import SIZES
+from ragcachekit import RagCache, StoreConfig, TreeConfig
+from ragcachekit.types import chunk_id
+from tokenizer_kit import paragraphs, tokenizer_of
+
+ONE, TWO, THREE = (f"{text[:300].rsplit(' ', 1)[0]}." for text in paragraphs(300)[4:7])
+ASKED = {"max_new_tokens": 8, "do_sample": False}
+QUESTION = "\n\nQuestion: What is it?"
+SPACED = f"Context: {ONE} {TWO} {THREE}{QUESTION}"
+APART = f"Context: {ONE}\n\n{TWO}\n\n{THREE}{QUESTION}"
+ENCODERS = ("standalone", "system", "average:2")
+
+
+@functools.cache
+def model():
+    torch.manual_seed(3)
+    made = tf.LlamaForCausalLM(
+        tf.LlamaConfig(**{**SIZES, "vocab_size": 2600, "max_position_embeddings": 2048})
+    )
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return made.eval()
+
+
+def engine(kind, **options):
+    own = {"policy": "reuse", "encoder": "standalone", "cold": "never", "cache_dir": FOLDER.name}
+    return RagCache(model(), tokenizer_of(kind), **{**own, **options})
+
+
+def bare(kind, text):
+    ids = tokenizer_of(kind)(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        out = model().generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=2, **ASKED)
+    return out[0, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def alone(ids, start):
+    """A chunk's keys and values run at its positions, without the library."""
+    cache = DynamicCache()
+    where = torch.arange(start, start + len(ids))[None]
+    model()(torch.tensor([ids]), position_ids=where, past_key_values=cache, use_cache=True)
+    return cache.layers
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "llama2"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_rows_of_the_whole_chunk_serve_the_part_at_its_positions(kind, tier, tmp_path):
+    """Oracle: the chunk's own tokens run alone, at the positions that the part's tokens have."""
+    store = StoreConfig(disk_path=tmp_path) if tier == "disk" else StoreConfig()
+    with engine(kind, store=store) as rag:
+        ids = rag.encode([ONE, TWO, THREE])
+        rag.flush()
+    with engine(kind, store=store) if tier == "disk" else engine(kind) as rag:
+        assert rag.encode([ONE, TWO, THREE]) == ids
+        linked = rag.link(SPACED)
+        layers, report = linked.cache.layers, linked.report
+        assert [use.chunk_id for use in report.chunks] == ids
+        assert all(use.source != "computed" for use in report.chunks)
+        segments = rag._prompts.waiting(SPACED, rag.namespace, rag._policy).segments
+        assert sum(bool(segment.own) for segment in segments) >= 2
+        start = 0
+        for segment in segments:
+            count, first = len(segment.token_ids), segment.first
+            if segment.is_chunk:
+                own = segment.own or segment.token_ids
+                right = alone(own, start - first)
+                for ours, theirs in zip(layers, right, strict=True):
+                    at = slice(start, start + count)
+                    for side in ("keys", "values"):
+                        found = getattr(ours, side)[0, :, at]
+                        wanted = getattr(theirs, side)[0, :, first : first + count]
+                        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+            start += count
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("policy", ["lego:100000", "prefix", "full"])
+def test_everything_recomputed_is_the_bare_model(encoder, policy):
+    with engine("llama3", encoder=encoder, cold="now", tree=TreeConfig(host_bytes=1 << 26)) as rag:
+        rag.encode([ONE, TWO, THREE], prompt=SPACED)
+        for _ in range(3):
+            assert list(rag.generate(SPACED, policy=policy, **ASKED).token_ids) == bare("llama3", SPACED)
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_a_part_that_was_missed_is_encoded_as_a_whole(encoder):
+    """Whatever stands around it next time, it is there."""
+    with engine("llama3", encoder=encoder, cold="now") as rag:
+        rag.register([ONE, TWO, THREE])
+        for _ in range(4):
+            rag.generate(SPACED, **ASKED)
+        lines = rag.generate(APART, **ASKED)
+        sources = [use.source for use in lines.report.link.chunks]
+        assert len(sources) == 3
+        assert sources == ["host"] * 3
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+@pytest.mark.parametrize("how", ["ids", "texts"])
+def test_forget_takes_parts_too(encoder, how):
+    with engine("llama3", encoder=encoder, cold="now", tree=TreeConfig(host_bytes=1 << 26)) as rag:
+        rag.register([ONE, TWO, THREE])
+        for _ in range(3):
+            rag.generate(SPACED, **ASKED)
+        rag.flush()
+        gone = chunk_id(rag._prompts.chunk_ids(TWO), rag.namespace)
+        assert rag.forget([gone] if how == "ids" else None, texts=None if how == "ids" else [TWO]) > 0
+        for key in stored_in(rag):
+            assert not any(name.startswith(gone) for name in (key.chunk_id, *key.context))
+        again = rag.generate(SPACED, **ASKED).report.link
+        assert {use.source for use in again.chunks if use.chunk_id == gone} <= {"computed"}
+
+
+def test_exactness_ends_where_a_part_begins_late():
+    """Rows computed after tokens that the prompt does not have are approximate, also as the first chunk."""
+    with engine("llama3", encoder="system", cold="never") as rag:
+        rag.encode([ONE], prompt=SPACED)
+        (use, *_) = rag.link(SPACED).report.chunks
+        assert (use.source, use.exact) == ("host", False)
+
+
+def test_entries_of_the_former_tokenisation_are_not_found(tmp_path, monkeypatch):
+    from ragcachekit.model.identity import fingerprint
+
+    monkeypatch.setattr(fingerprint, "KV_SCHEMA", 4)
+    with engine("gpt2", store=StoreConfig(disk_path=tmp_path)) as rag:
+        rag.encode([ONE, TWO, THREE])
+        rag.flush()
+    monkeypatch.undo()
+    with engine("gpt2", store=StoreConfig(disk_path=tmp_path)) as rag:
+        rag.register([ONE, TWO, THREE])
+        report = rag.link(SPACED).report
+        assert report.chunks
+        assert {use.source for use in report.chunks} == {"computed"}
