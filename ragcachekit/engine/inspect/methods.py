@@ -16,6 +16,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.reports import GenerateReport, Records
 from ragcachekit.reports.base import pairs_html
 from ragcachekit.store.base import StoreStats
+from ragcachekit.types import whole_id
 
 
 class InspectMethods(QueueMethods):
@@ -95,7 +96,7 @@ class InspectMethods(QueueMethods):
 
     def chunks_in_memory(self) -> frozenset[str]:
         """Ids of the chunks of all namespaces whose KV is in GPU or host memory; costs no I/O."""
-        return frozenset(key.chunk_id for key in self._components.store.memory_keys())
+        return frozenset(whole_id(key.chunk_id) for key in self._components.store.memory_keys())
 
     def __repr__(self) -> str:
         return f"RagCache({', '.join(f'{name}: {value}' for name, value in self._about())})"
