@@ -36,6 +36,11 @@ _CERTAIN = "chat messages tell them from the template's own for certain"
 
 AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given; the joined text has other ids"
 
+BOS_TWICE = (
+    "the prompt begins with BOS twice, as tokenizer(text) adds one before text that brings its own; give "
+    "messages, or leave the BOS string out"
+)
+
 SLOW_SPECIAL = (
     "documents hold special-token strings, and this tokenizer gives no offsets: tokenised segment by segment"
 )
@@ -141,10 +146,7 @@ class PromptSegmenter:
             given = self._as_given(found.prompt, True, texts)
             return Tokenised(given, (AS_GIVEN,) if self._differs(found.prompt, given) else ())
         special = isinstance(prompt, str)
-        segments = [
-            replace(s, text=without_lone_surrogates(s.text or ""))
-            for s in blanks_outside(found.prompt.segments)
-        ]
+        segments = [_clean(segment) for segment in blanks_outside(found.prompt.segments)]
         ends = list(accumulate((len(s.text or "") for s in segments), initial=0))
         spans = list(zip(segments, pairwise(ends), strict=True))
         text = "".join(s.text or "" for s in segments)
@@ -163,6 +165,8 @@ class PromptSegmenter:
             system = self.tokens.before_chunk(text[:first], special=special)
         lost, plain = runs.count(None), tokens.plain - plain_count(segments)
         notes = [*([_lost(lost)] if lost else []), *([_plain(plain)] if plain > 0 else [])]
+        if special and self.tokens.bos is not None and tokens.ids[:2] == (self.tokens.bos,) * 2:
+            notes.append(BOS_TWICE)
         return Tokenised(_cut(tokens.ids, system, zip(runs, own, strict=True)), tuple(notes))
 
     def _differs(self, prompt: Prompt, given: Sequence[TokenSegment]) -> bool:
@@ -237,6 +241,12 @@ def _cut(ids: Ids, system: Ids, chunks: Iterable[tuple[Run | None, Ids]]) -> lis
     if done < len(ids):
         segments.append(TokenSegment(ids[done:], False))
     return segments
+
+
+def _clean(segment: Segment) -> Segment:
+    """A chunk without the blanks at its end; no lone surrogates, which tokenizers refuse."""
+    text = segment.text or ""
+    return replace(segment, text=without_lone_surrogates(body(text) if isinstance(segment, Chunk) else text))
 
 
 def _lost(count: int) -> str:

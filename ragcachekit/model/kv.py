@@ -33,7 +33,7 @@ def token_ids_of(sums: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
 def with_token_ids(kv: ChunkKV, token_ids: Sequence[int]) -> ChunkKV:
     """The KV with its :data:`TOKEN_IDS`, in the dtype of all sums, which is exact below 2^24."""
     ids = torch.tensor(token_ids, dtype=torch.float32)
-    return replace(kv, sums={**kv.sums, TOKEN_IDS: ids})
+    return ChunkKV.checked(kv.keys, kv.values, kv.start, {**kv.sums, TOKEN_IDS: ids}, kv.quantised)
 
 
 def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:

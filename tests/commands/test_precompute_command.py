@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks.world.reader_folder import READER
 from command_fixtures import kv_of
 from ragcachekit.commands.embedding import DIM
 from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
+from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk.disk_store import DiskStore
 
@@ -114,7 +116,10 @@ def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):
     per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
     per_token += 4  # the attention that the token got, kept for policies
     assert work.token_bytes == per_token
-    assert work.todo_bytes == work.tokens * per_token
+    tokenizer = AutoTokenizer.from_pretrained(READER)
+    behind = len(tokenizer(prompt_for(tokenizer).before, add_special_tokens=False).input_ids)
+    ids = 4 * (work.tokens + work.chunks * behind)  # of all that an entry was computed from, for forget
+    assert work.todo_bytes == work.tokens * per_token + ids
     assert work.seconds > 0
     result = precompute("--dry-run")
     assert result.exit_code == 0

@@ -9,6 +9,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
+from ragcachekit.errors import GenerationNotSupported
 from speaking import byte_level, sentencepiece, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
@@ -49,11 +50,13 @@ class TestTokens:
             assert ids[0] == 1
             assert ids.count(1) == 1
 
-    def test_a_prompt_that_brings_its_bos_gets_no_second(self, rag):
-        ids = rag.link("<s>" + PROMPT).input_ids[0].tolist()
-        assert ids[:1] == [1]
-        assert ids.count(1) == 1
-        assert ids == rag.link(PROMPT).input_ids[0].tolist()
+    def test_a_prompt_that_brings_its_bos_gets_a_second_as_from_the_tokenizer_and_a_note(self, rag):
+        linked = rag.link("<s>" + PROMPT)
+        ids = linked.input_ids[0].tolist()
+        assert ids == byte_level()("<s>" + PROMPT).input_ids
+        assert ids[:2] == [1, 1]
+        assert any("BOS twice" in note for note in linked.report.notes)
+        assert not any("BOS" in note for note in rag.link(PROMPT).report.notes)
 
     def test_a_prompt_that_begins_with_a_chunk(self, rag):
         ids = rag.link(Prompt([Chunk(ONE), Text("\nWhere?")])).input_ids[0].tolist()
@@ -112,10 +115,12 @@ class TestStreaming:
         assert streamer.ended == 1
 
     def test_an_error_reaches_the_reader_and_the_answer(self, rag):
-        stream = rag.stream(PROMPT, use_cache=False)
-        with pytest.raises(Exception, match="use_cache"):
+        with pytest.raises(GenerationNotSupported, match="use_cache"):
+            rag.stream(PROMPT, use_cache=False)  # before any work
+        stream = rag.stream(PROMPT, logits_processor=[lambda ids, scores: 1 / 0], **ASKED)
+        with pytest.raises(ZeroDivisionError):
             list(stream)
-        with pytest.raises(Exception, match="use_cache"):
+        with pytest.raises(ZeroDivisionError):
             _ = stream.answer
 
     def test_closing_early_cancels(self, rag):

@@ -69,8 +69,9 @@ def test_everything_recomputed_is_an_ordinary_prefill(rag, loaded, question):
 def test_a_chunk_behind_its_encoding_context_needs_nothing_recomputed(loaded, digests):
     model, _ = loaded
     with RagCache(*loaded, policy="reuse", encoder="system", cold="now", cache_dir=digests) as rag:
-        rag.encode([DOCUMENTS[0]], system=SYSTEM)
-        linked = rag.link(prompt_of((0,), QUESTIONS[0]))
+        prompt = prompt_of((0,), QUESTIONS[0])
+        rag.encode([DOCUMENTS[0]], prompt=prompt)
+        linked = rag.link(prompt)
         assert linked.report.reused_tokens >= rag.count_tokens(DOCUMENTS[0])
         expected, _ = own(model, linked.input_ids)
         assert off(last_logits(model, linked), expected[-1]) <= RELATIVE

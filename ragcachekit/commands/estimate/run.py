@@ -186,14 +186,15 @@ def _request(
         request = planner.request(filled, settings.namespace, policy)
     except PromptTooLong as error:
         raise ValueError(f"line {query.line} of the log: {error}") from error
-    useful = {item.key for item in planner.plan(request).missing}
+    missing = {item.key: item for item in planner.plan(request).missing}
     uses = []
     for want in request.wanted:
         key = want.to_encode.key
-        if key in useful:
-            tokens = len(want.token_ids)
+        if key in missing:
+            tokens, item = len(want.token_ids), missing[key]
             chunk = PlacedChunk(key.chunk_id, want.start, tokens, want.exact)
-            uses.append(Use(key, tokens, tokens * token.nbytes, row_cost_of(policy, chunk, token.layers)))
+            nbytes = len(item.token_ids) * token.nbytes + item.id_bytes
+            uses.append(Use(key, tokens, nbytes, row_cost_of(policy, chunk, token.layers)))
     return Request(len(request.token_ids), tuple(uses), request.fallback)
 
 
@@ -217,7 +218,7 @@ def _figures(
         "chunk_reuse": 1 - len(touched) / len(uses) if uses else 0.0,
         "chunks_not_in_corpus": len(touched - {item.key.chunk_id for item in corpus}),
         "chunks_in_corpus": len(corpus),
-        "kv_bytes_corpus": sum(len(item.token_ids) for item in corpus) * token_bytes,
+        "kv_bytes_corpus": sum(len(item.token_ids) * token_bytes + item.id_bytes for item in corpus),
         "kv_bytes_touched": _nbytes(use for request in requests for use in request.uses),
         "encode_corpus_s": sum(speeds.full(len(i.encoding.behind) + len(i.token_ids)) for i in corpus),
         "full_s_mean": float(np.mean([speeds.full(count) for count in tokens])),

@@ -79,8 +79,9 @@ class Work:
     """How much there is to do.
 
     ``todo_tokens`` are those of chunks that are not among the ``stored`` ones, ``token_bytes`` is the KV of
-    one token over all layers, ``gone`` counts chunks to forget, ``seconds`` is estimated from a few prefills
-    (None: not measured), ``notes`` name what was skipped.
+    one token over all layers, ``id_bytes`` are those of the entries' token ids, ``gone`` counts chunks to
+    forget, ``seconds`` is estimated from a few prefills (None: not measured), ``notes`` name what was
+    skipped.
     """
 
     files: int
@@ -89,6 +90,7 @@ class Work:
     stored: int
     todo_tokens: int
     token_bytes: int
+    id_bytes: int
     gone: int
     notes: tuple[str, ...]
     seconds: float | None = None
@@ -96,7 +98,7 @@ class Work:
     @property
     def todo_bytes(self) -> int:
         """Bytes of KV to be stored."""
-        return self.todo_tokens * self.token_bytes
+        return self.todo_tokens * self.token_bytes + self.id_bytes
 
 
 def estimate(settings: PrecomputeSettings) -> Work:
@@ -176,6 +178,7 @@ class PrecomputeRun:
             len(self._chunks) - len(self.todo),
             sum(len(chunk.token_ids) for chunk in self.todo),
             one_token(rag.model, describe_rope(rag.model)).nbytes,
+            sum(chunk.id_bytes for chunk in self.todo),
             len(self.gone),
             (*corpus.notes, *earlier.notes),
         )

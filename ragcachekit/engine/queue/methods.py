@@ -179,9 +179,10 @@ class QueueMethods(TuneMethods):
             counted,
             watch,
         )
-        request = Request(work, tokens, Detokenizer(self._prompts.decode, stop), self.queue)
+        queue, detokenizer = self.queue, Detokenizer(self._prompts.decode, stop)
+        request = Request(work, tokens, detokenizer, queue.cancel, queue.refuse_own_thread)
         try:
-            self.queue.submit(request, wait)
+            queue.submit(request, wait)
         except KeyboardInterrupt:  # which may come when it waits already
             request.cancel()
             raise

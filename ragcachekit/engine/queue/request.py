@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Event
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -21,9 +21,6 @@ from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.threads import Condition
-
-if TYPE_CHECKING:
-    from ragcachekit.engine.queue.request_queue import RequestQueue
 
 State = Literal["waiting", "running", "done"]
 
@@ -98,9 +95,10 @@ class Request:
         work: Work,
         tokens: TokenQueue | None,
         detokenizer: Detokenizer,
-        queue: RequestQueue,
+        on_cancel: Callable[[Request], object],
+        refuse_own_thread: Callable[[], object],
     ) -> None:
-        self.work, self._queue = work, queue
+        self.work, self._on_cancel, self._refuse = work, on_cancel, refuse_own_thread
         self.prefetched, self.batch = False, 0
         self._tokens, self.detokenizer = tokens, detokenizer
         self._changed = Condition()
@@ -173,7 +171,7 @@ class Request:
     def cancel(self) -> None:
         """End the request: at once where it waits, else before the next layer of its prefill, or token."""
         self.work.cancel.set()
-        self._queue.cancel(self)
+        self._on_cancel(self)
 
     def done(self) -> bool:
         """Whether it was answered, cancelled or failed."""
@@ -198,7 +196,7 @@ class Request:
 
     def _refuse_own_thread(self, timeout: float | None = None) -> None:
         if not self.done() and timeout != 0:
-            self._queue.refuse_own_thread()
+            self._refuse()
 
     def start(self) -> None:
         """Note that its turn has come."""

@@ -191,13 +191,13 @@ def test_forget_reaches_every_tier(drop: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"gpu_bytes": -1}, "gpu_bytes must be >= 0"),
+        ({"gpu_bytes": -1}, "gpu_bytes must be a finite number >= 0"),
         ({"redis_url": "redis://localhost"}, "remote_key="),
         ({"bulk_url": "memory://kv"}, "remote_key="),
         ({"quotas": {"acme": 0}}, "quota of namespace 'acme'"),
         ({"quantise": {"disk": "int3"}}, "cannot quantise tier 'disk' to 'int3'"),
         ({"quantise": {"tape": "int8"}}, "cannot quantise tier 'tape'"),
-        ({"remote_deadline": 0}, "remote_deadline must be > 0"),
+        ({"remote_deadline": 0}, "remote_deadline must be a finite number > 0"),
     ],
 )
 def test_configurations_that_cannot_work(wrong: dict[str, object], says: str) -> None:
