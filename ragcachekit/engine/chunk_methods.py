@@ -27,7 +27,7 @@ from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.store.null import NullStore
-from ragcachekit.types import KVKey, chunk_id
+from ragcachekit.types import KVKey, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -255,14 +255,13 @@ class ChunkMethods:
             return bool(named) and any(chunk_id(chunk_ids(form), where) in named for form in forms(text))
 
         self._forget_results(where, is_forgotten)
-        # Also whole: an older version stored texts with blanks at their end that way.
         every = [form for text in texts for form in forms(text)]
-        tokens = [split(form) for form in every for split in (chunk_ids, self._prompts.tokens.chunk)]
-        named |= {chunk_id(ids, where) for ids in tokens}
+        named |= {chunk_id(chunk_ids(form), where) for form in every}
         if not every:
             return self._forget(where, named, ())
         decode = partial(self._prompts.tokens.decode, special=True)
-        return self._forget(where, named, texts, ForgottenTexts([*every, *map(decode, tokens)], decode))
+        decoded = [decode(self._prompts.tokens.plain(form)) for form in every]
+        return self._forget(where, named, texts, ForgottenTexts([*every, *decoded], decode))
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -379,7 +378,7 @@ class ChunkMethods:
         # Those with the shortest context first: their ids account for what stands behind them.
         for key in sorted((key for key in keys if key.namespace == namespace), key=lambda k: len(k.context)):
             if not concerns(key, namespace, gone | found) and _may_hold(store, key, within):
-                found.add(key.chunk_id)
+                found.add(whole_id(key.chunk_id))
         if unlisted > len(keys):
             log.warning(
                 "a tier does not list its entries: of %d, those that hold a forgotten text are known where "

@@ -145,3 +145,17 @@ def test_entries_of_the_former_tokenisation_are_not_found(tmp_path, monkeypatch)
         report = rag.link(SPACED).report
         assert report.chunks
         assert {use.source for use in report.chunks} == {"computed"}
+
+
+def test_forget_finds_a_text_inside_a_part():
+    """Rows that a prompt computed of a part hold the text as well."""
+    with engine("llama3", encoder="in-prompt", policy="craft:1.0", cold="now") as rag:
+        rag.register([ONE, TWO, THREE])
+        rag.generate(SPACED, **ASKED)
+        rag.flush()
+        assert any(":" in key.chunk_id for key in stored_in(rag))
+        words = " ".join(TWO.split()[3:9])
+        assert rag.forget(texts=[words]) > 0
+        behind = (TWO, THREE)  # the text, and what was computed after it
+        gone = {chunk_id(rag._prompts.chunk_ids(text), rag.namespace) for text in behind}
+        assert not any(key.chunk_id[:64] in gone for key in stored_in(rag))
