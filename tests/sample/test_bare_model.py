@@ -18,7 +18,7 @@ from tokenizer_kit import paragraphs
 
 TOKENS = 8
 POLICIES = ("full", "prefix")
-CHUNKS = (*DOCUMENTS, *paragraphs(300)[:40])
+CHUNKS = (*DOCUMENTS, *(text for text in paragraphs(200) if len(text) < 400))
 JOINTS = ("\n\n", "\n\n", "\n", " ", "\n---\n", "\n\nSource: a.md\n")
 QUESTIONS = ("When was it finished?", "What is stored, and where?", "Who may read it? ", "¿Qué es café 😀?")
 
