@@ -46,14 +46,14 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks query-cache-lookup --json $(RESULTS)/query-cache-lookup.json
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --policies $(SPEED) --runs 3 \
 		--json $(RESULTS)/ttft-policies-1-thread.json
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs \
 		--json $(RESULTS)/serve.json --plot docs/serve.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs --systems auto \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs --systems auto \
 		--rates 0.4,0.8,1.6,3.2 --requests 48 --max-waiting 16 --deadline 30 --json $(RESULTS)/serve-overload.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/decode_step.py --json $(RESULTS)/decode-step.json
 	$(BIN)/python benchmarks/cluster/routing.py --json $(RESULTS)/routing.json --plot docs/routing.png
 	$(BIN)/python benchmarks/cluster/serve_routing.py --json $(RESULTS)/serve-routing.json
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs --systems auto --caches half \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs --systems auto --budget 0.5 \
 		--orders cache-aware,fifo --rates none --requests 40 --runs 3 --json $(RESULTS)/serve-order.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --encoders standalone,system,similar:1 \
 		--neighbours document --json $(RESULTS)/fidelity.json --plot docs/selection.png

@@ -20,8 +20,8 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from ragcachekit.cli.console import quiet_loading, show
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import quiet_loading, show
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.attention import install

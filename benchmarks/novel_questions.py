@@ -28,12 +28,12 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.serve.replay import check_same
+from benchmarks.serve.systems import Served
+from benchmarks.serve.workload import Documents, ServeRequest, text_documents
 from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
-from ragcachekit.cli.console import quiet_loading, show
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.serve.replay import check_same
-from ragcachekit.commands.bench.serve.systems import Served
-from ragcachekit.commands.bench.serve.workload import Documents, ServeRequest, text_documents
+from ragcachekit.commands.console import quiet_loading, show
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import CorpusError
 from ragcachekit.model.layout import KVLayout

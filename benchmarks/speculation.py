@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.query_cache.workload import Workload, of_dataset
+from benchmarks.serve.workload import Documents, text_documents
 from ragcachekit import RagCache, SpeculativePipeline
-from ragcachekit.cli.console import quiet_loading, show
-from ragcachekit.commands.bench.query_cache.workload import Workload, of_dataset
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.serve.workload import Documents, text_documents
+from ragcachekit.commands.console import quiet_loading, show
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model

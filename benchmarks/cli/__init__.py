@@ -6,8 +6,19 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli import demo, eviction, families, kernels, near_misses, planner, query_cache, store, world
-from ragcachekit.cli.console import Commands
+from benchmarks.cli import (
+    demo,
+    eviction,
+    families,
+    kernels,
+    near_misses,
+    planner,
+    query_cache,
+    serve,
+    store,
+    world,
+)
+from ragcachekit.commands.console import Commands
 
 
 def root(
@@ -26,6 +37,7 @@ app = typer.Typer(
 app.callback()(root)
 for command in (
     *(demo.demo, world.fidelity, world.budget, query_cache.query_cache_lookup, near_misses.near_misses),
+    *(query_cache.query_cache, serve.serve),
     *(eviction.eviction, planner.planner, store.store, kernels.kernels, families.families),
 ):
     app.command()(command)

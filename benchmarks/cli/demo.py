@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli.console import quiet_loading
+from ragcachekit.commands.console import quiet_loading
 
 
 def demo(

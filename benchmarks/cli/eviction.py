@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from ragcachekit.cli.console import errors, note, show, written
-from ragcachekit.cli.options import Json, Plot, names, numbers
+from ragcachekit.commands.console import errors, note, show, written
+from ragcachekit.commands.options import Json, Plot, names, numbers
 
 
 def eviction(

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ragcachekit.cli.console import errors, note, show, written
-from ragcachekit.cli.options import Device, Json, Seed, names, numbers
+from ragcachekit.commands.console import errors, note, show, written
+from ragcachekit.commands.options import Device, Json, Seed, names, numbers
 
 
 def kernels(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli.console import quiet_loading, show, written
-from ragcachekit.cli.options import Json, Seed
+from ragcachekit.commands.console import quiet_loading, show, written
+from ragcachekit.commands.options import Json, Seed
 
 
 def near_misses(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli.console import show, written
-from ragcachekit.cli.options import Json, Plot, Seed
+from ragcachekit.commands.console import show, written
+from ragcachekit.commands.options import Json, Plot, Seed
 
 
 def planner(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli.console import note, show, written
-from ragcachekit.cli.options import Json, Plot, Seed, numbers
+from ragcachekit.commands.console import note, show, written
+from ragcachekit.commands.options import Json, Plot, Seed, numbers
 
 
 def store(

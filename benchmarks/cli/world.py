@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.cli.console import quiet_loading, show, written
-from ragcachekit.cli.measure import Neighbours, resumed
-from ragcachekit.cli.options import (
+from ragcachekit.commands.console import quiet_loading, resumed, show, written
+from ragcachekit.commands.options import (
     Device,
     Dtype,
     Encoders,
     Json,
+    Neighbours,
     Plot,
     Policies,
     Resume,

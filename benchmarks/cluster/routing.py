@@ -18,8 +18,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from benchmarks.cluster.route_simulation import ROUTERS, WORKLOADS, Setting, simulate
-from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import show
 
 FIGURES = ("hit_rate", "requests", "work", "ttft_s")
 

@@ -32,9 +32,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.cluster.ray_routers import PLACE
 from benchmarks.cluster.route_simulation import ROUTERS, zipf
-from ragcachekit.cli.console import show
 from ragcachekit.cluster.app import AppSettings, build_app
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import show
 from ragcachekit.commands.sample_model import resolve_model
 
 WORDS = "river town bridge market stone winter letter engine harbour garden window paper road night council"

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER
 from ragcachekit import PrecedingChunks, RagCache
-from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.fidelity.engines import FULL, Engines, Way
 from ragcachekit.commands.bench.fidelity.metrics import token_f1
 from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt, PromptMaker
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.calibrate.probes import probes
+from ragcachekit.commands.console import show
 from ragcachekit.commands.corpus import documents, read_corpus
 from ragcachekit.commands.sample_model import sample_model
 from ragcachekit.encode.neighbours import Neighbours

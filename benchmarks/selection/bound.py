@@ -29,11 +29,11 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from ragcachekit import RagCache
-from ragcachekit.cli.console import quiet_loading, show
 from ragcachekit.commands.bench.fidelity import metrics
 from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
 from ragcachekit.commands.bench.fidelity.prompts import FEW_SHOT, FidelityPrompt, PromptMaker
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import quiet_loading, show
 from ragcachekit.commands.own_questions import Asking
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.errors import RagCacheError

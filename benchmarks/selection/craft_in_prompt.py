@@ -21,8 +21,8 @@ from benchmarks.demo.score import wilson
 from benchmarks.world.reader_folder import READER
 from benchmarks.world.world import Question, make_world, messages
 from ragcachekit import RagCache
-from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import show
 
 POLICIES = (
     "full",

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.bench.resample import Bootstrap
+from ragcachekit.commands.console import show
 
 MORE = 0.01
 """Share of the cached rows that the policy may spend more than the way it is compared with."""

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from threading import RLock
 
-from ragcachekit.commands.precompute.manifest import manifests
+from ragcachekit.commands.manifest import manifests
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
 from ragcachekit.prefix_tree.disk import FOLDER, FORGETS, Dropped, TreeDisk

@@ -1,4 +1,4 @@
-"""The server of ``ragcachekit serve``: its address, its engine and its metrics."""
+"""``ragcachekit serve``: the model and its caches over OpenAI's HTTP interface."""
 
 from __future__ import annotations
 
@@ -7,14 +7,63 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ragcachekit import QueueConfig, RagCache, StoreConfig, TreeConfig
-from ragcachekit.commands.sample_model import resolve_model
+import typer
+
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import note, quiet_loading
 from ragcachekit.commands.workspace import CacheFolder, explained
+from ragcachekit.config import QueueConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import RagCacheError
-from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server.keys import ApiKeys, check_exposure
-from ragcachekit.server.process import serve
+
+if TYPE_CHECKING:
+    from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.server import ServerConfig
+
+
+def serve(
+    model: opt.Model = "",
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine with --keys.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
+    model_name: Annotated[
+        str | None, typer.Option(help="That clients ask for; default: the last part of --model.")
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="File of API keys (ragcachekit keys add); each names a tenant.")
+    ] = None,
+    no_keys: Annotated[bool, typer.Option("--no-keys", help="Let everybody use it, on any --host.")] = False,
+    policy: opt.Policy = "auto",
+    encoder: opt.Encoder = None,
+    namespace: opt.Namespace = "default",
+    cache: Annotated[
+        str | None,
+        typer.Option(help="Folder that keeps KV and contexts on disk; default: both in memory alone."),
+    ] = None,
+    host_gb: Annotated[float, typer.Option(min=0, help="Budget of the KV in host memory.")] = 4.0,
+    disk_gb: opt.DiskGb = None,
+    tree_gb: Annotated[
+        float, typer.Option(min=0, help="Budget of exact KV of past prompts' beginnings; 0: off.")
+    ] = 1.0,
+    max_batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 16,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Further requests get 503.")] = 256,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer; then 504.")] = 600.0,
+    max_body_mb: Annotated[int, typer.Option(min=1, help="Size of a request; else 413.")] = 32,
+    public_metrics: Annotated[
+        bool, typer.Option("--public-metrics", help="With --keys: let everybody read /metrics.")
+    ] = False,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+) -> None:
+    """Serve a model over HTTP as OpenAI does: chat and text completions, and stored contexts.
+
+    SIGTERM and Ctrl-C let running answers end. A second one, a second later or more, ends them.
+    """
+    settings = opt.settings_of(ServeSettings, locals())
+    quiet_loading()
+    run(settings, note)
 
 
 @dataclass(frozen=True)
@@ -43,6 +92,8 @@ class ServeSettings:
     dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        from ragcachekit.server.keys import ApiKeys, check_exposure
+
         check_exposure(self.host, self.keys, self.no_keys)
         if self.keys is not None:
             ApiKeys(self.keys)
@@ -52,6 +103,8 @@ class ServeSettings:
     @property
     def config(self) -> ServerConfig:
         """Settings of the application."""
+        from ragcachekit.server import ServerConfig
+
         folder = None if self.cache is None else CacheFolder.at(self.cache).path / "contexts"
         name = self.model_name or Path(self.model).name
         body = self.max_body_mb << 20
@@ -66,6 +119,9 @@ class ServeSettings:
 
     def open_engine(self) -> RagCache:
         """Load the model; RagCacheError if there is none of that name."""
+        from ragcachekit.commands.sample_model import resolve_model
+        from ragcachekit.engine.rag_cache import RagCache
+
         folder = None if self.cache is None else CacheFolder.at(self.cache)
         store = StoreConfig(
             host_bytes=int(self.host_gb * 1e9),
@@ -91,12 +147,15 @@ class ServeSettings:
 
 def run(settings: ServeSettings, say: Callable[[str], object] = lambda _: None) -> None:
     """Serve until a signal comes; OSError, before the model is loaded, if the address cannot be had."""
+    from ragcachekit.server import create_app
+    from ragcachekit.server.process import serve as serve_app
+
     config = settings.config
     with _bound(settings.host, settings.port) as bound, settings.open_engine() as rag:
         app = create_app(rag, config, metrics=_metrics(rag))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         say(f"{config.model_name} at http://{host}:{bound.getsockname()[1]}/v1; Ctrl-C stops it")
-        serve(app, bound)
+        serve_app(app, bound)
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.novel_questions import FULL, PREFIX, asked, batches, novel_prompts, plot, warm_up
+from benchmarks.serve.workload import random_documents
 from families import wrapped
 from ragcachekit import RagCache, StoreConfig, TreeConfig
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.serve.workload import random_documents
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.model.layout import KVLayout
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ragcachekit.commands.cache_content import DAMAGED, CacheContent
-from ragcachekit.commands.precompute.manifest import Scope, write_manifest
+from ragcachekit.commands.manifest import Scope, write_manifest
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
@@ -83,7 +83,7 @@ def test_a_folder_that_does_not_exist_is_an_error(command, tmp_path, what):
 
 def test_looking_into_the_folder_does_not_import_transformers(folder):
     program = (
-        "import sys; from ragcachekit.cli import app; "
+        "import sys; from ragcachekit.commands.app import app; "
         f"app(['cache', 'stats', '--cache', {str(folder)!r}], standalone_mode=False); "
         "print('with' if 'transformers' in sys.modules else 'without')"
     )

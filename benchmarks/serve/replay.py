@@ -1,4 +1,4 @@
-"""Replays of requests at a rate, and the figures of one replay."""
+"""Replays of requests at a rate, the figures of one replay, and the check of its answers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
-from ragcachekit.commands.bench.serve.systems import Served, System
-from ragcachekit.commands.bench.serve.workload import Ids, ServeRequest
+from benchmarks.serve.systems import Served, System
+from benchmarks.serve.workload import Ids, ServeRequest
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.agreement import tolerance_for
 
-Row = dict[str, Any]
 
-
-def replay(
-    system: System, requests: Sequence[ServeRequest], rate: float | None, bar: tqdm[Any] | None = None
-) -> list[Served]:
+def replay(system: System, requests: Sequence[ServeRequest], rate: float | None) -> list[Served]:
     """Send the requests at ``rate`` per second (None: all at once) and wait for all answers.
 
     A request is due at its arrival, however late the sender is, so that no wait is left out.
@@ -33,12 +28,10 @@ def replay(
         out.append(Served(request, due))
         system.serve(out[-1])
     system.drain()
-    if bar is not None:
-        bar.update(len(requests))
     return out
 
 
-def figures(served: Sequence[Served], deadline_s: float | None) -> Row:
+def figures(served: Sequence[Served], deadline_s: float | None) -> dict[str, Any]:
     """Figures of a replay: times in ms, rates per second, ``hit_rate`` over prompt tokens.
 
     ``ttft_ms`` is the mean time from arrival to first token, ``tbt_ms`` are times between tokens. ``goodput``
@@ -48,12 +41,11 @@ def figures(served: Sequence[Served], deadline_s: float | None) -> Row:
     answered = [one for one in served if not one.refused]
     if not answered:
         raise RagCacheError("every request was refused; allow more to wait")
-    if wrong := [one for one in answered if not one.times or len(one.times) != len(one.token_ids)]:
-        one = wrong[0]
-        raise RagCacheError(f"an answer of {len(one.token_ids)} tokens came with {len(one.times)} times")
+    for one in answered:
+        if not one.times or len(one.times) != len(one.token_ids):
+            raise RagCacheError(f"an answer of {len(one.token_ids)} tokens came with {len(one.times)} times")
     first = np.array([one.times[0] - one.due for one in answered]) * 1e3
-    gaps = [b - a for one in answered for a, b in itertools.pairwise(one.times)]
-    between = np.array(gaps or [0.0]) * 1e3
+    between = np.array([b - a for one in answered for a, b in itertools.pairwise(one.times)] or [0.0]) * 1e3
     seconds = max(one.times[-1] for one in answered) - min(one.due for one in served)
     reused = [one.reused for one in answered if one.reused is not None]
     prompts = sum(len(one.request.token_ids) for one in answered)
@@ -82,7 +74,7 @@ def same_answers(expected: Sequence[Ids], served: Sequence[Served]) -> float:
 def check_same(model: Any, expected: Sequence[Ids], served: Sequence[Served], name: str) -> None:
     """Compare answers with those of ``model`` alone; RagCacheError for a difference beyond rounding.
 
-    Where they part, the logits of the two tokens must be equal but for rounding.
+    At the first different token, the logits of both must be equal but for rounding.
     """
     for want, one in zip(expected, served, strict=True):
         if one.refused or want == one.token_ids:

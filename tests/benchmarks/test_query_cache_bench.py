@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from ragcachekit.commands.bench.query_cache.answers import Answering, AnswerScores
-from ragcachekit.commands.bench.query_cache.plot import PANELS, plot
-from ragcachekit.commands.bench.query_cache.run import Sweep, replays, run, searched
-from ragcachekit.commands.bench.query_cache.wordings import PREFIXES, variants
-from ragcachekit.commands.bench.query_cache.workload import Workload, of_dataset, with_copies
-from speaking import byte_level
+from benchmarks.query_cache.hits import PANELS, Sweep, plot, replays, run, searched
+from benchmarks.query_cache.workload import PREFIXES, Workload, of_dataset, variants, with_copies
 
 
 def workload(evidence=()) -> Workload:
@@ -61,40 +55,6 @@ def test_recall_counts_what_the_index_would_have_said() -> None:
     assert (row["evidence"], row["evidence_uncached"]) == (0.5, 1.0)
 
 
-class Reader:
-    """Answers with the first passage of the prompt."""
-
-    tokenizer = byte_level()
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def generate(self, prompt: str, **options: Any) -> SimpleNamespace:
-        self.asked.append(prompt)
-        return SimpleNamespace(text=min(("red", "blue"), key=lambda text: f"{prompt}{text}".index(text)))
-
-
-def test_answers_are_scored_over_what_each_lookup_returned() -> None:
-    asked = np.array([[1.0, 0.0], [1.0, 0.01]], np.float32)
-    two = Workload(
-        "two",
-        ("a", "b"),
-        asked,
-        np.eye(3),
-        (0, 1),
-        answers=(("red",), ("no", "blue")),
-        passages=("red", "blue"),
-    )
-    found, reader = searched(two, lambda q: [0] if q[1] == 0 else [7, 1]), Reader()
-    scores = AnswerScores(cast(Any, reader), two, Answering(2))
-    rows = list(replays(two, found, Sweep((1,), (0.0, 0.5), reorder=False), answers=scores))
-    assert [row["answer_f1_uncached"] for row in rows] == [1.0, 1.0]  # 7 is a copy, without a text
-    assert [row["answer_f1"] for row in rows] == [1.0, 0.5]  # the second question got the first one's passage
-    assert len(reader.asked) == 3  # each question and list once
-    with pytest.raises(ValueError, match="--dataset"):
-        AnswerScores(cast(Any, reader), workload(), Answering(2))
-
-
 def test_candidates_are_put_in_order_for_the_question_that_hits_them() -> None:
     asked = np.array([[1.0, 0.0, 0.0], [0.9, 0.4, 0.0]], np.float32)
     turns = np.linspace(-0.5, 1.0, 16)
@@ -128,12 +88,6 @@ def test_variants_put_distinct_prefixes_before_the_question() -> None:
     assert all(text.startswith(PREFIXES) for text in made)
 
 
-@pytest.mark.parametrize("n", [0, -1, len(PREFIXES) + 1])
-def test_an_impossible_number_of_variants_is_refused(n: int) -> None:
-    with pytest.raises(ValueError, match="n must be between"):
-        variants("Where?", n)
-
-
 def test_copies_are_unit_rows_behind_the_first_ones() -> None:
     rows = np.eye(8, dtype=np.float32)
     filled = with_copies(rows, 100, 0)
@@ -162,7 +116,30 @@ def test_a_dataset_of_questions_in_four_wordings(one_minilm, tmp_path) -> None:
     assert drawn.count("<!-- ") >= len(PANELS)
 
 
-def test_nothing_to_draw(tmp_path) -> None:
-    report = run(workload(), Sweep((1,), ()), "brute")
-    with pytest.raises(ValueError, match="no rows"):
-        plot(report, tmp_path / "q.svg")
+def test_the_command_over_own_files(proofs, one_minilm, corpus, world, tmp_path):
+    asked = [question.text for question in world.questions[:10]]
+    (tmp_path / "log.txt").write_text("\n".join([*asked, *(f"Please tell me: {text}" for text in asked)]))
+    result = proofs(
+        *("query-cache", "--log", tmp_path / "log.txt", "--corpus", corpus, "--json", tmp_path / "q.json")
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert {row["capacity"] for row in rows} == {2, 10, 20}
+    exact = [row for row in rows if row["tolerance"] == 0]
+    assert all((row["hit_rate"], row["result_recall"]) == (0, 1) for row in exact)
+    assert max(row["hit_rate"] for row in rows) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --log with --corpus, or --dataset"),
+        (("--corpus", "."), "give --log with --corpus, or --dataset"),
+        (("--dataset", "squat:a"), "unknown dataset"),
+        (("--dataset", "squad:a", "--tolerances", "wide"), "takes numbers with commas"),
+    ],
+)
+def test_the_command_says_what_to_give(proofs, arguments, message):
+    result = proofs("query-cache", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output

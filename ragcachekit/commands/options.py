@@ -1,7 +1,8 @@
-"""Options that several commands share."""
+"""Options that several commands share, checked before torch is imported."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ragcachekit.commands.checks import check_device, check_picture, check_writable
 from ragcachekit.commands.corpus import corpus_root
-from ragcachekit.errors import RagCacheError
+from ragcachekit.commands.workspace import CacheFolder
+from ragcachekit.errors import RagCacheError, missing_extra
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+PICTURES = (".png", ".svg", ".pdf")
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
@@ -43,19 +46,38 @@ def _questions(path: Path | None) -> Path | None:
 
 def _cache(folder: str | None) -> str | None:
     if folder is not None:
-        check_writable(Path(folder).expanduser())
+        CacheFolder.at(folder).check_writable()
     return folder
 
 
 def _device(name: str | None) -> str | None:
-    if name is not None and name != "cpu":  # the check imports torch
-        check_device(name)
+    if name is None or name == "cpu":
+        return name
+    import torch
+
+    there = ["cpu"]
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        there += [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    try:
+        wanted = torch.device(name)
+    except RuntimeError:
+        wanted = None
+    kinds = (*there, *{one.partition(":")[0] for one in there}, "cpu:0")
+    if wanted is None or str(wanted) not in kinds:
+        raise ValueError(f"--device {name}: this machine has no such device; it has {', '.join(there)}")
     return name
 
 
 def _plot(path: Path | None) -> Path | None:
-    if path is not None:
-        check_picture(path)
+    if path is None:
+        return None
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {path}: give a name that ends in {', '.join(PICTURES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RagCacheError(f"--plot needs matplotlib: {missing_extra('demo', 'matplotlib')}")
     return path
 
 
@@ -109,6 +131,10 @@ DeviceOrCpu = Annotated[str, typer.Option(callback=_device)]
 Dtype = Annotated[str, typer.Option(help="auto (as the model was saved), float32, bfloat16, float16.")]
 Seed = Annotated[int, typer.Option(help="Of all that is drawn, and of bounds.")]
 
+Neighbours = Annotated[
+    str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
+]
+Dataset = Annotated[str | None, typer.Option(help="squad:FILE, musique:FILE, longbench:FILE or jsonl:FILE.")]
 Json = Annotated[Path | None, typer.Option(help="Write machine, versions and all rows here.")]
 Plot = Annotated[Path | None, typer.Option(callback=_plot, help="Draw a picture here (.png, .svg, .pdf).")]
 Resume = Annotated[

@@ -1,4 +1,4 @@
-"""Encode a corpus ahead of the questions (EPIC's compile step): how much it is, and doing it."""
+"""``ragcachekit precompute``: encode a corpus ahead of the questions (EPIC's compile step)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,85 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.filesize import decimal as size
 
 from ragcachekit.cluster.shared_tier import KEY, shared_tier
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import Say, corpus_index
-from ragcachekit.commands.corpus import Corpus
-from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.commands.own_files import OwnFiles, at_least_1, one_token
-from ragcachekit.commands.precompute.manifest import Scope, read_manifests, write_manifest
-from ragcachekit.commands.reading_prompt import prompt_for
-from ragcachekit.commands.workspace import CacheFolder
+from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show
+from ragcachekit.commands.manifest import Scope, read_manifests, write_manifest
+from ragcachekit.commands.own_files import OwnFiles, at_least_1
 from ragcachekit.config import StoreConfig
-from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError, StoreError, missing_extra
-from ragcachekit.model.prefill_timing import measure_profile
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.plan.link_plan import Missing
-from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.base import KVStore
-from ragcachekit.store.entry.file import entry_name
-from ragcachekit.store.factory import open_store
-from ragcachekit.store.null import NullStore
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ragcachekit.commands.corpus import Corpus
+    from ragcachekit.commands.workspace import CacheFolder
+    from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.plan.link_plan import Missing
+    from ragcachekit.store.base import KVStore
+
+
+def precompute(
+    corpus: opt.CorpusDir,
+    model: opt.Model = "",
+    policy: opt.Policy = "impact:0.1",
+    encoder: opt.Encoder = None,
+    cache: opt.CacheDir = None,
+    namespace: opt.Namespace = "default",
+    chunk_tokens: opt.ChunkTokens = 200,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how much it is.")] = False,
+    keep_gone: Annotated[bool, typer.Option("--keep-gone", help="Leave KV of what is gone.")] = False,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    disk_gb: opt.DiskGb = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(help="Store the KV here, not in the cache folder: redis://..., s3://..., file:///..."),
+    ] = None,
+    shared_key: Annotated[
+        str, typer.Option(help="Environment variable with the key that signs shared entries.")
+    ] = KEY,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Encode with Ray, on the cluster of RAY_ADDRESS or here.")
+    ] = False,
+    actors: Annotated[int, typer.Option(min=1, help="Models that encode, with --ray.")] = 2,
+) -> None:
+    """Encode and embed a corpus now, so that the first question about it is as quick as the others.
+
+    What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
+    it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
+    namespace, chunk size, encoder and dtype.
+    """
+    settings = opt.settings_of(PrecomputeSettings, locals())
+    quiet_loading()
+    if dry_run:
+        work = dry_work(settings)
+        show(_amount(work))
+        typer.echo(f"it would be: {_changes(work)}")
+        return
+    try:
+        with open_run(settings, note) as opened:
+            work = opened.work
+            show(_amount(work))
+            seconds = opened.run(progress=work.todo_tokens > 0)
+    except KeyboardInterrupt:
+        note("interrupted; what was stored stays, the same command goes on from there")
+        raise typer.Exit(INTERRUPTED) from None
+    typer.echo(
+        f"encoded {counted(work.new, 'chunk')} ({work.todo_tokens} tokens, {size(work.todo_bytes)}) "
+        f"in {seconds:.1f} s, {work.stored} {'was' if work.stored == 1 else 'were'} stored already"
+    )
+    typer.echo(_changes(work))
 
 
 @dataclass(frozen=True)
@@ -80,8 +135,7 @@ class Work:
 
     ``todo_tokens`` are those of chunks that are not among the ``stored`` ones, ``token_bytes`` is the KV of
     one token over all layers, ``id_bytes`` are those of the entries' token ids, ``gone`` counts chunks to
-    forget, ``seconds`` is estimated from a few prefills (None: not measured), ``notes`` name what was
-    skipped.
+    forget, ``notes`` name what was skipped.
     """
 
     files: int
@@ -93,7 +147,11 @@ class Work:
     id_bytes: int
     gone: int
     notes: tuple[str, ...]
-    seconds: float | None = None
+
+    @property
+    def new(self) -> int:
+        """Chunks to encode."""
+        return self.chunks - self.stored
 
     @property
     def todo_bytes(self) -> int:
@@ -101,21 +159,21 @@ class Work:
         return self.todo_tokens * self.token_bytes + self.id_bytes
 
 
-def estimate(settings: PrecomputeSettings) -> Work:
-    """Measure the work without touching the cache folder (the dry run).
+def dry_work(settings: PrecomputeSettings) -> Work:
+    """Count the work without touching the cache folder.
 
     Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
     """
+    from ragcachekit.store.factory import open_store
+    from ragcachekit.store.null import NullStore
+
     corpus = settings.read_corpus()
     with (
         tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
         settings.open_engine(NullStore(), corpus, cache_dir=Path(scratch), cold="never") as rag,
+        closing(open_store(settings.store)) if settings.shared else nullcontext() as tier,
     ):
-        with closing(open_store(settings.store)) if settings.shared else nullcontext() as tier:
-            run = PrecomputeRun(settings, rag, corpus, tier)
-        if not run.todo:
-            return run.work
-        return replace(run.work, seconds=run.estimated_seconds() / (settings.actors if settings.ray else 1))
+        return PrecomputeRun(settings, rag, corpus, tier).work
 
 
 @contextmanager
@@ -126,6 +184,8 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     or the cache folder cannot be used, or the KV does not fit; ValueError for a wrong setting, or a chunk
     longer than the model's context.
     """
+    from ragcachekit.store.factory import open_store
+
     corpus = settings.checked_corpus()
     tier = open_store(settings.store)
     with closing(tier), settings.open_engine(tier, corpus, cold="never") as rag:
@@ -151,6 +211,10 @@ class PrecomputeRun:
         shared: KVStore | None = None,
         say: Say = lambda _: None,
     ) -> None:
+        from ragcachekit.commands.reading_prompt import prompt_for
+        from ragcachekit.model.layout import KVLayout
+        from ragcachekit.policies.registry import open_policy
+
         self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
         self._shared = shared
         self._system = prompt_for(rag.tokenizer).before
@@ -165,19 +229,19 @@ class PrecomputeRun:
             rag.fingerprint,
             settings.chunk_tokens,
         )
-        self._present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self._chunks}
+        present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self._chunks}
         earlier = read_manifests(settings.lists, self._scope)
         keep = settings.keep_gone or earlier.notes
-        self.gone = {} if keep else {i: n for i, n in earlier.chunks.items() if i not in self._present}
+        self.gone = {} if keep else {i: n for i, n in earlier.chunks.items() if i not in present}
         # What is not forgotten stays listed.
-        self._listed = {i: n for i, n in earlier.chunks.items() if i not in self.gone} | self._present
+        self._listed = {i: n for i, n in earlier.chunks.items() if i not in self.gone} | present
         self.work = Work(
             corpus.files,
             len(self._chunks),
             sum(len(chunk.token_ids) for chunk in self._chunks),
             len(self._chunks) - len(self.todo),
             sum(len(chunk.token_ids) for chunk in self.todo),
-            one_token(rag.model, describe_rope(rag.model)).nbytes,
+            KVLayout.of(rag.model).token_bytes,
             sum(chunk.id_bytes for chunk in self.todo),
             len(self.gone),
             (*corpus.notes, *earlier.notes),
@@ -190,7 +254,9 @@ class PrecomputeRun:
 
         Raises StoreError if some KV, or the list of what is encoded, could not be written.
         """
-        begun = time.perf_counter()
+        from ragcachekit.commands.embedding import MiniLM
+
+        start = time.perf_counter()
         if self.gone:
             self._rag.forget(self.gone)
         # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
@@ -204,15 +270,9 @@ class PrecomputeRun:
                 f"{lost} of {self.work.chunks} chunks could not be stored; free some space "
                 "and run the same command again"
             )
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         corpus_index(self._settings, self._corpus, MiniLM(), self._say)
         return seconds
-
-    def estimated_seconds(self) -> float:
-        """Time to encode what is missing, from measured prefills of a few lengths."""
-        model = self._rag.model
-        profile = measure_profile(model, context=describe_rope(model).context)
-        return sum(profile.seconds(0, len(one.encoding.behind) + len(one.token_ids)) for one in self.todo)
 
     def _encode_on_ray(self, progress: bool) -> None:
         from ragcachekit.cluster import EncodingJob, encode_chunks  # Ray is an extra
@@ -231,6 +291,8 @@ class PrecomputeRun:
         )
 
     def _is_stored(self, chunk: Missing) -> bool:
+        from ragcachekit.store.entry.file import entry_name
+
         if self._shared is not None:
             return chunk.key in self._shared
         return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
@@ -250,3 +312,20 @@ def _check_room(needed: int, room: int, folder: CacheFolder | None) -> None:
             f"the KV takes {needed / 1e9:.2f} GB, {folder.path} has {free / 1e9:.2f} GB free; "
             "free some space or choose another --cache"
         )
+
+
+def _changes(work: Work) -> str:
+    return f"{work.new} new, {work.stored} kept, {work.gone} forgotten"
+
+
+def _amount(work: Work) -> Table:
+    for skipped in work.notes:
+        note(skipped)
+    rows = {
+        "corpus": f"{counted(work.files, 'file')}, {counted(work.chunks, 'chunk')}, {work.tokens} tokens",
+        "KV of a token": size(work.token_bytes),
+        "stored already": counted(work.stored, "chunk"),
+        "to encode": f"{counted(work.new, 'chunk')}, {work.todo_tokens} tokens, "
+        f"{size(work.todo_bytes)} of KV",
+    }
+    return pairs(rows)

@@ -1,4 +1,4 @@
-"""keys add and keys remove: API keys of the server."""
+"""``ragcachekit keys add`` and ``keys remove``: API keys of the server."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import note
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import note
 
 KeysFile = Annotated[Path, typer.Option("--file", help="JSON; holds hashes of the keys, never the keys.")]
 Name = Annotated[str, typer.Argument(help="Of the key; appears in logs and errors.")]
@@ -27,7 +27,7 @@ def add(
     context_tokens: Annotated[int, typer.Option(min=1, help="Of all stored contexts.")] = 10_000_000,
     body_bytes: Annotated[int | None, typer.Option(min=1, help="Of a request's body.")] = None,
 ) -> None:
-    """Make an API key and print it. A running server knows it a second later."""
+    """Make an API key and print it. A running server accepts it a second later."""
     from ragcachekit.server.keys import add_key
     from ragcachekit.server.tenants import Limits
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.bench.query_cache.run import PARTITION
+from benchmarks.query_cache.hits import PARTITION
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.query.base import Hit
 from ragcachekit.query.keys.graph import uses_graph

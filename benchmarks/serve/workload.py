@@ -1,4 +1,4 @@
-"""Requests of the serving bench: Poisson arrivals, documents drawn by Zipf's law (RAGCache, section 7)."""
+"""Requests at random times over documents drawn by Zipf's law (RAGCache, section 7)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 from ragcachekit.commands.bench.fidelity.datasets.registry import load_dataset
 from ragcachekit.commands.bench.prompts import QUESTION, SYSTEM, SYSTEM_TOKENS
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.config import positive
 from ragcachekit.errors import CorpusError
 from ragcachekit.types import Chunk, Prompt, Text
 
@@ -23,7 +22,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """A prompt and its arrival, in mean gaps between arrivals since the first request's turn."""
+    """A prompt and its arrival, in mean gaps between arrivals."""
 
     arrival: float
     prompt: Prompt
@@ -46,22 +45,21 @@ class Documents:
     def requests(
         self, count: int, chunks: int, alpha: float, seed: Sequence[int]
     ) -> tuple[ServeRequest, ...]:
-        """``count`` requests of ``chunks`` different documents each, in the order in which they were drawn.
+        """``count`` requests of ``chunks`` different documents each, arriving as a Poisson process.
 
-        The document of rank r is drawn with a weight of ``r ** -alpha``; 0 draws all alike. The ranks do not
-        depend on the seed, so that all draws have the same popular documents. ValueError if there are too few
-        documents for one request.
+        The document of rank r is drawn with a weight of ``r ** -alpha``. The ranks do not depend on the seed,
+        so that all draws have the same popular documents.
         """
         if chunks > len(self.chunks):
             raise ValueError(f"a prompt has {chunks} documents, and there are {len(self.chunks)} in all")
         rng, size = np.random.default_rng(seed), len(self.chunks)
         weights = (1.0 + np.random.default_rng(0).permutation(size)) ** -alpha
-        arrivals = np.cumsum(rng.exponential(size=count))
-        return tuple(
-            ServeRequest(float(arrival), self.prompt(drawn.tolist(), int(rng.integers(len(self.questions)))))
-            for arrival in arrivals
-            for drawn in [rng.choice(size, chunks, replace=False, p=weights / weights.sum())]
-        )
+        requests = []
+        for arrival in np.cumsum(rng.exponential(size=count)):
+            drawn = rng.choice(size, chunks, replace=False, p=weights / weights.sum())
+            question = int(rng.integers(len(self.questions)))
+            requests.append(ServeRequest(float(arrival), self.prompt(drawn.tolist(), question)))
+        return tuple(requests)
 
     def each_once(self, chunks: int) -> Iterator[Prompt]:
         """Prompts that have every document once."""
@@ -81,8 +79,9 @@ def random_documents(vocab: int, count: int, chunk_tokens: int, seed: int) -> Do
     def draw(rows: int, size: int) -> tuple[Ids, ...]:
         return tuple(map(tuple, rng.integers(vocab, size=(rows, size)).tolist()))
 
-    chunks = draw(positive("documents", count), positive("chunk_tokens", chunk_tokens))
-    return Documents("random tokens", draw(1, SYSTEM_TOKENS)[0], chunks, draw(count, QUESTION_TOKENS))
+    return Documents(
+        "random tokens", draw(1, SYSTEM_TOKENS)[0], draw(count, chunk_tokens), draw(count, QUESTION_TOKENS)
+    )
 
 
 def text_documents(
@@ -111,11 +110,13 @@ def text_documents(
     def ids(text: str) -> Ids:
         return tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
-    whole, size = ids("\n\n".join(texts)), positive("chunk_tokens", chunk_tokens)
-    if len(whole) < positive("documents", count) * size:
+    whole = ids("\n\n".join(texts))
+    if len(whole) < count * chunk_tokens:
         raise CorpusError(
-            f"{name} has text for {len(whole) // size} documents of {size} tokens, not for {count}; ask for "
-            "fewer documents or shorter chunks"
+            f"{name} has text for {len(whole) // chunk_tokens} documents of {chunk_tokens} tokens, not for "
+            f"{count}; ask for fewer documents or shorter chunks"
         )
-    pieces = tuple(whole[start : start + size] for start in range(0, count * size, size))
+    pieces = tuple(
+        whole[start : start + chunk_tokens] for start in range(0, count * chunk_tokens, chunk_tokens)
+    )
     return Documents(name, ids(SYSTEM), pieces, tuple(map(ids, dict.fromkeys(questions))))

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from ragcachekit.cli.console import errors, show
+from ragcachekit.commands.console import errors, show
 
 if TYPE_CHECKING:
     from ragcachekit.commands.cache_content import CacheContent

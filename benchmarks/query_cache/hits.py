@@ -1,7 +1,8 @@
-"""Query-cache bench: hit rates, latency and recall of results (Proximity, section 4)."""
+"""``python -m benchmarks query-cache``: hit rates, search time saved, recall (Proximity, section 4)."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.bench.query_cache.answers import AnswerScores
-from ragcachekit.commands.bench.query_cache.workload import Workload
+from benchmarks.query_cache.workload import Workload
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.query.base import Partition
 from ragcachekit.query.proximity import ProximityCache
@@ -25,6 +25,13 @@ from ragcachekit.search.registry import open_index
 SWEEP = "sweep"
 PARTITION = Partition("bench", 1)
 RESULTS = 4
+PANELS = {
+    "hit_rate": "hit rate",
+    "latency_saved": "search time saved",
+    "result_recall": "recall of results",
+    "evidence": "chunk with the answer found",
+    "wrong_hits": "hits on another question",
+}
 TOLERANCES = (0.0, 0.02, 0.05, 0.1)
 
 Row = dict[str, Any]
@@ -73,14 +80,13 @@ def run(
     sweep: Sweep | None = None,
     index: str = "faiss-flat",
     progress: bool = False,
-    answers: AnswerScores | None = None,
 ) -> BenchReport:
     """Replay a workload over an index; rows of the part ``sweep`` as of :func:`replays`."""
     built = open_index(index, workload.chunks.shape[1])
     built.add(range(len(workload.chunks)), workload.chunks)
     count = FACTOR * RESULTS if sweep is None or sweep.reorder else RESULTS
     found = searched(workload, lambda question: built.search(question, count).ids, progress)
-    cases = replays(workload, found, sweep, progress, answers)
+    cases = replays(workload, found, sweep, progress)
     rows = [{"part": SWEEP, "index": index, **row} for row in cases]
     return BenchReport("query-cache", f"{workload.name}; {index}", 0, tuple(rows))
 
@@ -102,30 +108,24 @@ def replays(
     found: Searched,
     sweep: Sweep | None = None,
     progress: bool = False,
-    answers: AnswerScores | None = None,
 ) -> Iterator[Row]:
     """One row per capacity and tolerance; embedding the questions is in no figure.
 
     A miss costs its lookup, its insert and the time that its own search took without a cache.
     ``latency_saved`` is the share of all search time; ``result_recall`` the mean share of the index's own
     results that are returned. ``wrong_hits`` are hits on another question's entry, as a share of all
-    lookups. ``evidence`` is the share of lookups that return a chunk with the answer, and ``answer_f1``
-    scores a model's answers over what the last pass returned.
+    lookups. ``evidence`` is the share of lookups that return a chunk with the answer.
     """
     sweep = sweep or Sweep()
     cases = list(sweep.cases(len(set(workload.distinct))))
     for capacity, tolerance in tqdm(cases, "replay", unit="case", disable=not progress):
-        row, returned = _replay(workload, found, sweep, capacity, tolerance)
-        yield row if answers is None else row | answers.row(returned, found.ids)
+        yield _replay(workload, found, sweep, capacity, tolerance)
 
 
-def _replay(
-    workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float
-) -> tuple[Row, list[tuple[int, ...]]]:
+def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float) -> Row:
     cache = ProximityCache(capacity, tolerance, "cosine", sweep.eviction)
     retrieval: CachedRetrieval[int] = CachedRetrieval(cache, guard=sweep.guard)
     results = found.ids
-    returned: list[tuple[int, ...]] = [()] * len(results)
     lookups_us, latency_ms, recall, wrong, evidence = list[float](), 0.0, 0.0, 0, 0
     for at in [*range(len(workload.texts))] * sweep.passes:
         start = time.perf_counter_ns()
@@ -142,7 +142,7 @@ def _replay(
             latency_ms += found.ms[at]
         latency_ms += (time.perf_counter_ns() - start) / 1e6
         lookups_us.append((looked_up - start) / 1e3)
-        right, returned[at] = set(results[at]), ids
+        right = set(results[at])
         recall += len(right.intersection(ids)) / len(right) if right else 1.0
         wrong += workload.distinct[maker] != workload.distinct[at]
         evidence += bool(workload.evidence and workload.evidence[at].intersection(ids))
@@ -164,10 +164,35 @@ def _replay(
         pairs = zip(workload.evidence, results, strict=True)
         own = [bool(chunks.intersection(ids)) for chunks, ids in pairs]
         row |= {"evidence": evidence / n, "evidence_uncached": statistics.fmean(own)}
-    return row, returned
+    return row
 
 
 def _reordered(candidates: tuple[int, ...], workload: Workload, at: int) -> tuple[int, ...]:
     """The nearest candidates to a question."""
     similar = workload.chunks[list(candidates)] @ workload.questions[at]
     return tuple(candidates[place] for place in np.argsort(-similar, kind="stable")[:RESULTS])
+
+
+def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw a heat map per figure that the report has, over capacity and tolerance (Proximity, figure 3)."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    rows = report.part(SWEEP).rows
+    capacities = sorted({row["capacity"] for row in rows})
+    tolerances = sorted({row["tolerance"] for row in rows})
+    names = [name for name in PANELS if name in rows[0]]
+    figure = Figure(figsize=(3.6 * len(names), 3.4), layout="constrained")
+    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
+        cells = {(row["tolerance"], row["capacity"]): row[name] for row in rows}
+        values = np.array([[cells[tolerance, size] for size in capacities] for tolerance in tolerances])
+        axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
+        for (y, x), value in np.ndenumerate(values):
+            colour = "white" if value < 0.6 else "black"
+            axes.text(x, y, f"{value:.0%}", ha="center", va="center", color=colour, fontsize=8)
+        axes.set_xticks(range(len(capacities)), [str(size) for size in capacities])
+        axes.set_yticks(range(len(tolerances)), [f"{tolerance:g}" for tolerance in tolerances])
+        axes.set_xlabel("capacity (entries)")
+        axes.set_title(PANELS[name], fontsize=10)
+    figure.axes[0].set_ylabel("tolerance (cosine distance)")
+    figure.suptitle(report.model, fontsize=9)
+    figure.savefig(path, dpi=150)

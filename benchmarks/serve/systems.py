@@ -1,22 +1,20 @@
-"""What the serving bench compares: every system takes requests at any time and answers each in full."""
+"""What the serving benchmark compares: each system takes requests at any time and answers them in full."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from ragcachekit.commands.bench.serve.workload import Ids, ServeRequest
-from ragcachekit.engine.queue.request import Request
-from ragcachekit.engine.rag_cache import RagCache
-from ragcachekit.errors import QueueFull, RagCacheError
-from ragcachekit.threads import DaemonPool, Job
+from benchmarks.serve.workload import Ids, ServeRequest
+from ragcachekit import QueueFull, RagCache
+from ragcachekit.errors import RagCacheError
 
 PAGE = 32  # tokens per block of transformers' paged cache
 STEP_TOKENS = 512  # of transformers' forwards: the quickest of 256, 512 and 1,024 on a CPU
@@ -36,12 +34,7 @@ class Served:
 
 
 class System(Protocol):
-    """Begins requests in order of arrival; ``serve`` returns at once, ``drain`` when all are answered.
-
-    ``warm_up`` is called once, before the first request, with requests like those to come.
-    """
-
-    name: str
+    """``serve`` returns at once, ``drain`` when all are answered; ``warm_up`` comes before the first."""
 
     def warm_up(self, requests: Sequence[ServeRequest]) -> None: ...
 
@@ -56,13 +49,13 @@ class TokenTimes(BaseStreamer):  # type: ignore[misc] # transformers is untyped
     """Notes when each token of an answer came; the first call carries the prompt."""
 
     def __init__(self, times: list[float]) -> None:
-        self._times, self._begun = times, False
+        self._times, self._started = times, False
 
     def put(self, value: torch.Tensor) -> None:
         """Note one time per token id."""
-        if self._begun:
+        if self._started:
             self._times.extend([time.perf_counter()] * value.numel())
-        self._begun = True
+        self._started = True
 
     def end(self) -> None: ...
 
@@ -70,35 +63,36 @@ class TokenTimes(BaseStreamer):  # type: ignore[misc] # transformers is untyped
 class Sequential:
     """The model's own ``generate``, one request after the other."""
 
-    name = "sequential"
-
     def __init__(self, model: Any, new_tokens: int) -> None:
-        self._model, self._options = model, {"max_new_tokens": new_tokens, "do_sample": False}
-        self._pool = DaemonPool("ragcachekit-bench")
-        self._jobs: list[Job] = []
+        self._model, self._new_tokens = model, new_tokens
+        self._pool = ThreadPoolExecutor(1)
+        self._jobs: list[Future[None]] = []
 
     def warm_up(self, requests: Sequence[ServeRequest]) -> None:
         """Answer one request."""
         self._generate(Served(requests[0], 0.0))
 
     def serve(self, served: Served) -> None:
-        self._jobs.append(Job(partial(self._generate, served)))
-        self._pool.submit(self._jobs[-1])
+        self._jobs.append(self._pool.submit(self._generate, served))
 
     def drain(self) -> None:
-        self._pool.flush()
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            if job.error is not None:
-                raise job.error
+            job.result()
 
     def close(self) -> None:
-        self._pool.close()
+        self._pool.shutdown()
 
     def _generate(self, served: Served) -> None:
         ids = torch.tensor([served.request.token_ids], device=self._model.device)
-        options: dict[str, Any] = {"streamer": TokenTimes(served.times), "pad_token_id": 0, **self._options}
-        output = self._model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        output = self._model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            streamer=TokenTimes(served.times),
+            pad_token_id=0,
+            max_new_tokens=self._new_tokens,
+            do_sample=False,
+        )
         served.token_ids = tuple(output[0, ids.shape[1] :].tolist())
 
 
@@ -118,12 +112,10 @@ class ContinuousBatching:
                 "this version of transformers has no ContinuousBatchingConfig; leave the systems "
                 "batching and sharing out"
             ) from error
-        self.name = "sharing" if shared_tokens else "batching"
         self._new_tokens, self._open = new_tokens, dict[str, Served]()
-        blocks = -(-request_tokens // PAGE) * max_batch + shared_tokens // PAGE
         config = ContinuousBatchingConfig(
             page_size=PAGE,
-            num_blocks=blocks,
+            num_blocks=-(-request_tokens // PAGE) * max_batch + shared_tokens // PAGE,
             max_batch_tokens=STEP_TOKENS,
             max_requests_per_batch=max_batch,
             allow_block_sharing=bool(shared_tokens),
@@ -166,10 +158,10 @@ class ContinuousBatching:
 class Engine:
     """Requests through ``rag.submit``, under the engine's own policy."""
 
-    def __init__(self, name: str, rag: RagCache, new_tokens: int, prompts: Sequence[Any]) -> None:
-        self.name, self._rag, self._prompts = name, rag, prompts
+    def __init__(self, rag: RagCache, new_tokens: int, prompts: Sequence[Any]) -> None:
+        self._rag, self._prompts = rag, prompts
         self._options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-        self._open: list[tuple[Served, Request]] = []
+        self._open: list[tuple[Served, Any]] = []
 
     def warm_up(self, requests: Sequence[ServeRequest]) -> None:
         """Choose what ``auto`` stands for, encode all documents, then answer the requests."""
@@ -181,14 +173,13 @@ class Engine:
         _answer_all(self, requests)
 
     def serve(self, served: Served) -> None:
+        times = TokenTimes(served.times)
         try:
-            request = self._rag.submit(
-                served.request.prompt, streamer=TokenTimes(served.times), **self._options
+            self._open.append(
+                (served, self._rag.submit(served.request.prompt, streamer=times, **self._options))
             )
         except QueueFull:
             served.refused = True
-        else:
-            self._open.append((served, request))
 
     def drain(self) -> None:
         opened, self._open = self._open, []

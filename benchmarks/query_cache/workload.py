@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
 from ragcachekit.commands.bench.fidelity.datasets.registry import load_dataset
-from ragcachekit.commands.bench.query_cache.wordings import PREFIXES, variants
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.commands.estimate.log import read_log
+from ragcachekit.commands.estimate import read_log
 
+PREFIXES = (
+    *("Please tell me:", "Quick question:", "I would like to know:", "One more question:", "I wonder:"),
+    *("Can you say:", "For my notes:", "Hello,", "Just curious:", "Help me with this:"),
+)
 _COPY_NOISE = 1.15
 """Norm of what is added to a unit vector: a copy lies at a cosine distance of 0.34 from it.
 
@@ -30,7 +33,7 @@ class Workload:
 
     ``questions`` and ``chunks`` are embeddings ``[n, dim]``; ``texts`` are the questions' and ``distinct``
     tells equal questions in different wordings by one number. ``evidence`` are the chunks with the answer to
-    each, where they are known, ``answers`` the right ones. ``passages`` are the texts of the first chunks.
+    each, where they are known.
     """
 
     name: str
@@ -39,8 +42,14 @@ class Workload:
     chunks: NDArray[np.float32]
     distinct: tuple[int, ...]
     evidence: tuple[frozenset[int], ...] = ()
-    answers: tuple[tuple[str, ...], ...] = ()
-    passages: tuple[str, ...] = ()
+
+
+def variants(question: str, n: int = 4) -> tuple[str, ...]:
+    """A question with ``n`` different short prefixes (Proximity, section 4.2); which ones depends on it."""
+    if not 1 <= n <= len(PREFIXES):
+        raise ValueError(f"wordings must be between 1 and {len(PREFIXES)}, got {n}")
+    start = zlib.crc32(question.encode())
+    return tuple(f"{PREFIXES[(start + i) % len(PREFIXES)]} {question}" for i in range(n))
 
 
 def of_log(log: str | os.PathLike[str], corpus: str, chunk_tokens: int, progress: bool = False) -> Workload:
@@ -70,8 +79,6 @@ def of_dataset(
     ``vectors``, so that a search costs what it costs in a large index. Errors as of
     :func:`~ragcachekit.commands.bench.fidelity.datasets.registry.load_dataset`.
     """
-    if not 1 <= wordings <= len(PREFIXES):
-        raise ValueError(f"wordings must be between 1 and {len(PREFIXES)}, got {wordings}")
     passages = load_dataset(spec)
     places: dict[str, int] = {}
     for one in passages:
@@ -91,8 +98,6 @@ def of_dataset(
         with_copies(chunks, vectors, seed),
         tuple(number for number, _ in asked),
         tuple(evidence[number] for number, _ in asked),
-        tuple(chosen[number].answers for number, _ in asked),
-        tuple(places),
     )
 
 
@@ -100,12 +105,9 @@ def with_copies(rows: NDArray[np.float32], count: int, seed: int) -> NDArray[np.
     """Unit rows ``[n, dim]`` and copies of them with noise, ``count`` in all."""
     rng, missing = np.random.default_rng(seed), max(count - len(rows), 0)
     copies = rows[rng.integers(0, len(rows), missing)].copy()
-    for block in _blocks(missing):  # a second array of this size would not fit everywhere
+    for start in range(0, missing, 16_384):  # a second array of this size would not fit everywhere
+        block = slice(start, start + 16_384)
         noise = rng.standard_normal(copies[block].shape, dtype=np.float32)
         copies[block] += _COPY_NOISE * noise / np.sqrt(np.float32(rows.shape[1]))
         copies[block] /= np.linalg.norm(copies[block], axis=1, keepdims=True)
     return np.concatenate([rows, copies])
-
-
-def _blocks(count: int, size: int = 16_384) -> Sequence[slice]:
-    return [slice(start, start + size) for start in range(0, count, size)]
