@@ -22,9 +22,8 @@ from ragcachekit.commands.check_model import check_model
 from ragcachekit.commands.console import Commands, quiet_loading
 from ragcachekit.commands.doctor import doctor
 from ragcachekit.commands.estimate import estimate
-from ragcachekit.commands.keys import add, remove
 from ragcachekit.commands.precompute import precompute
-from ragcachekit.commands.serve import serve
+from ragcachekit.commands.serve import add, remove, serve
 
 
 def _version(asked: bool) -> None:

@@ -11,7 +11,7 @@ from ragcachekit.engine.inspect.view import PromptView, prompt_view
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.queue.methods import QueueMethods
 from ragcachekit.observers import Observer
-from ragcachekit.plot.plots import MeasuredPolicy, Plots
+from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.reports import GenerateReport, Records
 from ragcachekit.reports.base import pairs_html
