@@ -26,7 +26,7 @@ from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.reports import LinkReport
-from ragcachekit.store.loading.load import LoadFailed
+from ragcachekit.store.load import LoadFailed
 
 
 @dataclass(frozen=True)
