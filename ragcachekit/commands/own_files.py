@@ -108,7 +108,7 @@ class OwnFiles:
         """Planner over an empty store: what it misses is what the engine looks up or encodes."""
         from ragcachekit.engine.prompt_planner import PromptPlanner
         from ragcachekit.model.rope.probe import describe_rope
-        from ragcachekit.store.null import NullStore
+        from ragcachekit.store.base import NullStore
 
         return PromptPlanner(
             model,

@@ -164,8 +164,8 @@ def dry_work(settings: PrecomputeSettings) -> Work:
 
     Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
     """
+    from ragcachekit.store.base import NullStore
     from ragcachekit.store.factory import open_store
-    from ragcachekit.store.null import NullStore
 
     corpus = settings.read_corpus()
     with (
@@ -291,7 +291,7 @@ class PrecomputeRun:
         )
 
     def _is_stored(self, chunk: Missing) -> bool:
-        from ragcachekit.store.entry.file import entry_name
+        from ragcachekit.store.entry import entry_name
 
         if self._shared is not None:
             return chunk.key in self._shared
