@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cli import app
+from benchmarks.__main__ import app
 from benchmarks.demo.corpus import QUICK, Settings
 
 

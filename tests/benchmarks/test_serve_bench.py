@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from benchmarks.cli import app
+from benchmarks.__main__ import app
 from benchmarks.serve import replay as replays
 from benchmarks.serve import run as module
 from benchmarks.serve.run import EXACT, ServeSettings, plot

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.cli import app as proofs_app
+from benchmarks.__main__ import app as proofs_app
 from benchmarks.world.reader_folder import READER
 from benchmarks.world.world import make_world
 from ragcachekit.commands.app import app

@@ -1,22 +1,15 @@
-"""Eight questions at once through LangChain and LlamaIndex, against one after the other, on one engine.
-
-Every prompt holds three documents, all cached. The ways take turns, so that a drifting machine hits all
-alike, and must answer alike. ``generate`` is ``rag.generate``: it shows what an ``invoke`` costs beside it.
-
-    OMP_NUM_THREADS=1 python benchmarks/frameworks/batches.py --dataset squad:dev-v2.0.json --json out.json
-"""
+"""``python -m benchmarks framework-batches``: questions at once through LangChain and LlamaIndex."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from llama_index.core import PromptTemplate
@@ -28,10 +21,11 @@ from tqdm.auto import tqdm
 from langchain_ragcachekit import ChatRagCache
 from llama_index_ragcachekit import RagCacheLLM
 from ragcachekit import RagCache
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
 from ragcachekit.commands.bench.fidelity.datasets.registry import draw_questions
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.console import quiet_loading, show
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 
@@ -40,6 +34,41 @@ NODE_TEMPLATE = TEMPLATE.replace("{context}", "{context_str}").replace("{questio
 
 Answers = list[str]
 Ways = dict[str, Callable[[], Answers]]
+
+
+def framework_batches(
+    dataset: Annotated[str, typer.Option(help="squad:FILE, ...: its questions are asked.")],
+    model: str = "sample",
+    policy: opt.Policy = "impact:0.1",
+    questions: Annotated[int, typer.Option(min=1)] = 8,
+    max_new_tokens: opt.MaxNewTokens = 24,
+    runs: Annotated[int, typer.Option(min=1)] = 3,
+    json: opt.Json = None,
+) -> None:
+    """Questions at once through LangChain and LlamaIndex, against one after the other, on one engine.
+
+    Every prompt holds three documents, all cached. The ways take turns and must answer alike. ``generate`` is
+    ``rag.generate``: it shows what an ``invoke`` costs beside it.
+    """
+    quiet_loading()
+    drawn = draw_questions(dataset, Sampling(questions, distractors=2))
+    chunks = {one.question: one.chunks for one in drawn}
+    rows: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcachekit-bench-") as folder,
+        RagCache.from_pretrained(
+            resolve_model(model), dtype="float32", policy=policy, cold="now", cache_dir=folder
+        ) as rag,
+        tqdm(total=2 * runs, unit="round") as bar,
+    ):
+        rag.model.generation_config.eos_token_id = None  # all answers have the same length
+        rag.encode([text for texts in chunks.values() for text in texts])
+        for framework, asked in ways(rag, chunks, max_new_tokens).items():
+            bar.set_description(framework)
+            rows += [{"framework": framework, **row} for row in measure(asked, runs, bar)]
+    report = BenchReport("framework-batches", f"{model}, {policy}", 0, tuple(rows))
+    show(report.table(f"{questions} questions of {max_new_tokens} tokens each: {report.model}"))
+    written(report, json)
 
 
 class Given(BaseRetriever):
@@ -96,9 +125,9 @@ def measure(ways: Ways, runs: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(runs):
         for name, ask in ways.items():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             answers = ask()
-            times[name].append(time.perf_counter() - begun)
+            times[name].append(time.perf_counter() - start)
             if answers != expected:
                 raise RagCacheError(f"{name} answers otherwise than {first}; no figures are given")
         bar.update()
@@ -115,39 +144,3 @@ def measure(ways: Ways, runs: int, bar: tqdm[Any]) -> list[dict[str, Any]]:
         }
         for name, values in times.items()
     ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="sample")
-    parser.add_argument("--dataset", required=True, help="squad:FILE, ...: its questions are asked")
-    parser.add_argument("--policy", default="impact:0.1")
-    parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    quiet_loading()
-    drawn = draw_questions(given.dataset, Sampling(given.questions, distractors=2))
-    chunks = {one.question: one.chunks for one in drawn}
-    rows: list[dict[str, Any]] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="ragcachekit-bench-") as folder,
-        RagCache.from_pretrained(
-            resolve_model(given.model), dtype="float32", policy=given.policy, cold="now", cache_dir=folder
-        ) as rag,
-        tqdm(total=2 * given.runs, unit="round") as bar,
-    ):
-        rag.model.generation_config.eos_token_id = None  # all answers have the same length
-        rag.encode([text for texts in chunks.values() for text in texts])
-        for framework, asked in ways(rag, chunks, given.max_tokens).items():
-            bar.set_description(framework)
-            rows += [{"framework": framework, **row} for row in measure(asked, given.runs, bar)]
-    report = BenchReport("framework-batches", f"{given.model}, {given.policy}", 0, tuple(rows))
-    show(report.table(f"{given.questions} questions of {given.max_tokens} tokens each: {report.model}"))
-    if given.json:
-        report.write_json(given.json)
-
-
-if __name__ == "__main__":
-    main()
