@@ -65,10 +65,10 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse,lego:1,deep:0.1 \
 		--encoders standalone,standalone+int8,standalone+fp8,similar:1,similar:1+int8,similar:1+fp8 \
 		--neighbours document --json $(RESULTS)/fidelity-quantised.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks store --json $(RESULTS)/store.json --plot docs/store.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks store --json $(RESULTS)/store.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks eviction --json $(RESULTS)/eviction.json \
 		--plot docs/eviction.png
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks planner --json $(RESULTS)/planner.json --plot docs/planner.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks planner --json $(RESULTS)/planner.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks families --json $(RESULTS)/families.json \
 		--markdown docs/models.md
 

@@ -45,7 +45,7 @@ def families(
     typer.echo(summary(checks))
     written(found, json)
     if markdown is not None:
-        markdown.write_text(markdown(checks))
+        markdown.write_text(page(checks))
     raise typer.Exit(1 if any(check.status == WRONG for check in checks) else 0)
 
 
@@ -103,7 +103,7 @@ def summary(checks: Sequence[FamilyCheck]) -> str:
     return ", ".join(f"{counts[status]} {status}" for status in (EXACT, REFUSED, WRONG))
 
 
-def markdown(checks: Sequence[FamilyCheck]) -> str:
+def page(checks: Sequence[FamilyCheck]) -> str:
     """The table as a page of the documentation."""
     lines = [
         "# Which models can be linked",
