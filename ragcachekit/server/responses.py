@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from ragcachekit.errors import Closed, DeadlineExceeded, GenerationNotSupported, PromptTooLong, QueueFull
 from ragcachekit.server.errors import ApiError, invalid, overloaded, stopping
-from ragcachekit.store.disk.volume import is_full
+from ragcachekit.store.disk import is_full
 
 log = logging.getLogger(__name__)
 
