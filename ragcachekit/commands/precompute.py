@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal as size
@@ -212,7 +212,6 @@ class PrecomputeRun:
         say: Say = lambda _: None,
     ) -> None:
         from ragcachekit.commands.reading_prompt import prompt_for
-        from ragcachekit.model.layout import KVLayout
         from ragcachekit.policies.registry import open_policy
 
         self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
@@ -241,7 +240,7 @@ class PrecomputeRun:
             sum(len(chunk.token_ids) for chunk in self._chunks),
             len(self._chunks) - len(self.todo),
             sum(len(chunk.token_ids) for chunk in self.todo),
-            KVLayout.of(rag.model).token_bytes,
+            _token_bytes(rag.model),
             sum(chunk.id_bytes for chunk in self.todo),
             len(self.gone),
             (*corpus.notes, *earlier.notes),
@@ -296,6 +295,18 @@ class PrecomputeRun:
         if self._shared is not None:
             return chunk.key in self._shared
         return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
+
+
+def _token_bytes(model: Any) -> int:
+    """Bytes of one token's entry over all layers, with what is kept for policies."""
+    from ragcachekit.encode.standalone import ChunkEncoder
+    from ragcachekit.forward.attention_sums import ObservedCache
+    from ragcachekit.model.encoding import Encoding
+    from ragcachekit.model.rope.probe import describe_rope
+
+    encoder = ChunkEncoder(model, describe_rope(model), ObservedCache)
+    ((_, kv),) = encoder.encode([[1]], Encoding("standalone"))
+    return kv.nbytes
 
 
 def _check_room(needed: int, room: int, folder: CacheFolder | None) -> None:
