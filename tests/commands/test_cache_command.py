@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragcachekit.commands.cache_content import DAMAGED, CacheContent
+from ragcachekit.commands.cache import DAMAGED, CacheContent
 from ragcachekit.commands.manifest import Scope, write_manifest
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
@@ -173,9 +173,9 @@ def test_damaged_entries_are_counted_apart_and_cleared(command, folder):
     assert held(folder) == {}
 
 
-@pytest.mark.parametrize("step", ["read_key", "is_disk_tier"])
+@pytest.mark.parametrize("step", ["entry.read_key", "disk_check.is_disk_tier"])
 def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch, step):
-    monkeypatch.setattr(f"ragcachekit.commands.cache_content.{step}", refuse)
+    monkeypatch.setattr(f"ragcachekit.store.{step}", refuse)
     with pytest.raises(RagCacheError, match="Permission denied; choose another --cache"):
         held(folder)
 

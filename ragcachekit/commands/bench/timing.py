@@ -43,6 +43,45 @@ _EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
 _BYTES = 32 << 30  # nothing that is measured may be evicted
 
 
+@dataclass(frozen=True, kw_only=True)
+class TtftSettings:
+    """What is measured.
+
+    ``shape`` is a key of ``SHAPES`` for random weights (default smollm2-135m), ``model`` a folder or hub id.
+    ``corpus`` is a folder of documents for ``model``'s prompts, whose question is then fixed; default: random
+    tokens. Of ``tiers``, ``disk`` is read through the system's page cache; ``disk-cold`` drops the files from
+    it before each request. ValueError for unknown names.
+    """
+
+    shape: str | None = None
+    model: str | os.PathLike[str] | None = None
+    corpus: str | os.PathLike[str] | None = None
+    prompt_tokens: Sequence[int] = (2048,)
+    chunk_tokens: int = 490
+    question_tokens: int = 64
+    policies: Sequence[str] = ("full", "lego:16", "reuse")
+    encoder: str | None = None
+    dtypes: Sequence[str] = ("float32",)
+    runs: int = 5
+    device: str = "cpu"
+    tiers: Sequence[str] = ("host",)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and self.model is not None:
+            raise ValueError("give a shape (random weights) or a model, not both")
+        if self.corpus is not None and self.model is None:
+            raise ValueError("a corpus needs the tokenizer of a model; random weights have none")
+        for dtype in self.dtypes:
+            dtype_named(dtype)
+        if self.runs < 1:
+            raise ValueError(f"runs must be at least 1, got {self.runs}")
+        if not self.tiers or not set(self.tiers) <= set(KNOWN_TIERS):
+            raise ValueError(f"unknown tiers {tuple(self.tiers)}; known: {', '.join(KNOWN_TIERS)}")
+        for policy in self.policies:
+            open_policy(policy)
+
+
 class Sample(NamedTuple):
     """One request: times in ms, and recomputed / cached rows."""
 
@@ -102,76 +141,47 @@ class Engines:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def run(
-    *,
-    shape: str | None = None,
-    model: str | os.PathLike[str] | None = None,
-    corpus: str | os.PathLike[str] | None = None,
-    prompt_tokens: Sequence[int] = (2048,),
-    chunk_tokens: int = 490,
-    question_tokens: int = 64,
-    policies: Sequence[str] = ("full", "lego:16", "reuse"),
-    encoder: str | None = None,
-    dtypes: Sequence[str] = ("float32",),
-    runs: int = 5,
-    device: str = "cpu",
-    tiers: Sequence[str] = ("host",),
-    seed: int = 0,
-    progress: bool = False,
-) -> BenchReport:
+def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     """Measure TTFT of prompts of system text, chunks and question, per dtype and prompt size.
 
     Every round asks once in every way, so that a drifting machine hits all alike. Beside the policies stand
     ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
     ``prefix-cache``: generate over a transformers cache of all but the question, its copy not counted.
 
-    Parameters
-    ----------
-    shape, model : str, optional
-        A key of ``SHAPES`` for random weights (default smollm2-135m), or a model's folder or hub id.
-    corpus : path, optional
-        Folder of documents for ``model``'s prompts, whose question is then fixed; default: random tokens.
-    tiers : sequence of str
-        Where the chunk KV lies. ``disk`` is read through the system's page cache; ``disk-cold`` drops the
-        files from it before each request.
-
-    Returns
-    -------
-    BenchReport
-        Times in ms: ``ttft_ms`` is the median of ``runs``; ``link_ms`` places kept rows, ``wait_ms`` waits
-        for loads.
-
-    Raises ValueError for unknown names or sizes that do not fit together; RagCacheError if the library's
+    Times are in ms: ``ttft_ms`` is the median of the runs, ``link_ms`` places kept rows, ``wait_ms`` is spent
+    waiting for loads. Raises ValueError for sizes that do not fit together; RagCacheError if the library's
     answer is not the model's own: no figure is given then.
     """
-    _check_arguments(shape, model, corpus, policies, tiers, runs, dtypes)
-    name = describe(shape or _SHAPE, ", ".join(dtypes))
-    if model is not None:
-        name = ", ".join([os.fspath(model), *dtypes])
+    name = describe(settings.shape or _SHAPE, ", ".join(settings.dtypes))
+    if settings.model is not None:
+        name = ", ".join([os.fspath(settings.model), *settings.dtypes])
     found: list[dict[str, Any]] = []
-    rounds = len(dtypes) * len(prompt_tokens) * (runs + 1)
+    rounds = len(settings.dtypes) * len(settings.prompt_tokens) * (settings.runs + 1)
     with tqdm(total=rounds, disable=not progress, desc="ttft", unit="round") as bar:
-        for dtype in dtypes:
-            if model is None:
-                lm, tokenizer = random_model(shape or _SHAPE, dtype=dtype, device=device, seed=seed), None
-            else:
-                lm, tokenizer = load_model(resolve_model(os.fspath(model)), device, dtype=dtype_named(dtype))
-            for count in prompt_tokens:
-                if corpus is None:
+        for dtype in settings.dtypes:
+            lm, tokenizer = _load(settings, dtype)
+            for count in settings.prompt_tokens:
+                if settings.corpus is None:
                     vocab = lm.config.get_text_config().vocab_size
-                    prompt = random_prompt(vocab, count, chunk_tokens, question_tokens, seed)
+                    sizes = count, settings.chunk_tokens, settings.question_tokens
+                    prompt = random_prompt(vocab, *sizes, settings.seed)
                 else:
-                    prompt = corpus_prompt(corpus, tokenizer, count, chunk_tokens, seed)
-                timings = _measure(lm, prompt, policies, encoder, tiers, runs, bar)
+                    sample = tokenizer, count, settings.chunk_tokens, settings.seed
+                    prompt = corpus_prompt(settings.corpus, *sample)
+                timings = _measure(lm, prompt, settings, bar)
                 full_ms = next(t.median("ttft_ms") for t in timings if t.policy == "full")
                 for t in timings:
-                    used = (
-                        open_policy(t.policy).encoder or encoder or "standalone"
-                        if t.tier != NO_TIER
-                        else "none"
-                    )
-                    found.append({"dtype": dtype, "policy": t.policy, "encoder": used, **t.row(full_ms)})
-    return BenchReport("ttft", name, seed, tuple(found))
+                    encoder = open_policy(t.policy).encoder if t.tier != NO_TIER else "none"
+                    named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
+                    found.append({"dtype": dtype, **named, **t.row(full_ms)})
+    return BenchReport("ttft", name, settings.seed, tuple(found))
+
+
+def _load(settings: TtftSettings, dtype: str) -> tuple[Any, Any]:
+    if settings.model is None:
+        seeded = {"device": settings.device, "seed": settings.seed}
+        return random_model(settings.shape or _SHAPE, dtype=dtype, **seeded), None
+    return load_model(resolve_model(os.fspath(settings.model)), settings.device, dtype=dtype_named(dtype))
 
 
 @contextmanager
@@ -277,23 +287,15 @@ def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-def _measure(
-    lm: Any,
-    prompt: Prompt,
-    policies: Sequence[str],
-    encoder: str | None,
-    tiers: Sequence[str],
-    runs: int,
-    bar: tqdm[Any],
-) -> list[Timings]:
-    used = [policy for policy in dict.fromkeys(policies) if policy != "full"]
+def _measure(lm: Any, prompt: Prompt, settings: TtftSettings, bar: tqdm[Any]) -> list[Timings]:
+    used = [policy for policy in dict.fromkeys(settings.policies) if policy != "full"]
 
     def fill(rag: RagCache) -> None:
         for policy in ("reuse", *used):
             rag.generate(prompt, policy=policy, **ONE_TOKEN)
 
-    with open_engines(lm, tiers, fill, encoder) as engines:
-        check_exact(engines.warm[tiers[-1]], prompt)
+    with open_engines(lm, settings.tiers, fill, settings.encoder) as engines:
+        check_exact(engines.warm[settings.tiers[-1]], prompt)
         for rag, policy in itertools.product(engines.warm.values(), used):
             check_policy(rag, prompt, policy)
         bar.update()
@@ -301,7 +303,7 @@ def _measure(
         if lm.device.type == "cuda":  # kernels are compiled at the first request
             for _, ask in ways:
                 ask()
-        for _ in range(runs):
+        for _ in range(settings.runs):
             for timings, ask in ways:
                 timings.samples.append(ask())
             bar.update()
@@ -355,26 +357,3 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
     output[:, -1].tolist()  # waits for the device
     ratio = 1.0 if prefix is None else 0.0
     return Sample((time.perf_counter() - start) * 1e3, ratio, len(ids[0]))
-
-
-def _check_arguments(
-    shape: str | None,
-    model: object,
-    corpus: object,
-    policies: Sequence[str],
-    tiers: Sequence[str],
-    runs: int,
-    dtypes: Sequence[str],
-) -> None:
-    if shape is not None and model is not None:
-        raise ValueError("give shape= (random weights) or model=, not both")
-    if corpus is not None and model is None:
-        raise ValueError("a corpus needs the tokenizer of a model=; random weights have none")
-    for dtype in dtypes:
-        dtype_named(dtype)
-    if runs < 1:
-        raise ValueError(f"runs must be at least 1, got {runs}")
-    if not tiers or not set(tiers) <= set(KNOWN_TIERS):
-        raise ValueError(f"unknown tiers {tuple(tiers)}; known: {', '.join(KNOWN_TIERS)}")
-    for policy in policies:
-        open_policy(policy)

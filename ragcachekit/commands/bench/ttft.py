@@ -43,22 +43,15 @@ def ttft(
     quiet_loading()
     from ragcachekit.commands.bench import timing
 
-    report = timing.run(
-        shape=shape,
-        model=model,
-        corpus=corpus,
+    settings = opt.settings_of(
+        timing.TtftSettings,
+        locals(),
         prompt_tokens=[int(count) for count in opt.numbers("--prompt-tokens", prompt_tokens)],
-        chunk_tokens=chunk_tokens,
-        question_tokens=question_tokens,
         policies=opt.names(policies),
-        encoder=encoder,
         tiers=opt.names(tiers),
         dtypes=opt.names(dtype),
-        runs=runs,
-        device=device,
-        seed=seed,
-        progress=True,
     )
+    report = timing.run(settings, progress=True)
     show(report.table(f"Time to first token: {report.model}"))
     written(report, json, plot, draw)
 
