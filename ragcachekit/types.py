@@ -7,6 +7,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+Ids = tuple[int, ...]
+"""Token ids."""
+
 ENCODING_PREFIX = "prefix"  # encoding of text at the very start of a prompt: exact wherever it is reused
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from typing import Any
 
-from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.server.contexts.store import NAME
 from ragcachekit.types import chunk_id
 
@@ -45,7 +45,7 @@ class ChunkReader:
     """
 
     def __init__(self, tokenizer: Any, namespace: Namespace) -> None:
-        self._segmenter, self._namespace = PromptSegmenter(tokenizer), namespace
+        self._parser, self._namespace = PromptParser(tokenizer), namespace
         self._known: dict[tuple[bytes, str], tuple[str, int]] = {}
         self._lock = Lock()
 
@@ -70,7 +70,7 @@ class ChunkReader:
         with self._lock:
             found = self._known.pop(key, None)
         if found is None:
-            ids = self._segmenter.chunk_ids(text)
+            ids = self._parser.chunk_ids(text)
             found = chunk_id(ids, namespace), len(ids)
         with self._lock:
             self._known[key] = found

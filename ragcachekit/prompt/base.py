@@ -6,7 +6,7 @@ import unicodedata
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ragcachekit.types import Chunk, Prompt, Segment, Text
+from ragcachekit.types import Chunk, Ids, Prompt, Segment, Text, chunk_id, part_id
 
 _JOINER = "\u200d"
 
@@ -40,6 +40,26 @@ class Segmentation:
 
     prompt: Prompt
     fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenSegment:
+    """A tokenised segment; ``is_chunk`` marks retrieved text.
+
+    Where a prompt has only part of a chunk's own tokens (a boundary changed the others), ``own`` are all of
+    them, and ``token_ids`` those from number ``first`` on.
+    """
+
+    token_ids: Ids
+    is_chunk: bool
+    own: Ids = ()
+    first: int = 0
+
+    def name(self, namespace: str) -> str:
+        """The chunk id, or the id of a part; of other text the id of its tokens."""
+        if not self.own:
+            return chunk_id(self.token_ids, namespace)
+        return part_id(chunk_id(self.own, namespace), self.first, self.first + len(self.token_ids))
 
 
 def stands_apart(segment: Segment) -> bool:

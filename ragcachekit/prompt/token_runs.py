@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Ids = tuple[int, ...]
+from ragcachekit.types import Ids
+
 Span = tuple[int, int]
 
 MAX_SHIFT = 8

@@ -10,7 +10,7 @@ import pytest
 from cluster_kit import SYSTEM
 from ragcachekit import RagCache
 from ragcachekit.cluster.chunk_reader import ChunkReader
-from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.server.tenants import Tenant
 from speaking import byte_level, speaker
 
@@ -82,7 +82,7 @@ def test_what_is_no_id_or_name_is_not_read(reader, wrong):
 
 def test_texts_are_measured_once_and_not_kept(reader, monkeypatch):
     asked = []
-    monkeypatch.setattr(PromptSegmenter, "chunk_ids", lambda _, text: asked.append(text[:9]) or (1, 2))
+    monkeypatch.setattr(PromptParser, "chunk_ids", lambda _, text: asked.append(text[:9]) or (1, 2))
     tracemalloc.start()
     for _ in range(2):
         for number in range(20):

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-Ids = tuple[int, ...]
+from ragcachekit.types import Ids
+
 Span = tuple[int, int]
 
 _FOLLOWED_BY = ("A", "1", "(")
