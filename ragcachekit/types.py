@@ -79,15 +79,13 @@ class Prompt:
     """
 
     segments: tuple[Segment, ...]
-    notes: tuple[str, ...] = ()
 
-    def __init__(self, segments: Iterable[Segment], notes: Iterable[str] = ()) -> None:
+    def __init__(self, segments: Iterable[Segment]) -> None:
         parts = tuple(segments)
         for part in parts:
             if not isinstance(part, Text | Chunk):
                 raise TypeError(f"a prompt holds Text and Chunk segments, not {type(part).__name__}")
         object.__setattr__(self, "segments", parts)
-        object.__setattr__(self, "notes", tuple(notes))
 
 
 @dataclass(frozen=True)

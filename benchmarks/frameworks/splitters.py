@@ -102,7 +102,7 @@ def measure(texts: Sequence[str], split: Split, children: Split | None, tokenize
         parser.registry.add("docs", [d.page_content for d in (*chunks, *small)])
 
     def found(prompt: Any) -> list[str]:
-        segments = parser.segment(prompt, "docs").prompt.segments
+        segments = parser.segment(prompt, "docs").segments
         return [(s.text or "").strip() for s in segments if isinstance(s, Chunk)]
 
     for text, chunks in zip(texts, documents, strict=True):

@@ -24,7 +24,7 @@ from ragcachekit.generate.options import effective
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import Answer, ShadowReport
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")

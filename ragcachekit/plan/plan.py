@@ -17,7 +17,7 @@ from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, whole_id
 

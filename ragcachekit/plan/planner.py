@@ -23,8 +23,8 @@ from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import open_pool
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.prompt.base import TokenSegment
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.types import Ids, KVKey

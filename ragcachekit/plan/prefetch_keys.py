@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings, behind_text
 from ragcachekit.plan.variants import VariantPool
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id
 
 MOST_NAMESPACES = 1024

@@ -14,7 +14,7 @@ from ragcachekit.plan.encodings import Wanted
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.prefix_tree.base import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse
 from ragcachekit.types import Ids, chunk_id, whole_id
 

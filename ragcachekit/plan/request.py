@@ -11,7 +11,7 @@ from ragcachekit.plan.encodings import Encodings, Wanted
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
 from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import Ids
 

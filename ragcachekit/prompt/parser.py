@@ -8,10 +8,16 @@ from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from ragcachekit.prompt.base import Segmentation, TokenSegment, stands_apart
 from ragcachekit.prompt.messages import segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import blanks_outside, body, segment_text
+from ragcachekit.prompt.segments import (
+    Segmentation,
+    TokenSegment,
+    blanks_outside,
+    body,
+    is_read_apart,
+    segment_text,
+)
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
 from ragcachekit.prompt.token_runs import Run, find_runs
 from ragcachekit.prompt.tokenizer import PromptTokenizer, common_prefix, without_lone_surrogates
@@ -148,7 +154,7 @@ class PromptParser:
             tuple(segments),
             namespace,
             texts,
-            (*segmentation.prompt.notes, *notes),
+            (*segmentation.notes, *notes),
             segmentation.fallback,
             "" if found else self.registry.nothing_found(namespace),
         )
@@ -158,7 +164,7 @@ class PromptParser:
         if tools:
             self._check_tools(prompt)
         if isinstance(prompt, Prompt):
-            return self._split(Segmentation(prompt), namespace)
+            return self._split(Segmentation(prompt.segments), namespace)
         if isinstance(prompt, str):
             return self._split(segment_text(prompt, self.registry, namespace), namespace)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
@@ -176,28 +182,27 @@ class PromptParser:
             )
 
     def _split(self, segmentation: Segmentation, namespace: str) -> Segmentation:
-        prompt = segmentation.prompt
-        segments = self.special_tokens.split(namespace, prompt.segments)
-        count = plain_count(segments) - plain_count(prompt.segments)
+        segments = self.special_tokens.split(namespace, segmentation.segments)
+        count = plain_count(segments) - plain_count(segmentation.segments)
         notes = (f"{plain_note(count)}; {_CERTAIN}",) if count else ()
-        return replace(segmentation, prompt=Prompt(segments, (*prompt.notes, *notes)))
+        return replace(segmentation, segments=tuple(segments), notes=(*segmentation.notes, *notes))
 
     def _tokenise(
         self, prompt: PromptLike, found: Segmentation, texts: dict[Ids, str]
     ) -> tuple[list[TokenSegment], tuple[str, ...]]:
         """Token ids per segment of the segmented ``prompt``, and notes; fills ``texts``."""
         if isinstance(prompt, Prompt):
-            given = self._as_given(found.prompt, True, texts)
-            return given, (AS_GIVEN,) if self._differs(found.prompt, given) else ()
+            given = self._as_given(found.segments, True, texts)
+            return given, (AS_GIVEN,) if self._differs(found.segments, given) else ()
         special = isinstance(prompt, str)
-        segments = [_clean(segment) for segment in blanks_outside(found.prompt.segments)]
+        segments = [_clean(segment) for segment in blanks_outside(found.segments)]
         ends = list(accumulate((len(s.text or "") for s in segments), initial=0))
         spans = list(zip(segments, pairwise(ends), strict=True))
         text = "".join(s.text or "" for s in segments)
-        apart = [span for segment, span in spans if stands_apart(segment)]
+        apart = [span for segment, span in spans if is_read_apart(segment)]
         tokens = self.tokens.prompt(text, special=special, apart=apart) if text else None
         if tokens is None:
-            return self._as_given(found.prompt, special, texts), (SLOW_SPECIAL,) if text else ()
+            return self._as_given(found.segments, special, texts), (SLOW_SPECIAL,) if text else ()
         chunks = [(s.text or "", span) for s, span in spans if isinstance(s, Chunk)]
         own = [self.chunk_ids(chunk) for chunk, _ in chunks]
         runs = find_runs(tokens.ids, tokens.offsets, [span for _, span in chunks], own)
@@ -213,18 +218,18 @@ class PromptParser:
             notes.append(BOS_TWICE)
         return _cut(tokens.ids, system, zip(runs, own, strict=True)), tuple(notes)
 
-    def _differs(self, prompt: Prompt, given: Sequence[TokenSegment]) -> bool:
+    def _differs(self, segments: Sequence[Segment], given: Sequence[TokenSegment]) -> bool:
         """Whether the tokenizer makes other ids of the joined text than of its segments."""
-        texts = [segment.text for segment in prompt.segments if segment.text is not None]
-        if not 1 < len(texts) == len(prompt.segments):
+        texts = [segment.text for segment in segments if segment.text is not None]
+        if not 1 < len(texts) == len(segments):
             return False
         whole = self.tokens.prompt(without_lone_surrogates("".join(texts)), special=True)
         return whole is not None and whole.ids != tuple(chain.from_iterable(s.token_ids for s in given))
 
-    def _as_given(self, prompt: Prompt, leading: bool, texts: dict[Ids, str]) -> list[TokenSegment]:
+    def _as_given(self, given: Sequence[Segment], leading: bool, texts: dict[Ids, str]) -> list[TokenSegment]:
         """Segments tokenised one by one; ``leading``: after BOS, if the tokenizer puts one before text."""
         segments: list[TokenSegment] = []
-        for segment in blanks_outside(prompt.segments):
+        for segment in blanks_outside(given):
             ids = self._ids(segment, first=not segments)
             if not ids:
                 continue
@@ -234,7 +239,7 @@ class PromptParser:
                 # One text: the prefix, and what a chunk is encoded after, go up to the first chunk.
                 pieces[0] = TokenSegment(segments.pop().token_ids + ids, False)
             segments += pieces
-        if not leading or not segments or prompt.segments[0].token_ids is not None:
+        if not leading or not segments or given[0].token_ids is not None:
             return segments
         bos = self.tokens.leading
         if segments[0].token_ids[: len(bos)] == bos:

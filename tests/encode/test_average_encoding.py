@@ -16,7 +16,7 @@ from ragcachekit.plan.companions import Companions
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.stored_averages import StoredAverages
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import KVKey, chunk_id
 

@@ -22,7 +22,7 @@ from ragcachekit.policies.auto import DEFAULT, Auto, candidates
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.policies.reuse import Reuse
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from speaking import byte_level, speaker
 
 TEXTS = [f"The river number {n} flows in the town of {n * 7}. Its capital is {n * 13}." for n in range(8)]

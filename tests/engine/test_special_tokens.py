@@ -139,7 +139,7 @@ def test_a_text_that_left_the_registry_is_still_known(rag) -> None:
     want = control(rag, string_of(HARMLESS))
     rag._parser.registry.max_chunks = 4
     rag.register([EVIL, *(f"chunk number {n} of the corpus" for n in range(50))])
-    assert rag._parser.registry.size("default") == 4
+    assert len(rag._parser.registry.texts("default")) == 4
     assert control(rag, string_of(EVIL)) == want
 
 

@@ -25,7 +25,7 @@ from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory.host import HostStore

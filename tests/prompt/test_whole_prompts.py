@@ -7,7 +7,7 @@ import types
 import pytest
 
 from ragcachekit.prompt.parser import PromptParser
-from ragcachekit.prompt.segment import body
+from ragcachekit.prompt.segments import body
 from ragcachekit.types import Chunk, Prompt, Text
 from tokenizer_kit import KINDS, paragraphs, tokenizer_of
 

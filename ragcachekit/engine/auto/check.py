@@ -28,8 +28,8 @@ from ragcachekit.plan.planner import MODEL_CHANGED, Planner
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.auto import Pair
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.prompt.base import TokenSegment
 from ragcachekit.prompt.parser import PromptParser
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory.host import HostStore
 from ragcachekit.types import Ids

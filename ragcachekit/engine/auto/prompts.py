@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from threading import Lock
 
-from ragcachekit.prompt.base import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.types import Ids
 
 PROMPTS = 16

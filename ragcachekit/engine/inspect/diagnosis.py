@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
-from ragcachekit.prompt.base import Segmentation, word_runs_across
 from ragcachekit.prompt.differences import Difference, difference
 from ragcachekit.prompt.parser import PromptLike, PromptParser
+from ragcachekit.prompt.registry import is_inside_word
+from ragcachekit.prompt.segments import Segmentation
 from ragcachekit.reports import Report
 from ragcachekit.reports.base import shorten
 from ragcachekit.types import Chunk, Prompt
@@ -142,18 +143,18 @@ def _as_registered(parser: PromptParser, prompt: PromptLike, texts: Sequence[str
 
 
 def _chunks(segmentation: Segmentation) -> set[str]:
-    return {(s.text or "").strip() for s in segmentation.prompt.segments if isinstance(s, Chunk)}
+    return {(s.text or "").strip() for s in segmentation.segments if isinstance(s, Chunk)}
 
 
 def _text(segmentation: Segmentation) -> str:
-    return "".join(segment.text or "" for segment in segmentation.prompt.segments)
+    return "".join(segment.text or "" for segment in segmentation.segments)
 
 
 def _at_its_edges(body: str, whole: str) -> Difference:
     at = whole.index(body)
     end = at + len(body)
-    if word_runs_across(whole, at) or word_runs_across(whole, end):
-        edge = at if word_runs_across(whole, at) else end
+    if is_inside_word(whole, at) or is_inside_word(whole, end):
+        edge = at if is_inside_word(whole, at) else end
         return Difference(
             "word runs on", body[:24] if edge == at else body[-24:], whole[edge - 12 : edge + 24]
         )
@@ -167,4 +168,4 @@ def _notes(parser: PromptParser, prompt: PromptLike, real: Segmentation, whole: 
         yield NO_TEMPLATE
     elif not isinstance(prompt, str | Prompt):
         yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
-    yield from real.prompt.notes
+    yield from real.notes
