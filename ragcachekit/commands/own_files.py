@@ -23,8 +23,7 @@ from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptParser
-from ragcachekit.store.base import KVStore
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import KVStore, NullStore
 
 DEFAULT_POLICY = "impact:0.1"
 """Over ``system`` unless an encoder is given. Not ``auto``: what was encoded ahead must stay what is used."""

@@ -27,7 +27,6 @@ from ragcachekit.engine.options import EngineSettings
 from ragcachekit.engine.shadow import Shadow, shadow_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -45,13 +44,12 @@ from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Budgets, Chosen
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prefix_tree.factory import open_tree
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.store.base import KVStore, StoreStats
-from ragcachekit.store.eviction.policies import weighs_cost
+from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
 
 
@@ -76,7 +74,6 @@ class EngineComponents:
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
         admit_once(model, rope, self.fingerprint, folder)
-        use_graphs(model, settings.graphs)
         with ExitStack() as opened:
             self._open(model, tokenizer, settings, rope, folder, opened)
             self._opened = opened.pop_all()

@@ -26,7 +26,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import Ids, KVKey
 
 log = logging.getLogger(__name__)

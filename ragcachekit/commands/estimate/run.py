@@ -29,7 +29,7 @@ from ragcachekit.plan.row_cost import row_cost_of
 from ragcachekit.policies.base import LayerwisePolicy, PlacedChunk
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptParser
-from ragcachekit.store.eviction.policies import open_eviction
+from ragcachekit.store.eviction import open_eviction
 
 _CHUNK_NAME = re.compile(r"\S+#\d+")
 

@@ -31,7 +31,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import Ids
 
 SECONDS = 60.0

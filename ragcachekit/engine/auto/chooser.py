@@ -28,7 +28,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptParser
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import Ids
 
 log = logging.getLogger(__name__)
