@@ -24,7 +24,7 @@ from ragcachekit.commands.bench.report import BenchReport, table
 from ragcachekit.commands.bench.resample import Bootstrap
 from ragcachekit.commands.console import quiet_loading, resumed
 from ragcachekit.commands.own_questions import DOCUMENT, Sample, neighbours_of
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
 
 LAYER = "layer"
 _POLICIES = (

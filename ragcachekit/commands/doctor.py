@@ -17,7 +17,7 @@ from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
     from ragcachekit.engine.inspect.diagnosis import Diagnosis
-    from ragcachekit.engine.prompt_segmenter import PromptLike
+    from ragcachekit.prompt.parser import PromptLike
 
 NO_MODEL = "the chat template was not looked at: give --model"
 _RETURNS = "it must return the prompt (a string or messages) and the list of documents"
@@ -61,17 +61,17 @@ def doctor(
 def run(prompt: PromptLike, documents: Iterable[object], model: str | None = None) -> Diagnosis:
     """Diagnose a prompt with the tokenizer and chat template of ``model``; without it, contents alone."""
     from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose, text_of
-    from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+    from ragcachekit.prompt.parser import PromptParser
 
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
     if not texts:
         raise RagCacheError("there are no documents; give what the retriever returned with --documents")
     if model is not None:
-        return diagnose(PromptSegmenter(load_tokenizer(model)), prompt, texts)
+        return diagnose(PromptParser(load_tokenizer(model)), prompt, texts)
     if isinstance(prompt, str):
-        return diagnose(PromptSegmenter(None), prompt, texts)
+        return diagnose(PromptParser(None), prompt, texts)
     contents = "\n\n".join(map(_content, prompt))  # type: ignore[arg-type]
-    found = diagnose(PromptSegmenter(None), contents, texts)
+    found = diagnose(PromptParser(None), contents, texts)
     return Diagnosis(found.chunks, (*found.notes, NO_MODEL))
 
 

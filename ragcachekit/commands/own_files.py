@@ -11,9 +11,10 @@ from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, 
 
 if TYPE_CHECKING:
     from ragcachekit.config import StoreConfig
-    from ragcachekit.encode.neighbours import Neighbours
-    from ragcachekit.engine.prompt_planner import PromptPlanner
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.plan.neighbours import Neighbours
+    from ragcachekit.plan.planner import Planner
+    from ragcachekit.prompt.parser import PromptParser
     from ragcachekit.store.base import KVStore
 
 DEFAULT_POLICY = "impact:0.1"
@@ -104,15 +105,15 @@ class OwnFiles:
                 dtype=self.dtype,
             )
 
-    def planner(self, model: Any, tokenizer: Any, fingerprint: str, corpus: Corpus) -> PromptPlanner:
+    def planner(self, model: Any, parser: PromptParser, fingerprint: str, corpus: Corpus) -> Planner:
         """Planner over an empty store: what it misses is what the engine looks up or encodes."""
-        from ragcachekit.engine.prompt_planner import PromptPlanner
         from ragcachekit.model.rope.probe import describe_rope
+        from ragcachekit.plan.planner import Planner
         from ragcachekit.store.base import NullStore
 
-        return PromptPlanner(
+        return Planner(
             model,
-            tokenizer,
+            parser,
             rope=describe_rope(model),
             store=NullStore(),
             fingerprint=fingerprint,
@@ -128,7 +129,7 @@ class OwnFiles:
 
     def _neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
         """For ``similar:n``: the preceding chunks of the file."""
-        from ragcachekit.encode.neighbours import PrecedingChunks
+        from ragcachekit.plan.neighbours import PrecedingChunks
 
         if not (self.chunk_encoder or self._policy_encoder or "").startswith("similar"):
             return None

@@ -213,11 +213,12 @@ class PrecomputeRun:
     ) -> None:
         from ragcachekit.commands.reading_prompt import prompt_for
         from ragcachekit.policies.registry import open_policy
+        from ragcachekit.prompt.parser import PromptParser
 
         self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
         self._shared = shared
         self._system = prompt_for(rag.tokenizer).before
-        planner = settings.planner(rag.model, rag.tokenizer, rag.fingerprint, corpus)
+        planner = settings.planner(rag.model, PromptParser(rag.tokenizer), rag.fingerprint, corpus)
         policy = open_policy(settings.policy)
         self._chunks = planner.missing(corpus.texts, rag.namespace, policy, self._system)
         self.todo = [chunk for chunk in self._chunks if not self._is_stored(chunk)]

@@ -179,8 +179,8 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
 
 def _load(settings: TtftSettings, dtype: str) -> tuple[Any, Any]:
     if settings.model is None:
-        seeded = {"device": settings.device, "seed": settings.seed}
-        return random_model(settings.shape or _SHAPE, dtype=dtype, **seeded), None
+        shape = settings.shape or _SHAPE
+        return random_model(shape, dtype=dtype, device=settings.device, seed=settings.seed), None
     return load_model(resolve_model(os.fspath(settings.model)), settings.device, dtype=dtype_named(dtype))
 
 
