@@ -77,7 +77,7 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "stream")):
+        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "count_tokens")):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
         return self
 

@@ -20,7 +20,6 @@ from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore
 from ragcachekit.server.errors import ApiError, invalid, unsupported
 from ragcachekit.server.keys import Tenant
-from ragcachekit.server.limits import Usage
 from ragcachekit.server.prompts import chat_prompt, document_text, size_of, text_prompt
 from ragcachekit.server.schemas import ChatRequest, Completion, TextRequest
 
@@ -38,7 +37,6 @@ class Services:
     rag: RagCache
     config: ServerConfig
     contexts: ContextStore
-    usage: Usage = field(default_factory=Usage)
     turns: defaultdict[str, Semaphore] = field(default_factory=lambda: defaultdict(partial(Semaphore, 2)))
     """By tenant: how many prompts may be tokenised at once."""
 

@@ -58,8 +58,6 @@ def _refused(error: ValidationError) -> ApiError:
     named = param or None
     if kind == "missing":
         return invalid(f"Missing required parameter: '{param}'.", named, "missing_required_parameter")
-    if kind == "unsupported_parameter":
-        return invalid(f"Unsupported parameter: '{param}' is not supported with this model.", named, kind)
     if kind == "unsupported_value":
         message = f"Unsupported value: '{param}' does not support this value with this model."
         return invalid(message, named, kind)

@@ -14,14 +14,11 @@ def _only(*allowed: object) -> AfterValidator:
     def check(value: object) -> object:
         if any(value == one for one in allowed):
             return value
-        what = "is not supported" if allowed == (None,) else "does not support this value"
-        kind = "unsupported_parameter" if allowed == (None,) else "unsupported_value"
-        raise PydanticCustomError(kind, "{what}", {"what": what})
+        raise PydanticCustomError("unsupported_value", "does not support this value")
 
     return AfterValidator(check)
 
 
-Refused = Annotated[Any, _only(None)]
 Zero = Annotated[Any, _only(None, 0)]
 Positive = Annotated[int, Field(ge=1)]
 _Item = TypeVar("_Item")
@@ -159,14 +156,6 @@ class ChatRequest(Completion):
     modalities: Annotated[Any, _only(None, ["text"])] = None
     store: Annotated[Any, _only(None, False)] = None
     service_tier: Annotated[Any, _only(None, "auto", "default")] = None
-    functions: Refused = None
-    function_call: Refused = None
-    audio: Refused = None
-    moderation: Refused = None
-    prediction: Refused = None
-    reasoning_effort: Refused = None
-    verbosity: Refused = None
-    web_search_options: Refused = None
 
 
 class TextRequest(Completion):

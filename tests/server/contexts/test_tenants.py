@@ -101,10 +101,7 @@ async def test_strangers_limits_and_large_bodies_in_openais_form(server):
             await ask(stranger)
         assert error.value.code == "invalid_api_key"
     async with client("few") as few:
-        raw = await few.chat.completions.with_raw_response.create(
-            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=1
-        )
-        assert raw.headers["x-ratelimit-remaining-requests"] == "1"
+        await ask(few)
         await ask(few)
         with pytest.raises(openai.RateLimitError) as refused:
             await ask(few)

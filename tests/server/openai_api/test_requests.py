@@ -39,7 +39,7 @@ MISSING, TOO_LONG = "missing_required_parameter", "context_length_exceeded"
 CHAT = "/chat/completions"
 REFUSED = {  # what is changed; then of the error: a part of its message, param, code
     "unknown": ({"foo": 1}, "Unrecognized request argument supplied: foo", None, None),
-    "unsupported": ({"reasoning_effort": "low"}, "Unsupported parameter", "reasoning_effort", UNSUPPORTED),
+    "unsupported": ({"reasoning_effort": "low"}, "argument supplied: reasoning_effort", None, None),
     "value": ({"frequency_penalty": 0.5}, "Unsupported value", "frequency_penalty", VALUE),
     "format": ({"response_format": {"type": "json_object"}}, "Unsupported", "response_format", VALUE),
     "choice": ({"tools": [TOOL], "tool_choice": "required"}, "Unsupported", "tool_choice", VALUE),
