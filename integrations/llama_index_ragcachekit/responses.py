@@ -13,16 +13,16 @@ from ragcachekit import Answer, GenerateReport
 dispatcher = get_dispatcher(__name__)
 
 ADVICE = {
-    "no chunk is registered": (  # of the engine's note where nobody told it what the chunks are
+    "no chunk is registered": (
         "LlamaIndex: RagCacheRetriever(retriever, embed_model=..., cache=rag), or "
         "RagCachePostprocessor(cache=rag) in the node_postprocessors of any engine, registers the nodes"
     ),
-    "stands verbatim in the prompt": (  # of the engine's note where the prompt has none of the chunks
+    "stands verbatim in the prompt": (
         "LlamaIndex: if this prompt holds nodes, response_synthesizer=RagCacheSynthesizer(llm) registers "
         "them as postprocessors left them and puts them whole into the prompt; in chat engines, "
         "RagCachePostprocessor(cache=rag) as the last of node_postprocessors registers them"
     ),
-    "do not stand there whole": (  # of its note on chunks that begin in the prompt
+    "do not stand there whole": (
         "LlamaIndex: its prompt helper cuts nodes where a prompt is full; "
         "response_synthesizer=RagCacheSynthesizer(llm), or elsewhere "
         "Settings.prompt_helper = RagCachePromptHelper.from_llm(llm), leaves them whole"
@@ -58,11 +58,6 @@ def as_completion(answer: Answer, delta: str | None = None) -> CompletionRespons
         "finish_reason": report.finish_reason,
     }
     return CompletionResponse(text=answer.text, delta=delta, raw=report.to_dict(), additional_kwargs=counts)
-
-
-def same(response: CompletionResponse) -> CompletionResponse:
-    """The response itself."""
-    return response
 
 
 def as_chat(response: CompletionResponse) -> ChatResponse:
