@@ -23,7 +23,7 @@ UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
 """Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
 
 
-class ChatRagCache(EngineSettings, BaseChatModel):
+class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _stream names its prompt
     """Chat model that reuses the KV of chunks which it finds inside the prompt.
 
     Chunks that a :class:`RagCacheRetriever` returned, or that ``rag.encode`` was given, are recognised in the
@@ -89,10 +89,10 @@ class ChatRagCache(EngineSettings, BaseChatModel):
             llm = self.bind(**tracing)
         elif method == "json_schema":
 
-            def asked(prompt: LanguageModelInput) -> list[BaseMessage]:
+            def instructed(prompt: LanguageModelInput) -> list[BaseMessage]:
                 return with_instructions(self._convert_input(prompt).to_messages(), schema)
 
-            llm = RunnableLambda(asked) | self.bind(**tracing)
+            llm = RunnableLambda(instructed) | self.bind(**tracing)
         else:
             raise ValueError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
         return parsed(llm, parser_of(schema, method == "function_calling"), include_raw)

@@ -17,7 +17,7 @@ DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
 MAX_THREADS = 64
-"""Prompts of a batch at a time, unless its config says: these threads only wait for the engine."""
+"""Prompts of a batch at a time by default: these threads only wait for the engine."""
 
 
 def together(config: Any, count: int) -> list[RunnableConfig]:

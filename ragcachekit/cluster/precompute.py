@@ -97,7 +97,7 @@ def encode_chunks(
     if not todo:
         return 0
     checkpoint = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
-    if stored is not None:  # then a checkpoint says nothing more
+    if stored is not None:  # then a checkpoint adds nothing
         files, folder = FileSystem.from_uri(checkpoint)
         with suppress(FileNotFoundError):
             files.delete_dir(folder)

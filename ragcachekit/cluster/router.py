@@ -27,7 +27,7 @@ class ChunkRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     Where either is missing, this is Ray's power of two choices.
     """
 
-    def initialize_state(self) -> None:
+    def initialize_state(self, **_: Any) -> None:
         """Make the balancer; Serve calls this once."""
         self._balancer = Balancer()
 

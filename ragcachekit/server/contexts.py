@@ -245,10 +245,18 @@ class ContextStore:
             raise invalid(message, "contents")
         owner, texts = _owner(tenant), [text for text in (*chunks, system) if text]
         tokens = await to_thread(lambda: sum(map(self._rag.count_tokens, texts)))
-        times = now, now, now + 2 * self._timeout  # before that it has been made, or has failed
         new = Context(
-            *(PREFIX + secrets.token_hex(16), tenant.namespace, model, display_name, system),
-            *(tuple(chunks), (), tokens, *times),
+            name=PREFIX + secrets.token_hex(16),
+            namespace=tenant.namespace,
+            model=model,
+            display_name=display_name,
+            system=system,
+            chunks=tuple(chunks),
+            chunk_ids=(),
+            tokens=tokens,
+            created=now,
+            updated=now,
+            expires=now + 2 * self._timeout,  # before that it has been made, or has failed
         )
         try:
             async with self._locks[owner]:
@@ -332,7 +340,7 @@ class ContextStore:
                 await self._swept(owner)
 
     async def run(self, every: float = 30.0) -> NoReturn:
-        """Sweep until cancelled, with so many seconds between."""
+        """Sweep until cancelled, every so many seconds."""
         while True:
             try:
                 await self.expire()
@@ -413,8 +421,8 @@ async def _to_end(work: Callable[..., object], *arguments: object) -> None:
             await asyncio.wait((task,))
         except asyncio.CancelledError as error:
             cancelled = error
-    if (error := cancelled or task.exception()) is not None:
-        raise error
+    if (failure := cancelled or task.exception()) is not None:
+        raise failure
 
 
 def _owner(tenant: Tenant) -> str:

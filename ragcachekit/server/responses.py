@@ -51,7 +51,7 @@ def _refused(error: ValidationError) -> ApiError:
             param += f"[{part}]"
         elif (_FIELD.fullmatch(part) and part not in _TYPES) or not param:
             param += f".{part}" if param else part
-    if kind == "json_invalid":
+    if kind == "json_invalid" and not param:
         return invalid(f"We could not parse the JSON body of your request: {message}", code=None)
     if kind == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {param}", code=None)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Json,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -55,10 +65,10 @@ class Part(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """Name and JSON arguments of a call."""
+    """Name and arguments of a call, which come as JSON in a string."""
 
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
 
 
 class Called(BaseModel):

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from context_kit import ONE, THREE, TWO, Engine, make
+from engine_kit import stored_in
 from ragcachekit import RagCache
 from ragcachekit.errors import StoreError
 from ragcachekit.server import ServerConfig, contexts, create_app
@@ -37,8 +38,7 @@ def files(folder):
 
 
 def chunk_keys(rag):
-    keys = set(rag._components.store.keys())
-    return {key for key in keys if key.encoding != "prefix"}
+    return {key for key in stored_in(rag) if key.encoding != "prefix"}
 
 
 @pytest.mark.parametrize("end", ["deleted", "expired", "deleted by another process"])

@@ -257,7 +257,7 @@ class TestTools:
     def test_arguments_that_are_no_object_are_refused(self, http):
         call = {"id": "abc", "type": "function", "function": {"name": "born", "arguments": "[1]"}}
         messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, TOOL_RESULT]
-        assert ask(http, messages=messages).json()["error"]["param"] == "messages[1].tool_calls"
+        assert ask(http, messages=messages).json()["error"]["param"].startswith("messages[1].tool_calls[0]")
 
     def test_a_template_without_tools_refuses_them(self):
         with pytest.raises(ApiError, match="whose chat template has tools"):
