@@ -1,9 +1,8 @@
-"""Ctrl-C, cancelled tasks and early ends in LangChain: what runs ends before its next layer."""
+"""LangChain's batches: decoded together, as alone, and ended by Ctrl-C, cancelled tasks and early ends."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,62 +15,110 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from layer_kit import (
-    LONG,
-    WAITED,
-    cancellations,
-    interrupted_reader,
-    interrupts,
-    streams_ended,
-    threads_ended,
-    watched,
-)
-from ragcachekit import CancelScope, RagCache
+from langchain_ragcachekit.settings import MAX_THREADS, together
+from layer_kit import LONG, WAITED, cancellations, interrupts, streams_ended, threads_ended, watched
+from ragcachekit import CancelScope, QueueConfig, QueueFull, RagCache
+from speaking import byte_level, speaker
 
 LAYERS = 8
-QUESTIONS = [f"{fact} Question {number}?" for number, fact in enumerate(FACTS)]
+QUESTIONS = [f"{fact} Question {number}?" for number, fact in enumerate((*FACTS, *FACTS[:2]))]
 TEMPLATE = ChatPromptTemplate.from_messages([("system", "Answer from the context."), ("human", "{question}")])
 BATCHED = [{"question": question} for question in QUESTIONS]
+TOKENS = 24
+
+
+def chat_of(rag):
+    return ChatRagCache(cache=rag, max_tokens=TOKENS)
+
+
+def plain(rag):
+    return RagCacheLLM(cache=rag, max_tokens=TOKENS)
+
+
+def chain_of(rag):
+    return TEMPLATE | chat_of(rag) | StrOutputParser()
+
+
+def texts(messages):
+    return [message.content for message in messages]
+
+
+TOGETHER = {
+    "chat.batch": lambda rag: texts(chat_of(rag).batch(QUESTIONS)),
+    "chat.batch_as_completed": lambda rag: texts(
+        message for _, message in sorted(chat_of(rag).batch_as_completed(QUESTIONS))
+    ),
+    "chain.batch": lambda rag: chain_of(rag).batch(BATCHED),
+    "chain.abatch": lambda rag: asyncio.run(chain_of(rag).abatch(BATCHED)),
+    "llm.batch": lambda rag: plain(rag).batch(QUESTIONS),
+    "llm.agenerate": lambda rag: [
+        g[0].text for g in asyncio.run(plain(rag).agenerate(QUESTIONS)).generations
+    ],
+}
+ALONE = {
+    "chat": lambda rag: texts([chat_of(rag).invoke(question) for question in QUESTIONS]),
+    "chain": lambda rag: [chain_of(rag).invoke(question) for question in BATCHED],
+    "llm": lambda rag: [plain(rag).invoke(question) for question in QUESTIONS],
+}
+
+
+@pytest.mark.parametrize("call", TOGETHER)
+def test_a_batch_is_decoded_together_and_answers_as_alone(rag, call):
+    expected = ALONE[call.partition(".")[0]](rag)
+    before = rag.queue.stats()
+    assert TOGETHER[call](rag) == expected
+    after = rag.queue.stats()
+    assert after.submitted - before.submitted == len(QUESTIONS)
+    assert 0 < after.steps - before.steps < len(QUESTIONS) * (TOKENS - 1) / 2, "two or more per step"
+
+
+def test_batches_wait_for_room_and_say_when_told_not_to(tiny_model, tiny_tokenizer, digests):
+    tight = QueueConfig(max_batch=1, max_waiting=1)
+    with RagCache(tiny_model, tiny_tokenizer, policy="full", queue=tight, cache_dir=digests) as rag:
+        assert len(chat_of(rag).batch(QUESTIONS)) == len(QUESTIONS)
+        impatient = ChatRagCache(cache=rag, max_tokens=TOKENS, generate_kwargs={"wait": False})
+        results = impatient.batch(QUESTIONS, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, QueueFull)]
+        assert 0 < len(refused) < len(QUESTIONS)
+
+
+def test_all_prompts_of_a_batch_are_there_at_once_unless_told_otherwise():
+    assert {config.get("max_concurrency") for config in together(None, 8)} == {8, None}
+    assert together({"max_concurrency": 2}, 8)[0]["max_concurrency"] == 2
+    assert together([{"tags": ["a"]}, {}], 2)[0]["tags"] == ["a"]
+    assert together(None, 1000)[0]["max_concurrency"] == MAX_THREADS
+    assert together(None, 0) == []
+    given = {"tags": ["a"]}
+    together(given, 2)
+    assert given == {"tags": ["a"]}
+
+
+# -- what ends them ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def model(tiny_tokenizer):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
-        num_hidden_layers=LAYERS,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
-        **sizes,
-    )
-    return LlamaForCausalLM(config).eval()
+def model():
+    return speaker(num_hidden_layers=LAYERS, max_position_embeddings=1024)
 
 
 @pytest.fixture
-def rag(model, tiny_tokenizer, digests):
-    with RagCache(model, tiny_tokenizer, policy="lego:4", cold="never", cache_dir=digests) as rag:
+def layered(model, digests):
+    with RagCache(model, byte_level(), policy="lego:4", cold="never", cache_dir=digests) as rag:
         yield rag
     assert threads_ended()
 
 
 @pytest.fixture
-def chat(rag):
-    return ChatRagCache(cache=rag, max_tokens=1)
+def chat(layered):
+    return ChatRagCache(cache=layered, max_tokens=1)
 
 
 @pytest.fixture
 def interrupt(monkeypatch):
     with interrupts(monkeypatch) as interrupt:
         yield interrupt
-
-
-def batch_of_a_chain(chat, **options):
-    return (TEMPLATE | chat | StrOutputParser()).batch(BATCHED, **options)
 
 
 def completed_of(chat, **options):
@@ -81,9 +128,7 @@ def completed_of(chat, **options):
 BATCHES = {
     "chat": lambda chat, **options: chat.batch(QUESTIONS, **options),
     "as completed": completed_of,
-    "chain": batch_of_a_chain,
-    "map": lambda chat, config=None: (TEMPLATE | chat).map().invoke(BATCHED, config),
-    "retry": lambda chat, **options: chat.with_retry().batch(QUESTIONS, **options),
+    "chain": lambda chat, **options: (TEMPLATE | chat | StrOutputParser()).batch(BATCHED, **options),
     "fallbacks": lambda chat, **options: chat.with_fallbacks([chat]).batch(QUESTIONS, **options),
     "exceptions returned": lambda chat, **o: chat.batch(QUESTIONS, return_exceptions=True, **o),
     "llm, as completed": lambda chat, **o: completed_of(RagCacheLLM(cache=chat.rag, max_tokens=1), **o),
@@ -97,32 +142,28 @@ def test_an_interrupt_ends_a_batch(chat, model, interrupt, batch, limit):
         BATCHES[batch](chat, config={"max_concurrency": limit})
     assert layers.most_after <= 1
     assert layers.begun < len(QUESTIONS) * LAYERS
-    assert [message.content for message in chat.batch(QUESTIONS)] == [
-        chat.invoke(question).content for question in QUESTIONS
-    ]
+    assert texts(chat.batch(QUESTIONS)) == texts(map(chat.invoke, QUESTIONS))
 
 
-def test_an_interrupted_batch_leaves_no_answers_in_langchains_cache(rag, model, interrupt):
-    answers = InMemoryCache()
-    chat = ChatRagCache(rag=rag, cache=answers, max_tokens=1)
+def test_an_interrupted_batch_leaves_no_answers_in_langchains_cache(layered, chat, model, interrupt):
+    cached = ChatRagCache(rag=layered, cache=InMemoryCache(), max_tokens=1)
     with watched(model, 3, interrupt), pytest.raises(KeyboardInterrupt):
-        chat.batch(QUESTIONS, {"max_concurrency": 2})
-    plain = ChatRagCache(rag=rag, max_tokens=1)
-    assert [m.content for m in chat.batch(QUESTIONS)] == [m.content for m in plain.batch(QUESTIONS)]
+        cached.batch(QUESTIONS, {"max_concurrency": 2})
+    assert texts(cached.batch(QUESTIONS)) == texts(chat.batch(QUESTIONS))
 
 
 def test_a_batch_that_is_left_early_ends_what_runs_and_what_waits(chat, model, monkeypatch):
     chat.invoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
-    cancelled, begun, late = cancellations(monkeypatch), [], []
+    cancelled, started, late = cancellations(monkeypatch), [], []
 
     def hold_all_but_one(*_):
-        begun.append(threading.get_ident())
-        if len(begun) > 1:
+        started.append(threading.get_ident())
+        if len(started) > 1:
             cancelled.wait(WAITED)
 
     hooks = [
         model.model.layers[0].register_forward_pre_hook(hold_all_but_one),
-        model.model.layers[1].register_forward_pre_hook(lambda *_: late.append(len(begun) > 1)),
+        model.model.layers[1].register_forward_pre_hook(lambda *_: late.append(len(started) > 1)),
     ]
     try:
         results = chat.batch_as_completed(QUESTIONS, {"max_concurrency": 2})
@@ -131,27 +172,9 @@ def test_a_batch_that_is_left_early_ends_what_runs_and_what_waits(chat, model, m
     finally:
         for hook in hooks:
             hook.remove()
-    assert len(begun) <= 3, "the first, and two more at a time"
+    assert len(started) <= 3, "the first, and two more at a time"
     assert len(late) == 1, "no other came to its second layer"
     assert answer.content == chat.invoke(QUESTIONS[number]).content
-
-
-def test_an_interrupt_ends_an_answer(chat, model, interrupt):
-    chain = TEMPLATE | chat | StrOutputParser()
-    with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
-        chain.invoke(BATCHED[0])
-    assert layers.most_after <= 1
-    assert chain.invoke(BATCHED[0]) == "".join(chain.stream(BATCHED[0]))
-
-
-def test_an_interrupt_ends_a_stream(chat, model, monkeypatch):
-    chain = TEMPLATE | chat | StrOutputParser()
-    with monkeypatch.context() as patch:
-        interrupt = interrupted_reader(patch)
-        with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
-            list(chain.stream(BATCHED[0]))
-    assert layers.most_after <= 1
-    assert chain.invoke(BATCHED[0]) == "".join(chain.stream(BATCHED[0]))
 
 
 @pytest.mark.parametrize("chain", ["parallel", "assign"])
@@ -170,32 +193,23 @@ def test_a_chain_with_threads_of_its_own_ends_in_a_scope(chat, model, interrupt,
     assert layers.most_after <= 1
 
 
-async def first(pieces):
-    async with contextlib.aclosing(pieces):
-        return await anext(pieces)
-
-
 TASKS = {
-    "ainvoke": lambda chat: chat.ainvoke(QUESTIONS[0]),
-    "astream": lambda chat: first(chat.astream(QUESTIONS[0])),
-    "abatch": lambda chat: chat.abatch(QUESTIONS[:3]),
+    "chat.abatch": lambda chat: chat.abatch(QUESTIONS[:3]),
     "chain.ainvoke": lambda chat: (TEMPLATE | chat).ainvoke(BATCHED[0]),
-    "chain.abatch": lambda chat: (TEMPLATE | chat).abatch(BATCHED[:3]),
-    "llm.ainvoke": lambda chat: RagCacheLLM(cache=chat.rag).ainvoke(QUESTIONS[0]),
     "llm.abatch": lambda chat: RagCacheLLM(cache=chat.rag).abatch(QUESTIONS),
 }
 
 
 @pytest.mark.parametrize("call", TASKS)
 async def test_cancelling_a_task_ends_its_forwards(chat, model, monkeypatch, call):
-    """One prompt at a time is prefilled; the next may begin, and ends in its first layer."""
+    """One prompt at a time is prefilled; the next may start, and ends in its first layer."""
     await chat.ainvoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
-    cancelled, begun, late = cancellations(monkeypatch), [], []
+    cancelled, started, late = cancellations(monkeypatch), [], []
     inside, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def hold(*_):
-        begun.append(threading.get_ident())
-        if len(begun) == 1:
+        started.append(threading.get_ident())
+        if len(started) == 1:
             loop.call_soon_threadsafe(inside.set)
         cancelled.wait(WAITED)
 
@@ -213,7 +227,7 @@ async def test_cancelling_a_task_ends_its_forwards(chat, model, monkeypatch, cal
     finally:
         for hook in hooks:
             hook.remove()
-    assert len(begun) <= 2
+    assert len(started) <= 2
     assert late == []
     assert chat.invoke(QUESTIONS[0]).content
 
