@@ -19,7 +19,7 @@ FREE = (
 )
 CHAIN = (
     *("model", "store", "prefix_tree", "policies", "plan", "forward", "encode"),
-    *("generate", "plot", "engine", "telemetry", "server", "cluster", "commands", "cli"),
+    *("generate", "plot", "quality", "engine", "telemetry", "server", "cluster", "commands", "cli"),
 )
 APART = ("query", "search", "prompt")  # joined by the engine
 PUBLIC = "__init__"

@@ -30,14 +30,14 @@ from transformers import DynamicCache
 
 from ragcachekit import RagCache
 from ragcachekit.cli.console import quiet_loading, show
-from ragcachekit.commands.bench.fidelity import metrics
-from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
-from ragcachekit.commands.bench.fidelity.prompts import FEW_SHOT, FidelityPrompt, PromptMaker
+from ragcachekit.commands.bench.fidelity import rouge_l
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.own_questions import Asking
+from ragcachekit.commands.datasets import Question, Sampling, draw_questions
+from ragcachekit.commands.question_prompts import FEW_SHOT, PromptMaker
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.errors import RagCacheError
 from ragcachekit.generate.detokenizer import cut_at_stop
+from ragcachekit.quality.compare import divergence
 
 ENCODER, STEPS, LIKELIEST, NEW_TOKENS = "average:3", 8, 6, 16
 _NAMES = ("keys", "values")
@@ -143,11 +143,11 @@ def by_next_token(run: Continued, linked: LinkedKV, exact: LinkedKV) -> torch.Te
     return total
 
 
-def measured(
-    rag: RagCache, model: Any, maker: PromptMaker, prompt: FidelityPrompt, policy: str
-) -> Iterator[Row]:
+def measured(rag: RagCache, model: Any, maker: PromptMaker, question: Question, policy: str) -> Iterator[Row]:
     """Rows of a prompt whose chunks are encoded; RagCacheError if KV that is exact everywhere differs."""
-    ids, end = prompt.token_ids, prompt.spans[-1].stop
+    prompt = maker.prompt(question)
+    ids, after = prompt.token_ids, str(prompt.prompt).rpartition(question.chunks[-1])[2]
+    end = len(ids) - len(rag.tokenizer(after, add_special_tokens=False).input_ids)
     right = rag.generate(
         prompt.prompt, policy="full", stop=list(maker.stop), max_new_tokens=NEW_TOKENS, do_sample=False
     )
@@ -159,15 +159,15 @@ def measured(
         exact = LinkedKV.of(model(input_ids=torch.tensor([ids])).past_key_values, end)
         full = run.log_probs(exact)
         check = model(input_ids=torch.tensor([[*ids, *right.token_ids]])).logits[0, len(ids) - 1 : -1]
-    if (off := metrics.divergence(check.log_softmax(-1), full)) > 1e-6:
+    if (off := divergence(check.log_softmax(-1), full)) > 1e-6:
         raise RagCacheError(f"exact KV is {off:.2g} nats from an ordinary prefill; do not trust any figure")
 
     def row(way: str, kv: LinkedKV) -> Row:
         with torch.no_grad():
-            kl = metrics.divergence(full, run.log_probs(kv))
+            kl = divergence(full, run.log_probs(kv))
         found = rag.tokenizer.decode(run.greedy(kv, rag.tokenizer.eos_token_id), skip_special_tokens=True)
         text, other = cut_at_stop(found, list(maker.stop))[0].strip(), right.text.strip()
-        return {"way": way, "kl": kl, "rouge_l": metrics.rouge_l(text, other), "same": float(text == other)}
+        return {"way": way, "kl": kl, "rouge_l": rouge_l(text, other), "same": float(text == other)}
 
     pairs = zip(linked.values, mended.values, strict=True)
     chosen = torch.stack([(a - b).abs().amax((0, 1, 3)) for a, b in pairs]).amax(0) > _ROUNDING
@@ -190,8 +190,7 @@ def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 def run(given: argparse.Namespace) -> BenchReport:
     """Means over questions, per way of choosing."""
-    asking = Asking(given.model, dataset=given.dataset, sampling=Sampling(given.count, half="develop"))
-    questions = asking.sample().questions[:: given.every]
+    questions = draw_questions(given.dataset, Sampling(given.count, half="develop"))[:: given.every]
     model, tokenizer = load_checked(given.model, "cpu", "float32")
     plain, _ = load_checked(given.model, "cpu", "float32")
     plain.requires_grad_(False)
@@ -199,9 +198,9 @@ def run(given: argparse.Namespace) -> BenchReport:
     rows: dict[str, list[Row]] = {}
     with RagCache(model, tokenizer, policy="reuse", encoder=ENCODER, cold="now") as rag:
         for question in tqdm(questions, unit="question"):
-            prompt = maker.prompt(question)
-            rag.encode(list(question.document or question.chunks), system=prompt.before)
-            for row in measured(rag, plain, maker, prompt, given.policy):
+            before = maker.prompt(question).before
+            rag.encode(list(question.document or question.chunks), system=before)
+            for row in measured(rag, plain, maker, question, given.policy):
                 rows.setdefault(row.pop("way"), []).append(row)
     return BenchReport(
         "selection-bound", given.model, 0, tuple(_means(way, own) for way, own in rows.items())

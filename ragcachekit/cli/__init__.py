@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import ragcachekit
-from ragcachekit.cli import bench_serve, cache, corpus, doctor, keys, measure, serve
+from ragcachekit.cli import bench_serve, cache, corpus, doctor, keys, measure, quality, serve
 from ragcachekit.cli.console import Commands
 
 
@@ -42,9 +42,9 @@ _bench = typer.Typer(no_args_is_help=True, help="Measure on this machine; tables
 _cache = typer.Typer(no_args_is_help=True, help="What lies in a cache folder; check, mend or empty it.")
 _keys = typer.Typer(no_args_is_help=True, help="API keys of the server.")
 
-_add(app, corpus.ask, corpus.precompute, measure.calibrate, corpus.estimate, measure.check_model)
+_add(app, corpus.ask, corpus.precompute, quality.calibrate, corpus.estimate, measure.check_model)
 _add(app, serve.serve, doctor.doctor, measure.sample_model)
-_add(_bench, measure.ttft, measure.query_cache, measure.fidelity, bench_serve.serve)
+_add(_bench, measure.ttft, measure.query_cache, quality.fidelity, bench_serve.serve)
 _add(_cache, cache.stats, cache.verify, cache.repair, cache.clear)
 _add(_keys, keys.add, keys.remove)
 

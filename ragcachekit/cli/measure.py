@@ -1,26 +1,16 @@
-"""check-model, calibrate and the benches of a user's own model on this machine."""
+"""check-model and the benches of speed on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ragcachekit.cli import options as opt
-from ragcachekit.cli.console import INTERRUPTED, note, pairs, quiet_loading, show, written
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ragcachekit.commands.bench.report import BenchReport
-
-Neighbours = Annotated[
-    str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
-]
-Dataset = Annotated[str | None, typer.Option(help="squad:FILE, musique:FILE, longbench:FILE or jsonl:FILE.")]
+from ragcachekit.cli.console import pairs, quiet_loading, show, written
+from ragcachekit.cli.quality import Dataset
 
 
 def check_model(
@@ -42,46 +32,6 @@ def check_model(
         )
     show(pairs(rows))
     raise typer.Exit(0 if checked.exact else 1)
-
-
-def calibrate(
-    model: opt.Model = "",
-    questions: opt.QuestionsFile = None,
-    corpus: opt.OptionalCorpus = None,
-    encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
-    neighbours: Neighbours = "document",
-    quality: Annotated[
-        str,
-        typer.Option(help="What may be lost: kl, answer-loss, gold-loss (nats per token), contains, f1."),
-    ] = "kl",
-    budget: Annotated[float, typer.Option(help="How much of it, on average over questions.")] = 0.1,
-    policies: opt.Policies = None,
-    namespace: opt.Namespace = "default",
-    probes: opt.Probes = 30,
-    chunk_tokens: opt.ChunkTokens = 200,
-    cache: opt.CacheDir = None,
-    seed: opt.Seed = 0,
-    max_new_tokens: opt.MaxNewTokens = 24,
-    device: opt.Device = None,
-    dtype: opt.Dtype = "auto",
-    json: opt.Json = None,
-) -> None:
-    """Find the cheapest policy that surely loses no more than a budget, and store it for policy="budget:x".
-
-    Questions need no right answers for kl and answer-loss, which compare with full's own answers.
-    """
-    from ragcachekit.commands.calibrate import run as module
-
-    quiet_loading()
-    settings = opt.settings_of(
-        module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
-    )
-    record, report = module.run(settings, progress=True)
-    columns = ("policy", "ratio_spent", "n", "loss", "upper", "kl", "answer_loss", "gold_loss", "decision")
-    show(report.table(f"Loss against full: {record.quality}, up to {record.n} {record.sample}", columns))
-    typer.echo(module.summary(record))
-    note(f"stored for namespace {record.namespace!r} in {settings.folder}")
-    written(report, json)
 
 
 def ttft(
@@ -202,70 +152,6 @@ def query_cache(
         report = module.run(found, sweep, index, progress=True, answers=scores)
     show(report.part(module.SWEEP).table(f"Hit rate and recall: {report.model}"))
     written(report, json, plot, picture.plot)
-
-
-def fidelity(
-    model: opt.Model = "",
-    questions: opt.QuestionsFile = None,
-    corpus: opt.OptionalCorpus = None,
-    policies: opt.Policies = None,
-    encoders: opt.Encoders = "standalone",
-    dataset: Dataset = None,
-    count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 50,
-    distractors: Annotated[int, typer.Option(min=0, help="Passages beside the relevant ones.")] = 3,
-    order: Annotated[str, typer.Option(help="Of passages: shuffled or given.")] = "shuffled",
-    half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "all",
-    prompt: Annotated[str, typer.Option(help="ask (as the command does) or few-shot.")] = "ask",
-    neighbours: Neighbours = "embedding",
-    probes: opt.Probes = 200,
-    chunk_tokens: opt.ChunkTokens = 200,
-    seed: opt.Seed = 0,
-    max_new_tokens: opt.MaxNewTokens = 64,
-    cache: opt.CacheDir = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = "auto",
-    resume: opt.Resume = None,
-    json: opt.Json = None,
-    plot: opt.Plot = None,
-) -> None:
-    """What reuse does to answers: every policy over every encoder, beside a full prefill.
-
-    Answers to probes that are made of a corpus are to be read by their agreement with full.
-    """
-    from ragcachekit.commands.bench.fidelity import run as module
-    from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
-    from ragcachekit.commands.bench.fidelity.plot import plot as draw
-    from ragcachekit.commands.bench.fidelity.rows import tables
-
-    quiet_loading()
-    lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
-    lists["sampling"] = Sampling(count, distractors, order, half, seed)
-    settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
-    report = resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
-    if plot is not None:
-        draw(report, plot)
-
-
-def resumed(
-    run: Callable[[Path | None], BenchReport],
-    tables: Callable[[BenchReport], Iterator[Table]],
-    resume: Path | None,
-    json: Path | None,
-) -> BenchReport:
-    """Run with a work file, so that an interrupted command can continue; show and write the report."""
-    beside = json.with_name(json.name + ".work") if json is not None else None
-    try:
-        report = run(resume or beside)
-    except KeyboardInterrupt:
-        if resume or beside:
-            note(f"interrupted; the results so far are in {resume or beside}, the same command goes on")
-        raise typer.Exit(INTERRUPTED) from None
-    for table in tables(report):
-        show(table)
-    written(report, json)
-    if beside is not None and resume is None:
-        beside.unlink()
-    return report
 
 
 def sample_model(cache: opt.CacheDir = None) -> None:

@@ -17,7 +17,7 @@ from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.policies.budgets.calibration import Chosen
+from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.store.null import NullStore
 from ragcachekit.types import KVKey
@@ -56,7 +56,7 @@ class RequestPath:
         """Whether rows of missing chunks are observed, to be stored as the prompt computes them."""
         return self.cold != "never"
 
-    def request(self, prompt: PromptLike, namespace: str, chosen: Chosen) -> PromptRequest:
+    def request(self, prompt: PromptLike, namespace: str, chosen: ResolvedPolicy) -> PromptRequest:
         """The prompt, tokenised; its entries are looked up by :meth:`looked_up`."""
         epoch = self._components.forgets.now()
         request = self._components.prompts.waiting(prompt, namespace, chosen.policy, epoch)

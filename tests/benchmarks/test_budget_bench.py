@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import app
 from benchmarks.selection import budget as module
-from ragcachekit.commands.calibrate.losses import Loss
 
 
 def test_bench_budget_measures_on_other_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

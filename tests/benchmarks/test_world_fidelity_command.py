@@ -11,7 +11,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
-from ragcachekit.commands.bench.fidelity import run as fidelity
 
 
 @pytest.fixture(scope="module")

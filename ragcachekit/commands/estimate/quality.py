@@ -9,8 +9,8 @@ from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.pretrained import weights_folder
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import Encodings
-from ragcachekit.policies.budgets.calibration import Calibration, read_record, record_path
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.quality.records import Calibration, calibration_path, read_calibration
 
 
 def quality_of(settings: OwnFiles, model: Any, tokenizer: Any) -> str:
@@ -22,9 +22,9 @@ def quality_of(settings: OwnFiles, model: Any, tokenizer: Any) -> str:
     if (folder / "calibrations").is_dir():  # else spare the digest of the weights
         source = weights_folder(settings.model)
         digest = fingerprint(model, tokenizer, source=source, cache=folder / "digests.json").digest
-        record = read_record(folder, digest, settings.namespace)
+        record = read_calibration(folder, digest, settings.namespace)
         if record is not None and record.encoder == encoder and (line := _measured(record, policy.name)):
-            return f"{line}; record: {record_path(folder, digest, settings.namespace)}"
+            return f"{line}; record: {calibration_path(folder, digest, settings.namespace)}"
     return (
         f"quality: not measured for {policy.name} on {encoder}, so whether answers stay good is open; "
         f"measure it: ragcachekit calibrate --model {settings.model} --corpus {settings.corpus} "

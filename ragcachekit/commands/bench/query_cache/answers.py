@@ -10,10 +10,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.bench.fidelity.metrics import token_f1
-from ragcachekit.commands.bench.fidelity.prompts import FEW_SHOT, PromptMaker
-from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.commands.bench.query_cache.workload import Workload
+from ragcachekit.commands.datasets import Question
+from ragcachekit.commands.question_prompts import FEW_SHOT, PromptMaker
+from ragcachekit.commands.text_scores import word_f1
 from ragcachekit.engine.rag_cache import RagCache
 
 
@@ -68,7 +68,7 @@ class AnswerScores:
 
     def _answered(self, at: int, chunks: Sequence[str]) -> float:
         right, asked = self._workload.answers[at], self._workload.texts[at]
-        question = FidelityQuestion(asked, tuple(chunks), right[0], "", accepted=right[1:])
+        question = Question(asked, tuple(chunks), right)
         answer = self._rag.generate(
             self._maker.prompt(question).prompt,
             policy=self._answering.policy,
@@ -76,4 +76,4 @@ class AnswerScores:
             max_new_tokens=self._answering.max_new_tokens,
             do_sample=False,
         )
-        return max(token_f1(answer.text, one) for one in right)
+        return max(word_f1(answer.text, one) for one in right)
