@@ -1,23 +1,31 @@
-"""The fidelity bench on the reader: what it measures, and that it goes on where it was stopped."""
+"""The fidelity bench on the reader: what it measures, and that it continues where it was stopped."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from benchmarks.world.sweeps_report import plot, tables
-from transformers import AutoModelForCausalLM
+from click.testing import Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
+from typer.testing import CliRunner
 
-from benchmarks.world.fidelity import WorldFidelitySettings, run
-from benchmarks.world.questions import world_questions
-from benchmarks.world.reader_folder import READER
+from benchmarks.world.fidelity import run as run_world
+from benchmarks.world.questions import held_out_world, world_questions
+from benchmarks.world.reader_folder import ANSWER_TOKENS, READER
 from benchmarks.world.world import messages
 from ragcachekit import RagCache
+from ragcachekit.cli import app
+from ragcachekit.commands.bench import fidelity
+from ragcachekit.commands.bench.fidelity import FidelitySettings
+from ragcachekit.commands.bench.fidelity_rows import plot, tables
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.engines import Engines
+from ragcachekit.commands.questions import Sample
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import PromptTooLong, RagCacheError
 
@@ -37,9 +45,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def settings(**options: object) -> WorldFidelitySettings:
-    chosen = {"per_type": PER_TYPE, "policies": ("lego:4", "reuse", "lego0"), **options}
-    return WorldFidelitySettings(**chosen)  # type: ignore[arg-type]
+def run(work: Path | None = None, per_type: int = PER_TYPE, **options: Any) -> BenchReport:
+    chosen = {"policies": ("lego:4", "reuse", "lego0"), "max_new_tokens": ANSWER_TOKENS, **options}
+    return run_world(FidelitySettings(READER, **chosen), per_type, work=work)
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +59,12 @@ def work(home: Path) -> Path:
 def report(work: Path) -> BenchReport:
     """An uninterrupted run."""
     threads = torch.get_num_threads()
-    found = run(settings(), work=work)
+    found = run(work)
     assert torch.get_num_threads() == threads
     return found
 
 
-def row(report: BenchReport, policy: str, encoder: str, kind: str = "all") -> dict[str, object]:
+def row(report: BenchReport, policy: str, encoder: str, kind: str = "all") -> dict[str, Any]:
     (found,) = [
         r
         for r in report.rows
@@ -90,7 +98,6 @@ def test_the_baselines_are_always_there_and_each_way_once(report: BenchReport) -
 def test_full_is_full(report: BenchReport) -> None:
     full = row(report, "full", "none")
     assert (full["agreement"], full["kl"], full["ratio_spent"]) == (1.0, 0.0, 1.0)
-    assert full["key_deviation"] == full["value_deviation"] == 0.0
     assert full["exact_match"] == 1.0  # the reader can read
     assert next(r for r in report.rows if r["part"] == "check")["n"] == 3 * PER_TYPE
 
@@ -102,9 +109,9 @@ def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchR
         rag.generate(messages(asked[0].chunks, asked[0].question), max_new_tokens=1)  # the system text
         found = [rag.generate(messages(q.chunks, q.question), max_new_tokens=16) for q in asked]
     lego = row(report, "lego:4", "standalone")
-    assert lego["exact_match"] == sum(a.text == q.answer for a, q in zip(found, asked, strict=True)) / len(
-        asked
-    )
+    assert lego["exact_match"] == sum(
+        a.text == q.answers[0] for a, q in zip(found, asked, strict=True)
+    ) / len(asked)
     ratios = [4 * 8 / sum(use.tokens for use in a.report.link.uses) for a in found]
     assert lego["ratio_spent"] == pytest.approx(sum(ratios) / len(ratios))
     assert lego["recomputed_tokens"] == 32.0
@@ -112,111 +119,62 @@ def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchR
 
 
 @torch.no_grad()
-def test_kl_and_deviation_of_reuse_are_those_of_chunks_run_alone(report: BenchReport) -> None:
+def test_kl_of_reuse_is_that_of_chunks_run_alone(report: BenchReport) -> None:
     """No library: each chunk alone at its positions, put into the prompt's cache by hand."""
     model = AutoModelForCausalLM.from_pretrained(READER).eval()
-    asked, maker = world_questions(0, PER_TYPE), PromptMaker(load_tokenizer())
-    kl, keys = [], []
-    for question in asked:
-        prompt = maker.prompt(question)
-        ids, inside = torch.tensor([prompt.token_ids]), {p for span in prompt.spans for p in span}
-        full, linked = DynamicCache(), DynamicCache()
-        right = model(ids, past_key_values=full).logits[0, -1].double().log_softmax(-1)
+    tokenizer, kl = AutoTokenizer.from_pretrained(READER), []
+    for question in world_questions(0, PER_TYPE):
+        asked = messages(question.chunks, question.question)
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        spans, start = [], 0
+        for chunk in question.chunks:
+            own = tokenizer(chunk, add_special_tokens=False).input_ids
+            start = next(at for at in range(start, len(ids)) if ids[at : at + len(own)] == own)
+            spans.append(range(start, start + len(own)))
+        prompt, full, linked = torch.tensor([ids]), DynamicCache(), DynamicCache()
+        right = model(prompt, past_key_values=full).logits[0, -1].double().log_softmax(-1)
         start = 0
-        for span in (*prompt.spans, range(ids.shape[1], ids.shape[1])):
-            if span.start > start:  # text between chunks sees all that stands before it
-                out = model(ids[:, start : span.start], past_key_values=linked)
+        for span in (*spans, range(len(ids), len(ids))):
+            if span.start > start:  # text between chunks attends to all before it
+                out = model(prompt[:, start : span.start], past_key_values=linked)
             if len(span):
                 alone, at = DynamicCache(), torch.arange(span.start, span.stop)[None]
-                model(ids[:, span.start : span.stop], position_ids=at, past_key_values=alone)
+                model(prompt[:, span.start : span.stop], position_ids=at, past_key_values=alone)
                 for number, layer in enumerate(alone.layers):
                     linked.update(layer.keys, layer.values, number)
             start = span.stop
         other = out.logits[0, -1].double().log_softmax(-1)
         kl.append(float((right.exp() * (right - other)).sum()))
-        rows = sorted(inside)
-        keys.append(
-            [
-                float((b.keys[:, :, rows] - a.keys[:, :, rows]).norm() / a.keys[:, :, rows].norm())
-                for a, b in zip(full.layers, linked.layers, strict=True)
-            ]
-        )
-    found = row(report, "reuse", "standalone")
-    assert found["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
-    layers = [r for r in report.rows if r["part"] == "layer" and r["encoder"] == "standalone"]
-    measured = [r["key_deviation"] for r in layers if r["policy"] == "reuse"]
-    expected = [sum(column) / len(column) for column in zip(*keys, strict=True)]
-    assert measured == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    assert max(measured) > 0.1
+    assert row(report, "reuse", "standalone")["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
 
 
-def load_tokenizer() -> object:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(READER)
-
-
-def test_chunks_behind_similar_ones(home: Path) -> None:
+def test_chunks_encoded_after_similar_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Before:
         def of(self, text: str) -> list[str]:
             return [chunk for chunk in corpus if chunk != text][:2]
 
     corpus = [chunk for question in world_questions(0, 1) for chunk in question.chunks]
-    found = run(settings(per_type=1, policies=("reuse",), encoders=("similar:2",)), neighbours=Before())
+    monkeypatch.setattr(Sample, "neighbours", lambda *_: Before())
+    found = run(per_type=1, policies=("reuse",), encoders=("similar:2",))
     similar, system = row(found, "reuse", "similar:2"), row(found, "reuse", "system")
     assert similar["ratio_spent"] == 0.0
     assert similar["kl"] != system["kl"]
 
 
-def test_chunks_rounded_at_rest(report: BenchReport, home: Path) -> None:
-    """Layer 0 of a chunk read back is off by the rounding alone; without it, by nothing."""
-    rounded = run(settings(policies=("reuse",), encoders=("standalone+int8",)))
-
-    def first_layer(found: BenchReport, encoder: str) -> dict[str, float]:
-        (layer,) = [
-            r
-            for r in found.rows
-            if (r["part"], r.get("layer"), r.get("policy"), r.get("encoder"))
-            == ("layer", 0, "reuse", encoder)
-        ]
-        return layer
-
-    plain, off = first_layer(report, "standalone"), first_layer(rounded, "standalone+int8")
-    for part in ("key_deviation", "value_deviation"):
-        assert plain[part] < 1e-6 < 1e-4 < off[part] < 0.02
-    assert row(rounded, "full", "none")["kl"] == 0
+def test_chunks_rounded_at_rest(report: BenchReport) -> None:
+    rounded = row(run(policies=("reuse",), encoders=("standalone+int8",)), "reuse", "standalone+int8")
+    plain = row(report, "reuse", "standalone")
+    assert 0 < abs(rounded["answer_kl"] - plain["answer_kl"]) < 0.1 * plain["answer_kl"]
     with pytest.raises(ValueError, match="unknown rounding 'int5'; known: int8, fp8"):
-        run(settings(encoders=("standalone+int5",)))
+        run(encoders=("standalone+int5",))
 
 
 def test_tables_and_plots(report: BenchReport, tmp_path: Path) -> None:
-    titles = [str(table.title) for table in tables(report)]
-    assert len(titles) == 4
+    assert len([str(table.title) for table in tables(report)]) == 3
     plot(report, tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no rows to draw"):
         plot(BenchReport("fidelity", "m", 0, ()), tmp_path / "n.png")
-
-
-@pytest.mark.parametrize(("sweep", "cells"), [("needle", 21), ("chunks", 10)])
-def test_sweeps_have_a_row_per_cell(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: str, cells: int
-) -> None:
-    monkeypatch.setattr("benchmarks.world.sweeps.choose_questions", one_of_each)
-    found = run(settings(sweep=sweep, policies=("reuse",), encoders=("system",)))
-    rows = [r for r in found.rows if r["part"] == sweep and r["question_type"] == "all"]
-    assert len(rows) == 2 * cells  # full and reuse
-    assert len(
-        {(r["policy"], r.get("axis"), r.get("size"), r["chunks"], r.get("position")) for r in rows}
-    ) == len(rows)
-    assert all("exact_match" in r for r in rows)
-    plot(found, tmp_path / "s.svg")
-    assert (tmp_path / "s.svg").read_text().startswith("<?xml")
-    assert len(list(tables(found))) == 1
-
-
-def one_of_each(world, number: int, rng: object) -> list[object]:
-    return [next(q for q in world.questions if q.kind == kind) for kind in ("a", "c")]
 
 
 # -- going on -----------------------------------------------------------------------------------------
@@ -229,9 +187,9 @@ def test_an_interrupted_run_goes_on(
     assert len(lines) == 1 + 5 * 3 * PER_TYPE
     part = tmp_path / "part.work"
     part.write_bytes(b"".join(lines[:13]) + lines[13][:40])  # cut off within a line
-    measured, measure = [], fidelity.measure
-    monkeypatch.setattr(fidelity, "measure", lambda *given: measured.append(given[3]) or measure(*given))
-    again = run(settings(), work=part)
+    measured, put = [], fidelity.Work.put
+    monkeypatch.setattr(fidelity.Work, "put", lambda *given: measured.append(given[2]) or put(*given))
+    again = run(part)
     assert len(measured) == 5 * 3 * PER_TYPE - 12
     assert again.rows == report.rows
     assert part.read_bytes() == work.read_bytes()
@@ -240,10 +198,10 @@ def test_an_interrupted_run_goes_on(
 def test_a_finished_run_asks_nothing_again(
     report: BenchReport, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity, "measure", None)
-    assert run(settings(), work=work).rows == report.rows
+    monkeypatch.setattr(Engines, "full", None)
+    assert run(work).rows == report.rows
     monkeypatch.undo()
-    more = run(settings(policies=("reuse", "lego:4", "full")), work=work)
+    more = run(work, policies=("reuse", "lego:4", "full"))
     assert row(more, "lego:4", "standalone") == row(report, "lego:4", "standalone")
 
 
@@ -259,7 +217,7 @@ def test_results_of_other_runs_are_refused(
     report: BenchReport, work: Path, change: dict[str, int], message: str
 ) -> None:
     with pytest.raises(RagCacheError, match=message):
-        run(settings(**change), work=work)
+        run(work, **change)
 
 
 def test_another_models_results_are_refused(report: BenchReport, work: Path, tmp_path: Path) -> None:
@@ -268,7 +226,7 @@ def test_another_models_results_are_refused(report: BenchReport, work: Path, tmp
     other = tmp_path / "other.work"
     other.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     with pytest.raises(RagCacheError, match="another model"):
-        run(settings(), work=other)
+        run(other)
 
 
 @pytest.mark.parametrize("text", ["hello\n", "hello", '{"a": 1}\n', "[]\n"])
@@ -276,7 +234,7 @@ def test_files_that_are_none_of_ours_are_left_alone(home: Path, tmp_path: Path, 
     path = tmp_path / "notes.txt"
     path.write_text(text)
     with pytest.raises(RagCacheError, match="no work file"):
-        run(settings(), work=path)
+        run(path)
     assert path.read_text() == text
 
 
@@ -286,7 +244,7 @@ def test_a_damaged_file_is_refused(report: BenchReport, work: Path, tmp_path: Pa
     bad = tmp_path / "bad.work"
     bad.write_text("\n".join(lines) + "\n")
     with pytest.raises(RagCacheError, match="is damaged"):
-        run(settings(), work=bad)
+        run(bad)
 
 
 # -- checks -------------------------------------------------------------------------------------------
@@ -295,9 +253,9 @@ def test_a_damaged_file_is_refused(report: BenchReport, work: Path, tmp_path: Pa
 def test_a_full_that_is_not_the_models_own_gives_no_figure(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engines, "token_ids", lambda self, prompt: (1, 2, 3))
+    monkeypatch.setattr(fidelity, "_generated", lambda *_: (1, 2, 3))
     with pytest.raises(RagCacheError, match="do not trust any figure"):
-        run(settings(per_type=1, policies=("reuse",)))
+        run(per_type=1, policies=("reuse",))
 
 
 def test_chunks_that_the_store_cannot_keep_give_no_figure(
@@ -305,9 +263,9 @@ def test_chunks_that_the_store_cannot_keep_give_no_figure(
 ) -> None:
     """They would be computed in place and look like a perfect policy."""
     small = StoreConfig(host_bytes=60_000)  # holds one chunk, not eight
-    monkeypatch.setattr("ragcachekit.commands.bench.fidelity.engines.StoreConfig", lambda **_: small)
+    monkeypatch.setattr("ragcachekit.commands.engines.StoreConfig", lambda **_: small)
     with pytest.raises(RagCacheError, match="is not kept"):
-        run(settings(per_type=1, policies=("reuse",)))
+        run(per_type=1, policies=("reuse",))
 
 
 def test_a_prompt_that_does_not_fit_is_found_before_any_work(home: Path, tmp_path: Path) -> None:
@@ -315,3 +273,118 @@ def test_a_prompt_that_does_not_fit_is_found_before_any_work(home: Path, tmp_pat
     path.write_text(json.dumps({"question": "Why?", "chunks": ["soap " * 2100], "answer": "soap"}))
     with pytest.raises(PromptTooLong, match="'Why\\?'"):
         fidelity.run(FidelitySettings(READER, questions=path))
+
+
+# -- the command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "q.jsonl"
+    lines = [
+        {"question": q.question, "chunks": q.chunks, "answer": q.answers[0]} for q in world_questions(0, 1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Articles as files of two paragraphs."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, article in enumerate(held_out_world(3).articles[:4]):
+        (folder / f"{number}.txt").write_text("\n\n".join(article.chunks))
+    return folder
+
+
+def command(*arguments: object) -> Result:
+    given = ["bench", "fidelity", "--model", READER, *map(str, arguments)]
+    return CliRunner().invoke(app, given)
+
+
+def test_the_command_writes_json(home: Path, questions: Path, tmp_path: Path) -> None:
+    result = command(
+        *("--questions", questions, "--policies", "lego:4", "--encoders", "standalone,sinks:2"),
+        *("--json", tmp_path / "f.json", "--max-new-tokens", 16),
+    )
+    assert result.exit_code == 0, result.output
+    frame = json.loads((tmp_path / "f.json").read_text())
+    assert (frame["bench"], frame["seed"], frame["model"]) == ("fidelity", 0, READER)
+    quality = [r for r in frame["rows"] if r["part"] == "quality"]
+    assert {(r["policy"], r["encoder"]) for r in quality} >= {("lego:4", "standalone"), ("lego:4", "sinks:2")}
+    assert {r["question_type"] for r in quality} == {"all"}
+    assert not (tmp_path / "f.json.work").exists()
+
+
+def test_probes_are_made_of_a_corpus(home: Path, corpus: Path, tmp_path: Path) -> None:
+    result = command(
+        *("--corpus", corpus, "--probes", 2, "--chunk-tokens", 60, "--policies", "reuse"),
+        *("--encoders", "similar:1", "--neighbours", "document", "--max-new-tokens", 8),
+        *("--json", tmp_path / "f.json"),
+    )
+    assert result.exit_code == 0, result.output
+    quality = [r for r in json.loads((tmp_path / "f.json").read_text())["rows"] if r["part"] == "quality"]
+    assert {r["question_type"] for r in quality} == {"all"}
+    assert ("reuse", "similar:1") in {(r["policy"], r["encoder"]) for r in quality}
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    home: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engines, "compare", stop)
+    options = ("--policies", "reuse", "--questions", questions, "--json", tmp_path / "f.json")
+    result = command(*options)
+    assert result.exit_code == 130
+    assert "the same command goes on" in result.output
+    assert (tmp_path / "f.json.work").exists()
+    monkeypatch.undo()
+    assert command(*options, "--resume", tmp_path / "f.json.work").exit_code == 0
+    assert (tmp_path / "f.json.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", "lego:4,fastest"), "unknown policy 'fastest'"),
+        (("--policies", "lego:x"), "lego:x"),
+        (("--dtype", "int3"), "unknown dtype"),
+        (("--neighbours", "random"), "unknown neighbours"),
+        (("--questions", "/nowhere.jsonl"), "there is no file /nowhere.jsonl; give --questions"),
+        (("--corpus", "/nowhere"), "does not exist"),
+        ((), "give --questions (JSONL), or --corpus"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(fidelity, "load_checked", None)
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_model_is_needed() -> None:
+    result = CliRunner().invoke(app, ["bench", "fidelity"])
+    assert result.exit_code == 2
+    assert "which model" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--encoders", "standalone,backwards"), "unknown encoder 'backwards'"),
+        (("--encoders", ","), "at least one encoder"),
+        (("--model", "/nowhere"), "cannot load the model"),
+    ],
+)
+def test_bad_encoders_are_refused_before_any_work(
+    home: Path, questions: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(fidelity, "Work", None)
+    result = command("--questions", questions, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output

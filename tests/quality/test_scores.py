@@ -19,13 +19,12 @@ from ragcachekit.commands.bench.fidelity_rows import (
     quality_rows,
     ratio_asked,
 )
+from ragcachekit.commands.bench.resample import RESAMPLES, Bootstrap
 from ragcachekit.commands.datasets import Question
 from ragcachekit.commands.engines import FULL
 from ragcachekit.commands.text_scores import exact_match, word_f1
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import bag_f1, divergence, loss_per_token
-
-from ragcachekit.commands.bench.resample import RESAMPLES, Bootstrap
 
 WORDS = ["soap", "glass", "Acmetron", "makes", "the", "a", "Łódź", "東京", "1999"]
 
