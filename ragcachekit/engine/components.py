@@ -26,7 +26,6 @@ from ragcachekit.engine.options import EngineSettings
 from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -41,16 +40,15 @@ from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prefix_tree.factory import open_tree
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.quality.auto import AutoPolicies
 from ragcachekit.quality.budget import Budgets, ResolvedPolicy
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, StoreStats
-from ragcachekit.store.eviction.policies import weighs_cost
+from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
 
 
@@ -75,7 +73,6 @@ class EngineComponents:
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
         admit_once(model, rope, self.fingerprint, folder)
-        use_graphs(model, settings.graphs)
         with ExitStack() as opened:
             self._open(model, tokenizer, settings, rope, folder, opened)
             self._opened = opened.pop_all()

@@ -69,8 +69,6 @@ class RagCache(InspectMethods):
     tree : TreeConfig or KnowledgeTree, optional
         Exact KV of the beginnings of past prompts (RAGCache's knowledge tree), reused by prompts that begin
         with the same chunks in the same order. A tree that was passed in is not closed.
-    graphs : {"auto", "off"} or GraphConfig
-        Whether linked forwards run as CUDA graphs; of all engines around one model, the last one decides.
     queue : QueueConfig, optional
         Size of the batch of :meth:`submit`, and how many requests may wait for it.
     cache_dir : path, optional

@@ -44,7 +44,7 @@ from ragcachekit.quality.records import (
     read_choice,
     write_record,
 )
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.forgets import ForgottenTexts
 
 log = logging.getLogger(__name__)
 

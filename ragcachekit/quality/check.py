@@ -29,7 +29,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import Continuation, Reference, compare
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 
 CANDIDATES = (
     PolicyAndEncoder("impact:0.1", "system"),
