@@ -9,11 +9,11 @@ from typing import Any
 from ragcachekit.commands.datasets import Question
 from ragcachekit.commands.question_prompts import QuestionPrompt
 from ragcachekit.config import QUANTISATIONS, StoreConfig
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport

@@ -12,8 +12,8 @@ from typing import Any
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, documents, read_corpus
 from ragcachekit.commands.datasets import Question, Sampling, draw_questions
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, load_tokenizer
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks, SimilarChunks
 from ragcachekit.errors import CorpusError
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks, SimilarChunks
 from ragcachekit.quality.probes import probes
 
 EMBEDDING, DOCUMENT = "embedding", "document"

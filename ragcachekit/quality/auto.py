@@ -10,20 +10,19 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, Lock, RLock
-from typing import Any, Protocol
+from typing import Any
 
 from ragcachekit.background import Background
 from ragcachekit.cancellation import raise_if_cancelled
-from ragcachekit.encode.neighbours import TokenNeighbours
 from ragcachekit.errors import ModelChanged, RagCacheError
-from ragcachekit.model.encoding import Ids
-from ragcachekit.model.tokens import PromptTokenizer
-from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment
-from ragcachekit.plan.prefetch_keys import LastPrompts
+from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.planner import MODEL_CHANGED, Planner
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptParser
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.check import (
     MAX_PROMPTS,
@@ -45,6 +44,7 @@ from ragcachekit.quality.records import (
     write_record,
 )
 from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.types import Ids
 
 log = logging.getLogger(__name__)
 
@@ -57,30 +57,6 @@ UNKNOWN = (
     "auto: chunks were encoded before any prompt, so alone, and are used so until its check; "
     "encode(texts, prompt=...) encodes them after the text before them there"
 )
-_MODEL_CHANGED = "the model changed since this RagCache was made; make a new RagCache around it"
-
-
-class RegisteredTexts(Protocol):
-    """The chunks of each namespace."""
-
-    def texts(self, namespace: str) -> Sequence[str]:
-        """Those of one namespace, the latest last."""
-        ...
-
-
-class Prompts(Protocol):
-    """What the choice needs of the engine's prompts."""
-
-    last_prompts: LastPrompts
-    neighbours: TokenNeighbours
-
-    @property
-    def registry(self) -> RegisteredTexts: ...
-    @property
-    def tokens(self) -> PromptTokenizer: ...
-    def chunk_ids(self, text: str) -> Ids: ...
-    def encodings(self, policy: SelectionPolicy) -> Encodings: ...
-    def unchanged(self) -> bool: ...
 
 
 @dataclass
@@ -103,7 +79,8 @@ class AutoPolicies:
     fingerprint : str
     encoder : str or None
         The one that the user gave: then only the policy is chosen.
-    prompts : Prompts
+    parser : PromptParser
+    planner : Planner
     check : PolicyCheck
     wait_until_idle : callable
         Blocks a background check until no request runs or the event, which it is given, is set.
@@ -114,13 +91,15 @@ class AutoPolicies:
         folder: Path,
         fingerprint: str,
         encoder: str | None,
-        prompts: Prompts,
+        parser: PromptParser,
+        planner: Planner,
         check: PolicyCheck,
         wait_until_idle: Callable[[Event], object],
     ) -> None:
         self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
-        self._prompts, self._check, self._wait_until_idle = prompts, check, wait_until_idle
-        self._policies = self._open(candidates(encoder, bool(prompts.neighbours)))
+        self._parser, self._planner, self._check = parser, planner, check
+        self._wait_until_idle = wait_until_idle
+        self._policies = self._open(candidates(encoder, bool(planner.neighbours)))
         self._lock = RLock()
         self._namespaces: dict[str, _Namespace] = {}
         self._seen = SeenPrompts()
@@ -135,7 +114,7 @@ class AutoPolicies:
             if self._encoder is None:
                 policy = replace(policy, encoder=pair.encoder)
                 with suppress(ValueError):
-                    self._prompts.encodings(policy)
+                    self._planner.encodings(policy)
                     out[pair] = policy
             else:
                 out[pair] = policy
@@ -162,8 +141,8 @@ class AutoPolicies:
         with self._lock:
             known = self._of(namespace)
             if known.report is not None:  # by tune, or before many other namespaces
-                self._prompts.last_prompts.suggest(namespace, known.report.system)
-            unknown = known.encoded_alone or self._prompts.last_prompts.last(namespace) is None
+                self._planner.last_prompts.suggest(namespace, known.report.system)
+            unknown = known.encoded_alone or self._planner.last_prompts.last(namespace) is None
             known.encoded_alone = self._encoder is None and unknown and not given
         return self.resolve(namespace).policy
 
@@ -196,12 +175,12 @@ class AutoPolicies:
         found = [prompt for prompt in (seen if prompts is None else prompts) if prompt.is_informative]
         if prompts is not None and not found:
             raise ValueError("none of the prompts has two chunks and text after them")
-        system = self._prompts.last_prompts.last(namespace) if system is None else system
+        system = self._planner.last_prompts.last(namespace) if system is None else system
         if not found:
             if system is None:
                 raise ValueError("tune needs system=, the text before the first chunk: no prompt had one yet")
             if texts is None:
-                texts = self._prompts.registry.texts(namespace)[-MAX_TEXTS:]
+                texts = self._parser.registry.texts(namespace)[-MAX_TEXTS:]
             found = self._from_texts(texts, system)
         return self._run_check(found, system or (), namespace, known, progress=progress)
 
@@ -214,7 +193,7 @@ class AutoPolicies:
         with self._lock:
             report = self._of(namespace).report if within is not None else None
             if report is not None and within is not None and within.within(report.system):
-                self._prompts.last_prompts.forget(namespace)  # which may have it from the record
+                self._planner.last_prompts.forget(namespace)  # which may have it from the record
                 everything = True
             if everything:
                 self._namespaces.pop(namespace, None)
@@ -231,16 +210,16 @@ class AutoPolicies:
             report = read_choice(path, self._fingerprint, namespace, self._policies.keys())
             self._namespaces[namespace] = _Namespace(report, checked=report is not None)
             if report is not None:
-                self._prompts.last_prompts.suggest(namespace, report.system)
+                self._planner.last_prompts.suggest(namespace, report.system)
         return self._namespaces[namespace]
 
     def _path(self, namespace: str) -> Path:
-        scope = self._encoder or ("neighbours" if self._prompts.neighbours else "")
+        scope = self._encoder or ("neighbours" if self._planner.neighbours else "")
         return choice_path(self._folder, self._fingerprint, namespace, scope)
 
     def _pair(self, namespace: str, known: _Namespace) -> tuple[PolicyAndEncoder, tuple[str, ...]]:
         default, report = next(iter(self._policies)), known.report
-        changing = self._encoder is None and self._prompts.last_prompts.changing(namespace)
+        changing = self._encoder is None and self._planner.last_prompts.changing(namespace)
         if not changing and (report is not None or not known.encoded_alone):
             return default if report is None else report.pair, ()
         best = report.standalone if report is not None else None
@@ -249,10 +228,10 @@ class AutoPolicies:
 
     def _from_texts(self, texts: Sequence[str], system: Ids) -> list[CheckPrompt]:
         """Prompts after ``system`` in which the model continues a sentence of one chunk."""
-        tokens, out = self._prompts.tokens, list[CheckPrompt]()
+        tokens, out = self._parser.tokens, list[CheckPrompt]()
         separator = tokens.blank_line()
         for probe in probes([texts], MAX_PROMPTS):
-            chunks = {self._prompts.chunk_ids(text): text for text in probe.chunks}
+            chunks = {self._parser.chunk_ids(text): text for text in probe.chunks}
             segments = [TokenSegment(system, False)] if system else []
             for number, ids in enumerate(chunks):
                 between = [TokenSegment(separator, False)] if number else []
@@ -264,7 +243,7 @@ class AutoPolicies:
     def _check_in_background(self, namespace: str) -> None:
         with self._lock:
             known, prompts = self._of(namespace), self._seen.of(namespace)
-            system = self._prompts.last_prompts.last(namespace)
+            system = self._planner.last_prompts.last(namespace)
             if system is None or not prompts:  # forgotten meanwhile
                 known.checked = False
                 return
@@ -282,8 +261,8 @@ class AutoPolicies:
         progress: bool = False,
     ) -> TuneReport:
         def wait() -> None:
-            if not self._prompts.unchanged():
-                raise ModelChanged(_MODEL_CHANGED)
+            if not self._planner.unchanged():
+                raise ModelChanged(MODEL_CHANGED)
             raise_if_cancelled()
             if background:
                 self._wait_until_idle(self._background.closed)

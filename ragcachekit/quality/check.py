@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,18 +18,18 @@ from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.errors import RagCacheError
 from ragcachekit.generate.options import end_tokens
 from ragcachekit.generate.run import link_ahead
-from ragcachekit.model.encoding import Ids
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import TokenSegment
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.plan import make_plan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality.compare import Continuation, Reference, compare
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory import HostStore
+from ragcachekit.types import Ids
 
 CANDIDATES = (
     PolicyAndEncoder("impact:0.1", "system"),
@@ -113,21 +113,6 @@ Results = Mapping[PolicyAndEncoder, Sequence[Measured]]
 """Per candidate, its prompts in order; candidates that were dropped have fewer."""
 
 
-class PromptRequests(Protocol):
-    """Makes requests whose entries are in one store alone."""
-
-    def request_over(
-        self,
-        store: KVStore,
-        segments: Sequence[TokenSegment],
-        texts: Mapping[Ids, str],
-        policy: SelectionPolicy,
-        namespace: str,
-    ) -> PromptRequest:
-        """The request of a tokenised prompt; ``texts`` are its chunks' by their ids."""
-        ...
-
-
 class PolicyCheck:
     """Measures candidates on one model; nothing of it is stored.
 
@@ -138,11 +123,11 @@ class PolicyCheck:
         self,
         model: Any,
         rope: Rope,
-        requests: PromptRequests,
+        planner: Planner,
         encoder_over: Callable[[KVStore], BackgroundEncoder],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model, self._rope, self._requests = model, rope, requests
+        self._model, self._rope, self._planner = model, rope, planner
         self._encoder_over, self._clock = encoder_over, clock
 
     def run(
@@ -162,7 +147,7 @@ class PolicyCheck:
         """
         timer = _Timer(self._clock, wait)
         results: dict[PolicyAndEncoder, list[Measured]] = {pair: [] for pair in policies}
-        longest = self._rope.context - ANSWER_TOKENS
+        longest = self._planner.context - ANSWER_TOKENS
         fitting = (prompt for prompt in prompts if len(prompt.token_ids) <= longest)
         chosen = islice(fitting, MAX_PROMPTS)
         for prompt in tqdm(chosen, total=MAX_PROMPTS, unit="prompt", disable=not progress):
@@ -192,13 +177,13 @@ class PolicyCheck:
             encoder = self._encoder_over(store)
             for pair, policy in policies.items():
                 asked = store, prompt.segments, prompt.texts, policy, namespace
-                wanted = [want.to_encode for want in self._requests.request_over(*asked).wanted]
+                wanted = [want.to_encode for want in self._planner.request_over(*asked).wanted]
                 # Not as a plan has them missing: its own rows would be exact here.
                 missing = [Missing(w.key, w.token_ids, w.encoding) for w in wanted if w.key not in store]
                 if missing:
                     timer.before_forward()
                     encoder.now(missing, lambda _: timer.before_forward())
-                plan = make_plan(self._requests.request_over(*asked), VariantPool())
+                plan = make_plan(self._planner.request_over(*asked), VariantPool())
                 if plan.missing or not plan.pieces:
                     raise RagCacheError(f"chunks of a check could not be encoded for {pair}")
                 timer.before_forward()

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import DynamicCache
 
-from ragcachekit.model.encoding import Ids
+from ragcachekit.types import Ids
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
