@@ -1,4 +1,4 @@
-"""Whether quality budgets hold: calibrated on some questions, checked on others."""
+"""``python -m benchmarks budget``: does a quality budget hold on questions that it was not calibrated on?"""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from tqdm.auto import tqdm
 
 from benchmarks.world.questions import KINDS, world_sample
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.calibrate import ROUND, Loss, Losses, candidates, race
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.engines import FULL, Engines
 from ragcachekit.commands.question_prompts import PromptMaker
 from ragcachekit.commands.questions import DOCUMENT
@@ -23,6 +26,33 @@ from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.measured import Budget
 
 Row = dict[str, Any]
+
+
+def budget(
+    budgets: Annotated[str, typer.Option("--budgets", help="With commas between.")] = "0.05,0.1,0.2,0.4",
+    encoders: opt.Encoders = "standalone,similar:1",
+    policies: opt.Policies = None,
+    questions: Annotated[int, typer.Option(min=1, help="Asked of every candidate.")] = 150,
+    calibrate_on: Annotated[int, typer.Option("--calibrate-on", help="Questions of a calibration.")] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="Calibrations.")] = 200,
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+) -> None:
+    """Whether quality budgets hold: calibrated on some questions, checked on others."""
+    quiet_loading()
+    settings = CheckSettings(
+        budgets=opt.numbers("--budgets", budgets),
+        encoders=opt.names(encoders),
+        policies=opt.names(policies),
+        questions=questions,
+        calibrate_on=calibrate_on,
+        repeats=repeats,
+        seed=seed,
+    )
+    report = run(settings, progress=True)
+    show(report.part("budget").table(f"Budgets, checked on other questions: {report.model}"))
+    show(report.part("losses").table("Loss per question, nats per token of full's answer"))
+    written(report, json)
 
 
 @dataclass(frozen=True)

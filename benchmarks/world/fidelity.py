@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Annotated
+
+import typer
 
 from benchmarks.world.questions import world_sample
-from benchmarks.world.reader_folder import READER, READER_NAME, one_thread
-from ragcachekit.commands.bench import fidelity
+from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.bench import fidelity as shipped
 from ragcachekit.commands.bench.fidelity import FidelitySettings
+from ragcachekit.commands.bench.fidelity_rows import plot as draw
+from ragcachekit.commands.bench.fidelity_rows import tables
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import quiet_loading, resumed
 
 POLICIES = (
     *("reuse", "lego0", *(f"lego:{k}" for k in (1, 2, 4, 6, 12))),
@@ -24,6 +31,39 @@ POLICIES = (
 )
 
 
+def fidelity(
+    model: Annotated[str, typer.Option("--model", help="Folder or hub id; default: the reader.")] = READER,
+    policies: opt.Policies = None,
+    encoders: opt.Encoders = "standalone",
+    neighbours: opt.Neighbours = "embedding",
+    questions_per_type: Annotated[int, typer.Option(min=1)] = 100,
+    seed: opt.Seed = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = ANSWER_TOKENS,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    resume: opt.Resume = None,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """What reuse does to answers about the sample world."""
+    quiet_loading()
+    settings = FidelitySettings(
+        model=model,
+        policies=opt.names(policies),
+        encoders=opt.names(encoders),
+        neighbours=neighbours,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=dtype,
+    )
+    report = resumed(
+        lambda work: run(settings, questions_per_type, work=work, progress=True), tables, resume, json
+    )
+    if plot is not None:
+        draw(report, plot)
+
+
 def run(
     settings: FidelitySettings,
     per_type: int,
@@ -35,5 +75,5 @@ def run(
     settings = replace(settings, policies=settings.policies or POLICIES)  # the reader's prompts cost little
     with one_thread():
         sample = world_sample(settings.seed, per_type)
-        report = fidelity.run(settings, sample, work=work, progress=progress)
+        report = shipped.run(settings, sample, work=work, progress=progress)
     return replace(report, model=READER_NAME) if settings.model == READER else report

@@ -15,13 +15,12 @@ from tqdm.auto import tqdm
 
 from ragcachekit.commands.bench.report import BenchReport, versions
 from ragcachekit.commands.bench.resample import Bootstrap
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.datasets import Question
 from ragcachekit.commands.engines import FULL, Engines, needs_neighbours
 from ragcachekit.commands.question_prompts import PromptMaker
 from ragcachekit.commands.questions import AskSettings, Sample
 from ragcachekit.commands.text_scores import word_f1
-from ragcachekit.commands.workspace import load_checked
+from ragcachekit.commands.workspace import CacheFolder, load_checked
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.pretrained import weights_folder
@@ -247,7 +246,7 @@ def run(
     Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
     the model, the cache folder or a prompt cannot be used, or ``full`` scores (nearly) nothing.
     """
-    check_writable(settings.folder)
+    CacheFolder(settings.folder).check_writable()
     near = needs_neighbours(settings.encoder)
     sample = settings.sample(answered=settings.quality in (GOLD, F1), needs_neighbours=near)
     if len(sample.questions) < ROUND:

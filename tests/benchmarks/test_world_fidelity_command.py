@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from benchmarks.cli import app
+from benchmarks.__main__ import app
 from ragcachekit.commands.bench import fidelity
 
 

@@ -19,7 +19,7 @@ from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER
 from benchmarks.world.world import messages
 from ragcachekit import RagCache
-from ragcachekit.cli import app
+from ragcachekit.commands.app import app
 from ragcachekit.commands.bench import fidelity
 from ragcachekit.commands.bench.fidelity import FidelitySettings
 from ragcachekit.commands.bench.fidelity_rows import plot, tables
