@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcachekit.commands.datasets import Sampling, load_dataset
 from ragcachekit.commands.corpus import read_corpus
+from ragcachekit.commands.datasets import Sampling, load_dataset
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.estimate import read_log
 

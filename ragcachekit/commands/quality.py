@@ -9,6 +9,7 @@ import typer
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import note, quiet_loading, resumed, show, written
 
+
 def calibrate(
     model: opt.Model = "",
     questions: opt.QuestionsFile = None,

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
-from ragcachekit.commands.app import app
 from ragcachekit.commands import calibrate
+from ragcachekit.commands.app import app
 from ragcachekit.commands.calibrate import (
     CalibrateSettings,
     Candidate,
