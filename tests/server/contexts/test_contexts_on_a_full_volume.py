@@ -77,4 +77,4 @@ def test_other_routes_have_it_in_openais_form():
 
 
 def test_another_failure_of_the_disk_stays_500():
-    assert api_error(OSError(errno.EIO, "failed"), 1.0, {"type": "http", "path": "/v1/x"}).status == 500
+    assert api_error(OSError(errno.EIO, "failed"), {"type": "http", "path": "/v1/x"}).status == 500
