@@ -25,8 +25,8 @@ from ragcachekit.commands.quality import calibrate, fidelity
 from ragcachekit.commands.serve import add, remove, serve
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"ragcachekit {ragcachekit.__version__}")
         raise typer.Exit
 

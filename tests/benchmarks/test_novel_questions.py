@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.novel_questions import FULL, PREFIX, asked, batches, novel_prompts, warm_up
+from benchmarks.novel_questions import FULL, PREFIX, batches, measure, novel_prompts, warm_up
 from benchmarks.serve.workload import random_documents
 from families import wrapped
 from ragcachekit import RagCache, StoreConfig, TreeConfig
@@ -38,7 +38,7 @@ def rows(documents: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
         )
         warm_up(engines[name], documents, CHUNKS, [])
     try:
-        return list(asked(engines, list(novel_prompts(documents, QUESTIONS, CHUNKS, 0)), 2))
+        return list(measure(engines, list(novel_prompts(documents, QUESTIONS, CHUNKS, 0)), 2))
     finally:
         for rag in engines.values():
             rag.close()
@@ -74,7 +74,7 @@ def test_an_answer_that_differs_from_full_gives_no_figures(documents, tmp_path) 
     ):
         warm_up(broken, documents, CHUNKS, [])
         with pytest.raises(RagCacheError, match="no figures are given"):
-            list(asked({FULL: full, PREFIX: broken}, list(novel_prompts(documents, 8, CHUNKS, 0)), 8))
+            list(measure({FULL: full, PREFIX: broken}, list(novel_prompts(documents, 8, CHUNKS, 0)), 8))
 
 
 def test_table(rows) -> None:

@@ -112,8 +112,8 @@ def test_a_damaged_index_is_built_anew(ask, question, tmp_path):
     manifest.write_bytes(manifest.read_bytes()[:-3])
     result = ask(question[0])
     assert result.exit_code == 0
-    assert "built anew" in result.output
-    assert "built anew" not in ask(question[0]).output
+    assert "rebuilt" in result.output
+    assert "rebuilt" not in ask(question[0]).output
 
 
 def test_a_damaged_kv_file_costs_its_reuse_only(ask, question, tmp_path):
