@@ -15,7 +15,7 @@ from ragcachekit.model.encoding import AverageEncoding
 from ragcachekit.plan.companions import Companions
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.plan.stored_averages import StoredAverages
+from ragcachekit.plan.variants import StoredAverages
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey, chunk_id
