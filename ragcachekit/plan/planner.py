@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.model.identity.watch import ModelWatch
+from ragcachekit.model.identity.guard import ModelGuard
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.companions import TokenNeighbours
@@ -78,12 +78,12 @@ class Planner:
         self._fingerprint, self._encoder = fingerprint, encoder
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
-        self._watch = ModelWatch(model)
-        self._identity = self._watch.state()
+        self._guard = ModelGuard(model)
+        self._identity = self._guard.state()
 
     def unchanged(self) -> bool:
         """Whether the model is still the one whose fingerprint was taken."""
-        return self._watch.state() == self._identity
+        return self._guard.state() == self._identity
 
     def encodings(
         self,
