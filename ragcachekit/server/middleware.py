@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -14,8 +14,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcachekit.server.errors import ApiError, overloaded, stopping
+from ragcachekit.server.errors import RETRY_AFTER, ApiError, overloaded, stopping
 from ragcachekit.server.keys import Tenant
+from ragcachekit.server.limits import Usage
 from ragcachekit.server.responses import api_path, response
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ MAX_TENANT_BODIES, MAX_BODIES = 4, 16
 CLIENT_GONE = 499
 """Status of a response that nobody reads."""
 
-RETRY_AFTER = 1.0
 _DRAINED = 8  # bodies of the largest size
 _DRAIN_SECONDS = 5.0
 _Result = TypeVar("_Result")
@@ -41,9 +41,10 @@ _Result = TypeVar("_Result")
 class BodyLimit:
     """ASGI middleware that authenticates requests and reads their bodies, or refuses them.
 
-    It refuses missing or wrong keys (401), large bodies (413) and headers (431), and bodies that arrive too
-    slowly (408) or would be too many bytes beside those of the tenant's other requests (429) or of all
-    requests (503). The tenant is ``request.state.tenant`` afterwards. Other paths than ``/v1...`` pass.
+    It refuses missing or wrong keys (401), requests beyond a key's limits (429), large bodies (413) and
+    headers (431), and bodies that arrive too slowly (408) or would be too many bytes beside those of the
+    tenant's other requests (429) or of all requests (503). The tenant is ``request.state.tenant`` afterwards,
+    and what it may use ``request.state.grant``. Other paths than ``/v1...`` pass.
 
     Parameters
     ----------
@@ -52,6 +53,8 @@ class BodyLimit:
         Of a body.
     tenant : callable
         The tenant of a request's headers, or ApiError; :meth:`.ApiKeys.tenant`.
+    usage : Usage, optional
+        Counts requests; None: they are not limited here.
     seconds : float
         Time in which a body must arrive.
     """
@@ -61,9 +64,11 @@ class BodyLimit:
         app: ASGIApp,
         max_bytes: int,
         tenant: Callable[[Mapping[str, str]], Tenant],
+        usage: Usage | None = None,
         seconds: float = BODY_SECONDS,
     ) -> None:
         self._app, self._max_bytes, self._tenant, self._seconds = app, max_bytes, tenant, seconds
+        self._usage = usage
         self._held = Counter[str]()  # bytes of the bodies in memory, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,9 +77,12 @@ class BodyLimit:
             return await self._app(scope, receive, send)
         request, held = Request(scope, receive), Counter[str]()
         parts = request.stream()
-        try:
+        with ExitStack() as stack:
+            stack.callback(lambda: self._held.subtract(held))
             try:
-                tenant = self._authenticated(request)
+                request.state.tenant = tenant = self._authenticated(request)
+                if self._usage is not None:
+                    request.state.grant = stack.enter_context(self._usage.admit(tenant))
                 body = await self._body(request, parts, tenant.name, held)
             except ClientDisconnect:
                 return None
@@ -82,10 +90,7 @@ class BodyLimit:
                 if "expect" not in request.headers:  # else the client waits for a word before it sends
                     await self._drain(parts)
                 return await response(error, scope)(scope, receive, send)
-            scope.setdefault("state", {})["tenant"] = tenant
             return await self._app(scope, _replay(body, receive), send)
-        finally:
-            self._held -= held
 
     def _authenticated(self, request: Request) -> Tenant:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
@@ -120,7 +125,7 @@ class BodyLimit:
             message = f"The bodies of {tenant!r}'s requests have more than {most} bytes together."
             raise ApiError(429, message, kind="requests", code="rate_limit_exceeded", retry_after=RETRY_AFTER)
         if self._held.total() + size > MAX_BODIES * self._max_bytes:
-            raise overloaded("The server holds too many requests; please try again later.", RETRY_AFTER)
+            raise overloaded("The server holds too many requests; please try again later.")
         self._held[tenant] += size
 
     async def _drain(self, parts: AsyncIterator[bytes]) -> None:
@@ -156,15 +161,14 @@ class Gate:
     A request whose client takes nothing for ``send_timeout`` seconds ends.
     """
 
-    def __init__(self, app: ASGIApp, activity: Activity, retry_after: float, send_timeout: float) -> None:
-        self._app, self._activity, self._retry_after = app, activity, retry_after
-        self._send_timeout = send_timeout
+    def __init__(self, app: ASGIApp, activity: Activity, send_timeout: float) -> None:
+        self._app, self._activity, self._send_timeout = app, activity, send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if api_path(scope) is None:
             return await self._app(scope, receive, send)
         if self._activity.stopping:
-            return await response(stopping(self._retry_after), scope)(scope, receive, send)
+            return await response(stopping(), scope)(scope, receive, send)
         name = f"req_{uuid4().hex}"
 
         async def named(message: Message) -> None:

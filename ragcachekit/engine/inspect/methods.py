@@ -10,7 +10,7 @@ from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose
 from ragcachekit.engine.inspect.view import PromptView, prompt_view
 from ragcachekit.engine.queue.methods import QueueMethods
 from ragcachekit.observers import Observer
-from ragcachekit.plot.plots import MeasuredPolicy, Plots
+from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.reports import GenerateReport, Records
