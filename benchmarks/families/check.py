@@ -132,14 +132,15 @@ def page(checks: Sequence[FamilyCheck]) -> str:
 
 
 _EXPLAINED = (
-    "**Exact**: the admission check passes (a chunk linked at an offset is the chunk run there; a prompt with "
-    "some rows kept is its ordinary prefill), and so does a second check by other code: a longer prompt with "
-    "three chunks, through the store and `generate`, against a copy of the model that the library never "
-    "touches. With every row recomputed, logits are those of the ordinary prefill within 1e-5 and greedy "
-    "tokens are equal; with four tokens of each chunk recomputed, logits, tokens, keys and values are those "
-    "of one plain decoding step per computed row within 1e-4. Differences are relative to the greatest value of "
-    "a tensor, in float32. **Refused**: `RagCache` raises `ModelNotSupported`, or no tiny model could be "
-    "built here. **Wrong**: admitted, and the second check fails.",
+    "**Exact**: the admission check passes (a chunk linked at an offset is the chunk run there; a "
+    "prompt with some rows kept is its ordinary prefill), and so does a second check by other code: a "
+    "longer prompt with three chunks, through the store and `generate`, against a copy of the model "
+    "that the library never touches. With every row recomputed, logits are those of the ordinary "
+    "prefill within 1e-5 and greedy tokens are equal; with four tokens of each chunk recomputed, "
+    "logits, tokens, keys and values are those of one plain decoding step per computed row within 1e-4."
+    " Differences are relative to the greatest value of a tensor, in float32. **Refused**: `RagCache` "
+    "raises `ModelNotSupported`, or no tiny model could be built here. **Wrong**: admitted, and the "
+    "second check fails.",
     "",
     "A model of your own is checked at its first use, and by `ragcachekit check-model MODEL`: its "
     "configuration may differ from the one checked here.",
