@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.tagged_keys import tagged
-from ragcachekit.policies.base import Observer
+from ragcachekit.policies.base import AttentionObserver
 from ragcachekit.store.load import Pair
 from ragcachekit_kernels import dispatch
 
@@ -33,8 +33,16 @@ class Projected(Exception):
 class LinkRows:
     """Rows that one linked forward computes; all layers share one copy of their positions on the device."""
 
+<<<<<<< HEAD
     positions: dispatch.Rows
     observer: Observer | None = None
+=======
+    They are stored as ``dispatch.Rows``, so that all layers share one copy on the device.
+    """
+
+    positions: Sequence[int]
+    observer: AttentionObserver | None = None
+>>>>>>> main
 
     @classmethod
     def of(cls, positions: Sequence[int], observer: Observer | None = None) -> LinkRows:

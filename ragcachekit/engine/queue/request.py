@@ -17,8 +17,7 @@ from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
 from ragcachekit.observers import Watch, attempt
-from ragcachekit.plan.estimate import Estimator
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.threads import Condition
 
