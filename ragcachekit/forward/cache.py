@@ -33,19 +33,11 @@ class Projected(Exception):
 class LinkRows:
     """Rows that one linked forward computes; all layers share one copy of their positions on the device."""
 
-<<<<<<< HEAD
     positions: dispatch.Rows
-    observer: Observer | None = None
-=======
-    They are stored as ``dispatch.Rows``, so that all layers share one copy on the device.
-    """
-
-    positions: Sequence[int]
     observer: AttentionObserver | None = None
->>>>>>> main
 
     @classmethod
-    def of(cls, positions: Sequence[int], observer: Observer | None = None) -> LinkRows:
+    def of(cls, positions: Sequence[int], observer: AttentionObserver | None = None) -> LinkRows:
         """Rows at ascending ``positions``."""
         return cls(dispatch.Rows(tuple(positions)), observer)
 

@@ -11,18 +11,10 @@ import numpy as np
 import torch
 
 from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, MakeLayer
-<<<<<<< HEAD
 from ragcachekit.forward.stored_layers import StoredLayers
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.policies.base import Observer
-=======
-from ragcachekit.forward.copy_streams import streams_of
-from ragcachekit.forward.placing import Placing
-from ragcachekit.model.rope.rotation import Angles, Rope
-from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.policies.base import AttentionObserver
->>>>>>> main
 from ragcachekit.store.load import Pair
 from ragcachekit_kernels.dispatch import Place, Places
 from ragcachekit_kernels.dispatch import assemble as place_pieces
