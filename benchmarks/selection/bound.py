@@ -37,7 +37,7 @@ from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.own_questions import Asking
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.errors import RagCacheError
-from ragcachekit.generate.detokenizer import cut_at_stop
+from ragcachekit.generate.streams import cut_at_stop
 
 ENCODER, STEPS, LIKELIEST, NEW_TOKENS = "average:3", 8, 6, 16
 _NAMES = ("keys", "values")

@@ -22,7 +22,6 @@ from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.auto.check import PolicyCheck
 from ragcachekit.engine.auto.chooser import AutoPolicies
 from ragcachekit.engine.capture.row_capture import RowCapture
-from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
 from ragcachekit.engine.prompt_planner import PromptPlanner
@@ -30,6 +29,7 @@ from ragcachekit.engine.shadow import Shadow, shadow_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
+from ragcachekit.generate.generator import Generator
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout

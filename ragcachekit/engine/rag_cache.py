@@ -19,7 +19,8 @@ from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer_stream import AnswerStream
-from ragcachekit.generate.detokenizer import Detokenizer, stop_strings
+from ragcachekit.generate.options import stop_strings
+from ragcachekit.generate.streams import Detokenizer
 from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
@@ -175,7 +176,13 @@ class RagCache(InspectMethods):
             plan = path.begin(request)
             first = parts.shadow.draw(asked.options)
             generated = parts.generator.run(
-                plan, asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
+                plan,
+                asked.options,
+                stop=stop,
+                cancel=cancel,
+                first=first,
+                capture_missing_rows=path.own,
+                replan=path.plan,
             )
             answer = path.finish(generated, asked, first, begun)
             path.reports.append(answer.report)

@@ -17,8 +17,8 @@ import torch
 from ragcachekit.background import Background, Pause
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
-from ragcachekit.engine.generator import Generator
 from ragcachekit.errors import Cancelled
+from ragcachekit.generate.generator import Generator
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.options import effective
 from ragcachekit.plan.encodings import TokenSegment

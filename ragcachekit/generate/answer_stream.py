@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.forks import refuse_after_fork
-from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue
+from ragcachekit.generate.streams import Detokenizer, TokenQueue
 from ragcachekit.reports import Answer
 from ragcachekit.reports.base import text_html
 from ragcachekit.threads import DaemonPool, Job

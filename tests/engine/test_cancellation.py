@@ -34,7 +34,7 @@ from ragcachekit import (
     astream,
     to_thread,
 )
-from ragcachekit.generate.detokenizer import TokenQueue
+from ragcachekit.generate.streams import TokenQueue
 from speaking import byte_level, speaker
 
 LAYERS = 8

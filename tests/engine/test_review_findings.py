@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from families import tokens
 from ragcachekit import Chunk, Prompt, RagCache, Text, agenerate
-from ragcachekit.generate.detokenizer import Detokenizer
+from ragcachekit.generate.streams import Detokenizer
 from ragcachekit.model.tokens import PromptTokenizer
 from speaking import byte_level, sentencepiece, speaker
 

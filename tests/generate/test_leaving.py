@@ -10,7 +10,7 @@ import threading
 import torch
 
 from ragcachekit.generate.answer_stream import AnswerStream
-from ragcachekit.generate.detokenizer import Detokenizer
+from ragcachekit.generate.streams import Detokenizer
 
 LONG = 60.0
 
@@ -18,7 +18,7 @@ LEAVING = """
 import sys, time
 import torch
 from ragcachekit.generate.answer_stream import AnswerStream
-from ragcachekit.generate.detokenizer import Detokenizer
+from ragcachekit.generate.streams import Detokenizer
 
 def produce(tokens, cancel):
     tokens.put(torch.tensor([[0]]))

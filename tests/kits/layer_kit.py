@@ -14,7 +14,7 @@ import pytest
 
 from ragcachekit import CancelScope, Request
 from ragcachekit.generate.answer_stream import AnswerStream
-from ragcachekit.generate.detokenizer import TokenQueue
+from ragcachekit.generate.streams import TokenQueue
 
 LONG = 60.0
 WAITED = 10.0

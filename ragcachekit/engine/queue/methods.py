@@ -16,12 +16,12 @@ from ragcachekit.engine.chunk_methods import several
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.inspect.diagnosis import NO_TEMPLATE, without_template
 from ragcachekit.engine.prompt_segmenter import PromptLike
-from ragcachekit.engine.queue.request import Request, TokenCounter, Work
+from ragcachekit.engine.queue.request import Request, Work
 from ragcachekit.engine.queue.request_queue import RequestQueue
 from ragcachekit.engine.queue.runner import Runner
 from ragcachekit.engine.request_path import Asked, RequestPath
-from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue, stop_strings
-from ragcachekit.generate.options import effective
+from ragcachekit.generate.options import effective, stop_strings
+from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
 from ragcachekit.observers import Watch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
@@ -164,7 +164,7 @@ class QueueMethods(TuneMethods):
         if streamer is None and (effective(options, defaults, "num_beams") or 1) == 1:
             streamer = tokens = TokenQueue()
         cancelled = Event()
-        counted = None if streamer is None else TokenCounter(streamer, prompt.token_ids)
+        counted = None if streamer is None else RequestStreamer(streamer)
         estimator, context = self._prompts.estimator(prompt), self._prompts.context
         room = context - estimator.tokens
         work = Work(

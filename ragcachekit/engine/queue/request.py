@@ -9,13 +9,11 @@ from threading import Event
 from traceback import clear_frames
 from typing import Literal
 
-import torch
-
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_number
 from ragcachekit.engine.request_path import Asked
 from ragcachekit.forks import refuse_after_fork
-from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
+from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
 from ragcachekit.observers import Watch, attempt
 from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
@@ -36,21 +34,6 @@ class Late(Event):
         return self._deadline < time.monotonic()
 
 
-class TokenCounter(OrderedPrompt):
-    """A streamer that is ended once, and knows whether tokens of the answer went through it."""
-
-    streamed = ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.streamed = self.streamed or self._begun
-        super().put(value)
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            super().end()
-
-
 @dataclass(frozen=True, eq=False)
 class Work:
     """What the queue knows of a request: the tokenised prompt, and what was asked for.
@@ -67,7 +50,7 @@ class Work:
     deadline: float
     scope: CancelScope
     cancel: Event
-    streamer: TokenCounter | None
+    streamer: RequestStreamer | None
     watch: Watch
 
     @property

@@ -16,8 +16,7 @@ from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.queue.request import Late, Request
 from ragcachekit.engine.request_path import RequestPath
 from ragcachekit.forward.own_rows import own_entries
-from ragcachekit.generate.batch.decoder import BatchDecoder
-from ragcachekit.generate.batch.decoding import Decoding
+from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import Generated
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
@@ -92,7 +91,7 @@ class Runner:
             run.first = self._components.shadow.draw(options)
             # A changed model may attend by other code than the batch's.
             unchanged = self._components.prompts.unchanged()
-            why = self._decoder.unsupported(options) if unchanged else "the model changed"
+            why = self._decoder.why_alone(options) if unchanged else "the model changed"
             note = () if why is None else (f"generated alone and not in a batch: {why}",)
             prompt = replace(request.work.prompt, notes=(*request.work.prompt.notes, *note))
             try:
@@ -187,7 +186,7 @@ class Runner:
     def _begin(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
         asked, decoder, path = request.work.asked, self._decoder, self._path
         how: dict[str, Any] = {"stop": asked.stop, "cancel": asked.cancel, "first": run.first}
-        how |= {"own": path.own, "replan": path.plan}
+        how |= {"capture_missing_rows": path.own, "replan": path.plan}
         if not together:
             run.whole = decoder.run(plan, asked.options, **how)
             return

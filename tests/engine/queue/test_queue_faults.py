@@ -140,7 +140,7 @@ def test_an_error_holds_no_memory_of_its_batch(rag, monkeypatch):
         held_by_error.extend(map(weakref.ref, kvs))
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("ragcachekit.generate.batch.decoder.decode", fails)
+    monkeypatch.setattr("ragcachekit.generate.batch.decode", fails)
     request = rag.submit(PROMPT, **ASKED)
     with pytest.raises(EngineError):
         request.result(LONG)

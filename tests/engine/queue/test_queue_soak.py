@@ -28,7 +28,7 @@ from ragcachekit import (
 from ragcachekit.engine.queue.request import Request
 from ragcachekit.forward.batch.request_kv import RequestKV
 from ragcachekit.forward.cache import LinkedCache
-from ragcachekit.generate.batch.decoding import Decoding
+from ragcachekit.generate.batch import Decoding
 from soak_kit import figures
 
 PROMPTS = [

@@ -15,8 +15,8 @@ from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.linked_prompt import LinkedPrompt
-from ragcachekit.generate.detokenizer import cut_at_stop
 from ragcachekit.generate.options import end_tokens
+from ragcachekit.generate.streams import cut_at_stop
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.tokens import PromptTokenizer
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS

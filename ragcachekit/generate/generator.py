@@ -13,14 +13,13 @@ import torch
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.forward.linked_prompt import LinkedPrompt
-from ragcachekit.generate.answer import answer_of, filled_options
-from ragcachekit.generate.batch.decoder import BatchDecoder
-from ragcachekit.generate.options import check_options
-from ragcachekit.generate.replan import Replan
-from ragcachekit.generate.run import Generated, link_ahead, run_generate
+from ragcachekit.generate.batch import BatchDecoder
+from ragcachekit.generate.options import check_options, filled_options
+from ragcachekit.generate.run import Generated, Replan, link_ahead, run_generate
+from ragcachekit.generate.streams import cut_at_stop
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.reports import Answer
+from ragcachekit.reports import Answer, GenerateReport
 
 
 class Linked(NamedTuple):
@@ -67,7 +66,17 @@ class Generator:
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
     ) -> Answer:
         """The answer with its report; ``begun`` in seconds of :func:`time.perf_counter`."""
-        return answer_of(generated, begun, stop, options, self._prompts.decode)
+        ids = generated.token_ids
+        text, stopped = cut_at_stop(self._prompts.decode(ids), stop)
+        ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended
+        report = GenerateReport(
+            replace(generated.report, link_ms=(generated.linked - begun) * 1e3),
+            len(ids),
+            ttft_ms=(generated.first_token - begun) * 1e3,
+            total_ms=(time.perf_counter() - begun) * 1e3,
+            finish_reason="cancelled" if generated.cancelled else "stop" if ended else "length",
+        )
+        return Answer(text, ids, report)
 
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
         """Link a prompt for another generate call."""
