@@ -16,7 +16,7 @@ from ragcachekit.cli.console import errors, show
 
 if TYPE_CHECKING:
     from ragcachekit.commands.cache_content import CacheContent
-    from ragcachekit.store.disk.check import BadEntry
+    from ragcachekit.store.disk_check import BadEntry
 
 ContentDir = Annotated[
     str | None,
@@ -44,7 +44,7 @@ def stats(cache: ContentDir = None) -> None:
 
 def verify(cache: ContentDir = None) -> None:
     """Read every entry and list the damaged ones; changes nothing. Ends with 1 if there are any."""
-    from ragcachekit.store.disk.check import verify
+    from ragcachekit.store.disk_check import verify
 
     bad = mend = False
     for tier in _content(cache).tiers:
@@ -66,7 +66,7 @@ def verify(cache: ContentDir = None) -> None:
 
 def repair(cache: ContentDir = None) -> None:
     """Drop damaged entries and what interrupted writes left behind."""
-    from ragcachekit.store.disk.check import repair
+    from ragcachekit.store.disk_check import repair
 
     for tier in _content(cache).tiers:
         with _reading() as progress:

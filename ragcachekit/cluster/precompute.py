@@ -26,7 +26,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 
 BATCH = 16

@@ -16,11 +16,10 @@ from ragcachekit.commands.precompute.manifest import manifests
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
 from ragcachekit.prefix_tree.disk import FOLDER, FORGETS, Dropped, TreeDisk
-from ragcachekit.store.disk.check import is_disk_tier
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.disk.entry_files import entry_files
-from ragcachekit.store.entry.file import entry_name, read_key
-from ragcachekit.store.entry.header import EntryDamaged
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_check import is_disk_tier
+from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.entry import EntryDamaged, entry_name, read_key
 
 DAMAGED = "(damaged)"
 

@@ -22,8 +22,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.base import KVStore
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import KVStore, NullStore
 
 DEFAULT_POLICY = "impact:0.1"
 """Over ``system`` unless an encoder is given. Not ``auto``: what was encoded ahead must stay what is used."""

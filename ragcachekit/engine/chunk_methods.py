@@ -24,9 +24,8 @@ from ragcachekit.observers import Observers
 from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.prompt.registry import forms
 from ragcachekit.query.retrieval import CachedRetrieval
-from ragcachekit.store.base import KVStore, concerns
-from ragcachekit.store.forgotten_texts import ForgottenTexts
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import KVStore, NullStore, concerns
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey, chunk_id, whole_id
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from ragcachekit.plan.prefetch_keys import LastPrompts, is_chunk_id, prefetch_ke
 from ragcachekit.plan.variants import open_pool
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)

@@ -45,12 +45,11 @@ from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Budgets, Chosen
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prefix_tree.factory import open_tree
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.store.base import KVStore, StoreStats
-from ragcachekit.store.eviction.policies import weighs_cost
+from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
 
 

@@ -19,7 +19,7 @@ from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.reports import Answer, GenerateReport
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import NullStore
 from ragcachekit.types import KVKey
 
 NOT_KEPT = (

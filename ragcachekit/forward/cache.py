@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ragcachekit.forward.placing import Placing
 from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit.policies.base import Observer
-from ragcachekit.store.loading.load import Pair
+from ragcachekit.store.load import Pair
 from ragcachekit_kernels import dispatch
 
 MakeLayer = Callable[[], Pair]

@@ -15,8 +15,8 @@ from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
 from ragcachekit.prefix_tree.base import BLOCK
 from ragcachekit.reports import ChunkUse, LinkReport
-from ragcachekit.store.loading.load import AnyKV, LoadingKV
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import NullStore
+from ragcachekit.store.load import AnyKV, LoadingKV
 from ragcachekit.types import KVKey
 
 COMPUTED = "computed"

@@ -12,7 +12,7 @@ from ragcachekit.plan.encodings import Encodings, TokenSegment, Wanted
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
 from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import NullStore
 
 
 @dataclass(frozen=True, eq=False)

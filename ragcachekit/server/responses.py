@@ -13,7 +13,7 @@ from starlette.types import Scope
 from ragcachekit.errors import Closed, DeadlineExceeded, GenerationNotSupported, PromptTooLong, QueueFull
 from ragcachekit.server.connection import api_path
 from ragcachekit.server.errors import ApiError, overloaded, stopping
-from ragcachekit.store.disk.volume import is_full
+from ragcachekit.store.disk import is_full
 
 log = logging.getLogger(__name__)
 

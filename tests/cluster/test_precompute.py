@@ -13,7 +13,7 @@ from ragcachekit.cluster.precompute import EncodingActor, encode_chunks
 from ragcachekit.cluster.shared_tier import shared_tier
 from ragcachekit.cluster.slices import Counter, RowCount, Slices
 from ragcachekit.errors import StoreError
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 
 CHUNKS = corpus(12)
 

@@ -13,9 +13,9 @@ from ragcachekit.commands.precompute.manifest import Scope, write_manifest
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree import factory
+from ragcachekit.prefix_tree import knowledge_tree as factory
 from ragcachekit.prefix_tree.base import Root, Step
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 
 INDEX = "minilm-0123456789abcdef.index"

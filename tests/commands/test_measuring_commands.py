@@ -53,7 +53,7 @@ def test_the_second_look_sees_what_the_model_does():
     """The comparison must fail when the linked cache is not what the model computed."""
     from ragcachekit.model.kv import ChunkKV
     from ragcachekit.model.pretrained import load_model
-    from ragcachekit.store.memory.host import HostStore
+    from ragcachekit.store.memory import HostStore
 
     model, _ = load_model(READER, "cpu")
     assert check_model._answer_difference(model) < 1e-4

@@ -16,7 +16,7 @@ from ragcachekit.commands.embedding import DIM
 from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
 from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.errors import StoreError
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 
 
 @pytest.fixture

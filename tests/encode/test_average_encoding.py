@@ -16,7 +16,7 @@ from ragcachekit.model.encoding import AverageEncoding
 from ragcachekit.plan.encodings import Encodings, TokenSegment
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.stored_averages import StoredAverages
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey, chunk_id
 
 SYSTEM, CHUNK, JOINT = tokens(9, 1), tokens(14, 2), tokens(2, 8)

@@ -13,11 +13,10 @@ from ragcachekit import RagCache
 from ragcachekit.prefix_tree.base import key_of
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import concerns
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.disk.entry_files import entry_files
-from ragcachekit.store.entry.file import entry_name, read_key
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.entry import entry_name, read_key
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey, chunk_id
 from speaking import byte_level, speaker

@@ -14,7 +14,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.store.base import Found
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.forgets import ForgottenTexts
 from server_kit import LONG, MODEL, served
 from tree_kit import nodes
 

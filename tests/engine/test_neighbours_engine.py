@@ -20,7 +20,7 @@ from ragcachekit import (
     Text,
 )
 from ragcachekit.policies.lego import Lego
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
 from speaking import byte_level, speaker
 

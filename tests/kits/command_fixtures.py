@@ -15,8 +15,8 @@ from benchmarks.world.world import make_world
 from ragcachekit.cli import app
 from ragcachekit.commands.ask import AskSettings, open_session
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.file import read_key
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import read_key
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 
 BOS = 1
 

@@ -15,7 +15,7 @@ from ragcachekit.prefix_tree.base import Root
 from ragcachekit.prefix_tree.conversations import Turn, Turns
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.reports import LinkReport
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
 from tree_kit import ROOT, kv_of, nodes, path_of
 

@@ -17,9 +17,8 @@ from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.agreement import tolerance_for
 from ragcachekit.store.base import KVStore, Tier
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import Prompt
 

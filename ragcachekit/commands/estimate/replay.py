@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from ragcachekit.plan.link_plan import COMPUTED
 from ragcachekit.plan.row_cost import RowCost
-from ragcachekit.store.eviction.base import Access
-from ragcachekit.store.eviction.policies import open_eviction
-from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.eviction import Access, open_eviction
+from ragcachekit.store.ranking import Ranking
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 HOST, DISK = "host", "disk"

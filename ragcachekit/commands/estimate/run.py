@@ -28,7 +28,7 @@ from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.row_cost import row_cost_of
 from ragcachekit.policies.base import LayerwisePolicy, PlacedChunk
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.eviction.policies import open_eviction
+from ragcachekit.store.eviction import open_eviction
 
 _CHUNK_NAME = re.compile(r"\S+#\d+")
 

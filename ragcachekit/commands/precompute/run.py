@@ -28,10 +28,9 @@ from ragcachekit.model.prefill_timing import measure_profile
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.base import KVStore
-from ragcachekit.store.entry.file import entry_name
+from ragcachekit.store.base import KVStore, NullStore
+from ragcachekit.store.entry import entry_name
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.null import NullStore
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.auto import Pair
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 
 SECONDS = 60.0
 """Time budget of one check; a prompt that would not end within it is dropped."""

@@ -28,7 +28,7 @@ from ragcachekit.policies.auto import ALONE, Pair, candidates
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.forgets import ForgottenTexts
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ragcachekit.forward.cuda_graphs.captured_cache import (
     room_for,
     tokens_for,
 )
-from ragcachekit.store.loading.load import Pair
+from ragcachekit.store.load import Pair
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ragcachekit.files import make_folder, parse_json, read_regular, replace_file
 from ragcachekit.server.errors import ApiError
-from ragcachekit.store.disk.folder import claim_folder
+from ragcachekit.store.disk_files import claim_folder
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,11 @@ from typing import Any
 
 from ragcachekit.errors import StoreError, missing_extra
 from ragcachekit.store.base import concerns, quota_of
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import key_in
-from ragcachekit.store.eviction.policies import Lru
-from ragcachekit.store.eviction.ranking import Ranking
-from ragcachekit.store.remote.base import Usage, hashed
-from ragcachekit.store.remote.remote_store import RemoteStore
-from ragcachekit.store.remote.seal import OVERHEAD, body
+from ragcachekit.store.entry import EntryDamaged, key_in
+from ragcachekit.store.eviction import Lru
+from ragcachekit.store.ranking import Ranking
+from ragcachekit.store.remote import RemoteStore, Usage, hashed
+from ragcachekit.store.seal import OVERHEAD, body
 from ragcachekit.types import KVKey
 
 _ENDING = ".kv"

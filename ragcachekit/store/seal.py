@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragcachekit.store.entry.header import EntryDamaged
+from ragcachekit.store.entry import EntryDamaged
 
 _MAGIC = b"rck-seal"
 _DIGEST = "sha256"

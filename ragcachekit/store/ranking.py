@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy, Record
+from ragcachekit.store.eviction import HIT, MISS, Access, EvictionPolicy, Record
 
 K = TypeVar("K", bound=Hashable)
 

@@ -2,28 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from threading import Lock
+from typing import NamedTuple, Protocol
 
 from ragcachekit.errors import StoreError
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, StoreStats, Tier, concerns, quota_of
-from ragcachekit.store.counters import Counters
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import EntryImage, from_bytes
-from ragcachekit.store.entry.layout import storable
-from ragcachekit.store.remote.base import Backend, Usage
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
-from ragcachekit.store.remote.seal import OtherKey, Seal
+from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
+from ragcachekit.store.deadlines import DeadlineExecutor
+from ragcachekit.store.entry import EntryDamaged, EntryImage, from_bytes, storable
+from ragcachekit.store.seal import OtherKey, Seal
 from ragcachekit.types import KVKey
+
+
+class Usage(NamedTuple):
+    """Entries and their bytes."""
+
+    entries: int
+    nbytes: int
+
+
+class Backend(Protocol):
+    """Named byte strings within a byte budget, least recently used first out.
+
+    Methods may block and raise anything: they run with a deadline, in several threads, and may end after the
+    caller has given up. Implementations promise:
+
+    - an entry is whole, missing, or its seal does not match;
+    - an entry saved late never survives a ``forget`` called after its ``save``, or that ``forget`` raises.
+    """
+
+    def open(self) -> None:
+        """Evict what exceeds the budget."""
+        ...
+
+    def load(self, key: KVKey) -> bytes | None:
+        """Return the entry under ``key``, now the most recently used one, or None."""
+        ...
+
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile.
+
+        Return how many entries were evicted for it, or None if it is not kept.
+        """
+        ...
+
+    def delete(self, key: KVKey) -> None:
+        """Drop the entry under ``key``."""
+        ...
+
+    def exists(self, key: KVKey) -> bool:
+        """Whether there is an entry under ``key``."""
+        ...
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+        """As :meth:`~ragcachekit.store.base.KVStore.forget`, adding digests to ``dropped``."""
+        ...
+
+    def usage(self) -> Usage:
+        """Return the present content."""
+        ...
+
+    def close(self) -> None:
+        """Close connections; does not wait."""
+        ...
+
+
+def hashed(text: str) -> str:
+    """A name of 32 hexadecimal digits for a namespace or chunk id."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
 
 FORGET_DEADLINES = 10
 """Deadlines that ``forget`` and opening may take: no answer waits for them."""
 
 
 class RemoteStore(Tier):
-    """Sealed chunk KV on a :class:`~ragcachekit.store.remote.base.Backend`, with deadlines.
+    """Sealed chunk KV on a :class:`~ragcachekit.store.remote.Backend`, with deadlines.
 
     If the service does not answer within the deadline, methods return a miss, False or nothing; ``forget``
     takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in this process,

@@ -2,27 +2,122 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import StoreError
 from ragcachekit.files import sync_folder
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, Tier, concerns
-from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.entry_files import SECONDS_TO_LOCK, SECONDS_TO_OPEN, EntryFiles, entry_files
-from ragcachekit.store.disk.folder import FolderBusy, LockFailed, claim_folder, not_writable
-from ragcachekit.store.disk.source import DiskSource
-from ragcachekit.store.disk.volume import is_full, takes_no_writes
-from ragcachekit.store.entry.buffers import Buffers
-from ragcachekit.store.entry.file import EntryReader, open_entry, read_key
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import At, EntryImage, nowhere
+from ragcachekit.store.base import Counters, Evicted, Found, LayerSource, StoreStats, Tier, concerns
+from ragcachekit.store.disk_files import (
+    SECONDS_TO_LOCK,
+    SECONDS_TO_OPEN,
+    EntryFiles,
+    FolderBusy,
+    LockFailed,
+    claim_folder,
+    entry_files,
+    not_writable,
+)
+from ragcachekit.store.entry import (
+    At,
+    Buffers,
+    EntryDamaged,
+    EntryImage,
+    EntryReader,
+    nowhere,
+    open_entry,
+    read_key,
+)
 from ragcachekit.types import KVKey
+
+_NO_SPACE = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_NO_WRITES = {*_NO_SPACE, errno.EROFS, errno.EIO}
+_SHARE_OF_FREE, _SHARE_OF_VOLUME = 2, 16
+
+
+def takes_no_writes(error: BaseException) -> bool:
+    """Whether an error, or one of its causes, means that the medium is full, read-only or failing."""
+    return _has_code(error, _NO_WRITES)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error, or one of its causes, means that there is no space left."""
+    return _has_code(error, _NO_SPACE)
+
+
+def _has_code(error: BaseException | None, codes: set[int]) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in codes:
+            return True
+        error = error.__cause__
+    return False
+
+
+def default_disk_bytes(folder: Path) -> int:
+    """The default budget of a disk tier.
+
+    64 GiB, or half of what is free or already the folder's where that is less; but at least a sixteenth of
+    the volume, and at least the folder's present content.
+    """
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    taken = 0
+    try:
+        volume = shutil.disk_usage(existing)
+        for file in folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # another process evicted it just now
+                taken += file.stat().st_size
+    except OSError:
+        return DEFAULT_DISK_BYTES
+    free, least = volume.free + taken, volume.total // _SHARE_OF_VOLUME
+    return max(1, min(DEFAULT_DISK_BYTES, max(free // _SHARE_OF_FREE, least, taken)))
+
+
+class DiskSource:
+    """A :class:`~ragcachekit.store.base.LayerSource` over one entry file; closes ``reader``.
+
+    ``ended`` is called once: with None when all was read, or with the error that ended the reading. A source
+    that is closed early does not call it, and is neither a hit nor a miss.
+    """
+
+    tier: str = "disk"
+
+    def __init__(self, reader: EntryReader, ended: Callable[[EntryDamaged | OSError | None], None]) -> None:
+        self._reader, self._ended, self._over = reader, ended, False
+        header = reader.header
+        layout = header.layout
+        self.nbytes, self.layers, self.shapes = layout.nbytes, layout.layers, layout.shapes
+        self.tokens = layout.groups[0][1].shape[1]
+        self.start, self.quantised = header.start, header.quantised
+        self.sums: Mapping[str, torch.Tensor] = reader.sums
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return self._reader.layer(number)
+        except (EntryDamaged, OSError) as error:
+            self._end(error)
+            raise
+
+    def finished(self, kv: ChunkKV) -> None:
+        self._end(None)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _end(self, error: EntryDamaged | OSError | None) -> None:
+        if not self._over:
+            self._over = True
+            self._ended(error)
+
 
 _IDLE_BYTES = 128 << 20  # of memory kept for the next reads
 STEPS = ("evicted", "room made", "created", "half written", "written", "renamed", "removed", "read")

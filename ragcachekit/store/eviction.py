@@ -1,12 +1,118 @@
-"""The eviction policies: adding one is a class and a line in :data:`POLICIES`."""
+"""Eviction policies: a number per entry, and the lowest one is evicted first."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from ragcachekit.store.eviction.base import Access, EvictionPolicy, Record
-from ragcachekit.store.eviction.window import Seconds, Window
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One request's use of one entry.
+
+    Attributes
+    ----------
+    hit : bool
+        False if the entry was not there and had to be computed.
+    seconds : float
+        Cost of a miss: estimated prefill time of the whole request, or of reloading. 0 where unknown.
+    new_tokens : int
+        Tokens that this time was spent on.
+    weight : float
+        How useful the use was (Cache-Craft: 1 / max(CCI (1 - beta'), 0.05)).
+    times : int
+        Number of uses. 0 ranks an entry anew by uses that were counted before.
+    """
+
+    hit: bool = True
+    seconds: float = 0.0
+    new_tokens: int = 0
+    weight: float = 1.0
+    times: int = 1
+
+
+HIT = Access()
+MISS = Access(hit=False)
+
+
+@dataclass(slots=True)
+class Record:
+    """State of one entry, kept for some time after its eviction."""
+
+    nbytes: int = 0
+    group: str = ""  # its namespace
+    priority: float = 0.0
+    frequency: float = 0.0  # accesses within the policy's window, as of the last access
+    current: float = 0.0  # accesses in the bucket of the window with the number ``bucket``
+    previous: float = 0.0  # accesses in the bucket before
+    bucket: float = 0
+    at: int = 0  # number of the last access, counted over all entries
+    missed: int = 0  # misses of known cost
+    cost: float = 0.0  # sum over these of seconds per new token
+    weight: float = 0.0  # sum of the accesses' weights, as the policy ages it
+    holds: int = 0
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Ranks the entries of one tier. Implementations promise:
+
+    - both methods take constant time and change nothing but ``record`` and the policy's own clock;
+    - they are called under the tier's lock, with ``now`` growing by one per access.
+
+    A policy object belongs to one tier.
+    """
+
+    def accessed(self, record: Record, access: Access, now: int) -> None:
+        """Set ``record.priority``, and what it depends on, after an access."""
+        ...
+
+    def evicted(self, record: Record) -> None:
+        """Called when this entry had the lowest priority and was evicted; nothing by default."""
+        return
+
+
+class Seconds(float):
+    """A window's length in seconds of the monotonic clock."""
+
+
+class Window:
+    """Counts an entry's accesses within the last ``length``, by two buckets.
+
+    Accesses of the tier, or time, are divided into buckets of that length. The bucket before counts by the
+    share of it that the window still covers. This is exact for even use and needs no list of times. A
+    frequency is that of the entry's last access, as in RAGCache's Algorithm 1.
+
+    Parameters
+    ----------
+    length : int, Seconds or None
+        Accesses of the tier, or a time, also from before the entry was evicted; None counts accesses since
+        the entry last came in.
+    """
+
+    def __init__(self, length: int | Seconds | None = None) -> None:
+        if length is not None and length < 1:
+            raise ValueError(f"a window must be at least 1 access or 1 second long, got {length}")
+        self._length = length
+
+    def count(self, record: Record, access: Access, now: int) -> float:
+        """Count access number ``now`` of the tier; sets and returns ``record.frequency``."""
+        if self._length is None:
+            record.frequency = record.frequency + access.times if access.hit else float(access.times)
+            return record.frequency
+        at = time.monotonic() if isinstance(self._length, Seconds) else now
+        bucket, into = divmod(at, self._length)
+        passed = bucket - record.bucket
+        if passed:
+            record.previous = record.current if passed == 1 else 0.0
+            record.current, record.bucket = 0.0, bucket
+        record.current += access.times
+        record.frequency = record.current + record.previous * (1 - into / self._length)
+        return record.frequency
+
 
 PGDSF_WINDOW = 10_000
 """Accesses of the tier."""
@@ -25,7 +131,7 @@ class Lru(EvictionPolicy):
 class Lfu(EvictionPolicy):
     """The entry with the fewest accesses in ``window`` is evicted first; of equal ones, the least recent.
 
-    ``window`` is as in :class:`~ragcachekit.store.eviction.window.Window`.
+    ``window`` is as in :class:`~ragcachekit.store.eviction.Window`.
     """
 
     def __init__(self, window: int | Seconds | None = None) -> None:
@@ -39,7 +145,7 @@ class Gdsf(EvictionPolicy):
     """Priority = clock + frequency x cost / size, where cost / size is 1 (RAGCache sections 5.1 and 7.4).
 
     The clock is the highest priority that was evicted, so that old frequent use ends up below present use.
-    ``window`` is as in :class:`~ragcachekit.store.eviction.window.Window`.
+    ``window`` is as in :class:`~ragcachekit.store.eviction.Window`.
     """
 
     def __init__(self, window: int | Seconds | None = None) -> None:

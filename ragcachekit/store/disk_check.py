@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.counters import Counters
-from ragcachekit.store.disk.entry_files import SECONDS_TO_LOCK, SECONDS_TO_OPEN, EntryFiles, entry_files
-from ragcachekit.store.disk.folder import FolderLock, LockFailed, claim_folder, orphans
-from ragcachekit.store.entry.file import EntryReader, entry_name
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import nowhere
+from ragcachekit.store.base import Counters
+from ragcachekit.store.disk_files import (
+    SECONDS_TO_LOCK,
+    SECONDS_TO_OPEN,
+    EntryFiles,
+    FolderLock,
+    LockFailed,
+    claim_folder,
+    entry_files,
+    orphans,
+)
+from ragcachekit.store.entry import EntryDamaged, EntryReader, entry_name, nowhere
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and all bytes to read."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.loading.load import IDLE, PREFETCH, Hit, Load, LoadingKV
+from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.load import IDLE, PREFETCH, Hit, Load, LoadingKV
 from ragcachekit.threads import Condition, DaemonPool, Job
 from ragcachekit.types import KVKey
 
@@ -41,7 +41,7 @@ class Loader:
     """Finds entries in a store and reads those of slow tiers in background threads. Thread safe.
 
     An entry that several requests need at once is read once. Damage, I/O errors and deadlines raise
-    :class:`~ragcachekit.store.loading.load.LoadFailed` where a request waits for the layer.
+    :class:`~ragcachekit.store.load.LoadFailed` where a request waits for the layer.
 
     Parameters
     ----------
