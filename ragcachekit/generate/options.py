@@ -16,9 +16,6 @@ from ragcachekit.config import WHOLE, check_number, check_type
 from ragcachekit.errors import GenerationNotSupported
 
 DEFAULT_NEW_TOKENS = 256
-MIN_TEMPERATURE = 1e-4
-"""What is drawn at a lower one does not differ, and transformers' logits / temperature may overflow."""
-
 _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 REFUSED = {
@@ -156,8 +153,6 @@ def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context
     if "max_length" in options:
         room = options.pop("max_length") - tokens
         options["max_new_tokens"] = min(options.get("max_new_tokens", room), room)
-    if 0 < (options.get("temperature") or 0) < MIN_TEMPERATURE:
-        options["temperature"] = MIN_TEMPERATURE
     if options.get("max_new_tokens", 1) < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
     return options

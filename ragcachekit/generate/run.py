@@ -121,7 +121,7 @@ def run_generate(
                 with _seeded(model, seed) as random:
                     return _generated(model, linked, options, timer, loop, stop, decode, first, random)
             except Cancelled:
-                if streamer is not None:
+                if streamer is not None and not one_token:  # else the batch ends it
                     streamer.end()
                 now = time.perf_counter()
                 return Generated((), False, now, now, True, plan, plan.report)

@@ -1,20 +1,18 @@
-"""A submitted prompt and its answer to come."""
+"""One prompt to answer, and the handle that :meth:`ragcachekit.RagCache.submit` returns for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 from traceback import clear_frames
-from typing import Literal
+from typing import Any, Literal
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_number
-from ragcachekit.engine.request_path import Asked
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
-from ragcachekit.observers import Watch, attempt
+from ragcachekit.observers import ObservedRequest, attempt
 from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
@@ -23,35 +21,29 @@ from ragcachekit.threads import Condition
 State = Literal["waiting", "running", "done"]
 
 
-class Late(Event):
-    """Set once a deadline, in seconds of :func:`time.monotonic`, has passed."""
-
-    def __init__(self, deadline: float) -> None:
-        super().__init__()
-        self._deadline = deadline
-
-    def is_set(self) -> bool:
-        return self._deadline < time.monotonic()
-
-
 @dataclass(frozen=True, eq=False)
-class Work:
-    """What the queue knows of a request: the tokenised prompt, and what was asked for.
+class GenerateCall:
+    """A tokenised prompt, and everything that was asked for.
 
-    ``new_tokens`` limits the answer. ``submitted`` is in seconds of :func:`time.perf_counter`, ``deadline``
-    of :func:`time.monotonic`. ``scope`` is that of the submitting call.
+    - ``options``: Complete ones of generate, with the ``streamer``; ``stop`` strings.
+    - ``new_tokens``: Limit of the answer.
+    - ``submitted_at``: In seconds of :func:`time.perf_counter`; ``deadline`` in those of
+      :func:`time.monotonic`.
+    - ``scope``: That of the calling thread; ``cancel`` ends this request alone.
+    - ``observed``: Its observers.
     """
 
     prompt: PromptRequest
-    asked: Asked
+    options: Mapping[str, Any]
+    stop: Sequence[str]
     estimator: Estimator
     new_tokens: int
-    submitted: float
+    submitted_at: float
     deadline: float
     scope: CancelScope
     cancel: Event
     streamer: RequestStreamer | None
-    watch: Watch
+    observed: ObservedRequest
 
     @property
     def tokens(self) -> int:
@@ -75,13 +67,13 @@ class Request:
 
     def __init__(
         self,
-        work: Work,
+        call: GenerateCall,
         tokens: TokenQueue | None,
         detokenizer: Detokenizer,
         on_cancel: Callable[[Request], object],
         refuse_own_thread: Callable[[], object],
     ) -> None:
-        self.work, self._on_cancel, self._refuse = work, on_cancel, refuse_own_thread
+        self.call, self._on_cancel, self._refuse = call, on_cancel, refuse_own_thread
         self.prefetched, self.batch = False, 0
         self._tokens, self.detokenizer = tokens, detokenizer
         self._changed = Condition()
@@ -89,7 +81,6 @@ class Request:
         self._answer: Answer | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Request], object]] = []
-        refuse_after_fork(self)
 
     @property
     def state(self) -> State:
@@ -118,19 +109,23 @@ class Request:
         Cancelled
             In a cancelled :class:`ragcachekit.CancelScope`.
         """
-        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
-        self._refuse_own_thread(timeout)
-        try:
-            if not self._changed.wait_for(self.done, timeout):
-                raise TimeoutError(f"not answered within {timeout:g} s; it goes on: ask again, or cancel()")
-        except KeyboardInterrupt:
-            self.cancel()
-            raise
+        if not self.wait(timeout):
+            raise TimeoutError(f"not answered within {timeout:g} s; it goes on: ask again, or cancel()")
         raise_if_cancelled()
         if self._error is not None:
             raise self._error
         assert self._answer is not None
         return self._answer
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done; False after ``timeout`` seconds. Other errors as for :meth:`result`."""
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        self._refuse_own_thread(timeout)
+        try:
+            return self._changed.wait_for(self.done, timeout)
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
 
     def stream(self) -> Iterator[str]:
         """Yield the text as it is generated, in pieces; ending early cancels the request.
@@ -153,7 +148,7 @@ class Request:
 
     def cancel(self) -> None:
         """End the request: at once where it waits, else before the next layer of its prefill, or token."""
-        self.work.cancel.set()
+        self.call.cancel.set()
         self._on_cancel(self)
 
     def done(self) -> bool:
@@ -175,7 +170,7 @@ class Request:
                 return
         attempt(callback, self)
 
-    # -- for the queue -----------------------------------------------------------------------------
+    # -- for the scheduler -------------------------------------------------------------------------
 
     def _refuse_own_thread(self, timeout: float | None = None) -> None:
         if not self.done() and timeout != 0:
@@ -188,15 +183,15 @@ class Request:
     @property
     def cancel_requested(self) -> bool:
         """Whether it, or the scope that it was submitted in, was cancelled."""
-        return self.work.cancel.is_set() or self.work.scope.requested
+        return self.call.cancel.is_set() or self.call.scope.requested
 
     @property
     def is_late(self) -> bool:
         """Whether its deadline has passed, and nothing else has ended it."""
-        return self.work.deadline < time.monotonic() and not self.cancel_requested
+        return self.call.deadline < time.monotonic() and not self.cancel_requested
 
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
-        """End it with an answer or an error; called once, by the queue."""
+        """End it with an answer or an error; called once, by the scheduler."""
         cause, cleared = error, set[int]()  # an error can be its own cause
         while cause is not None and id(cause) not in cleared:  # whose frames hold the KV of a whole batch
             clear_frames(cause.__traceback__)
@@ -206,7 +201,7 @@ class Request:
             self._answer, self._error, self._state = answer, error, "done"
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
-        if self.work.streamer is not None:
-            attempt(self.work.streamer.end)
+        if self.call.streamer is not None:
+            attempt(self.call.streamer.end)
         for callback in callbacks:
             attempt(callback, self)

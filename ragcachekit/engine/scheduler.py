@@ -1,4 +1,4 @@
-"""The queue of one engine: requests wait for their turn, then are decoded together."""
+"""The scheduler of one engine: requests wait for their turn, then are decoded together."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from threading import TIMEOUT_MAX, get_ident
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.active_requests import ActiveRequests
-from ragcachekit.engine.queue.order import CacheAwareOrder
-from ragcachekit.engine.queue.request import Request
-from ragcachekit.engine.queue.runner import Runner
+from ragcachekit.engine.order import CacheAwareOrder
+from ragcachekit.engine.request import Request
+from ragcachekit.engine.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.reports import Answer, QueueStats
 from ragcachekit.threads import Condition, DaemonPool, Job
 
 log = logging.getLogger(__name__)
 
-AHEAD = 4
+PREFETCHED = 4
 """Waiting requests whose entries in slow tiers are loaded before their turn (Cache-Craft section 3.4)."""
-
 
 EVERY = 0.05
 """Seconds between two looks whether a request that waits for room was cancelled, or is late."""
 
 
-class RequestQueue:
-    """Requests of :meth:`ragcachekit.RagCache.submit`, and the thread that answers them.
+class Scheduler:
+    """The waiting and running requests of an engine, and the thread that answers them.
 
     The thread starts with the first request and ends when none is left. Between two decoding steps of the
     batch it begins at most one request.
@@ -38,7 +36,7 @@ class RequestQueue:
 
     def __init__(self, config: QueueConfig, runner: Runner, active: ActiveRequests) -> None:
         self._config, self._runner, self._active = config, runner, active
-        self._order = CacheAwareOrder[Request](config.window, lambda request: request.work.estimator.rows())
+        self._order = CacheAwareOrder[Request](config.window, lambda request: request.call.estimator.rows())
         self._pool = DaemonPool("ragcachekit-queue")
         self._changed = Condition()  # guards the order and everything below
         self._counts = Counter[str]()
@@ -46,7 +44,6 @@ class RequestQueue:
         self._driving = self._closed = False
         self._thread: int | None = None  # that answers
         self._turns: list[Request] = []  # that the thread is beginning or answering
-        refuse_after_fork(self)
 
     @property
     def waiting(self) -> int:
@@ -103,7 +100,7 @@ class RequestQueue:
             if request.cancel_requested or request.is_late:
                 with self._changed:
                     self._counts["submitted"] += 1
-                self._ended_by(request, Cancelled())
+                self._end(request, Cancelled())
                 return
             self.refuse_own_thread()
             self._changed.wait_for(lambda: self._closed or self.has_room(), min(left, EVERY))
@@ -111,9 +108,9 @@ class RequestQueue:
     def cancel(self, request: Request) -> None:
         """End a request that waits; one that runs ends itself."""
         with self._changed:
-            mine = self._discard(request)
-        if mine:
-            self._ended_by(request, Cancelled())
+            waited = self._discard(request)
+        if waited:
+            self._end(request, Cancelled())
 
     def close(self) -> None:
         """End waiting requests with Closed; running ones are finished. Idempotent."""
@@ -131,8 +128,8 @@ class RequestQueue:
                 raise Closed("this RagCache is closed; make a new one, or close it after its last use")
             if not self.has_room():
                 return False
-            self._order.add(request, request.work.share)
-            if request.work.deadline < inf or request.work.scope.has_others:
+            self._order.add(request, request.call.share)
+            if request.call.deadline < inf or request.call.scope.has_others:
                 self._watched[request] = None
             self._runner.note_waiting(request)
             if not self._driving and not self._pool.submit(Job(self._drive)):
@@ -143,7 +140,7 @@ class RequestQueue:
             return True
 
     def _discard(self, request: Request) -> bool:
-        found = self._order.discard(request, request.work.share)
+        found = self._order.discard(request, request.call.share)
         if found:
             self._left(request)
         return found
@@ -197,13 +194,13 @@ class RequestQueue:
         with self._changed:
             best = self._order.best(self._runner.is_ready)
             if best is not None and self._runner.has_room(best):
-                self._order.take(best, best.work.share)
+                self._order.take(best, best.call.share)
                 self._turns = [best]
                 self._left(best)
                 best.start()
             else:
                 best = None
-            ahead = self._order.next_ones(AHEAD)
+            ahead = self._order.next_ones(PREFETCHED)
         for request in ahead:
             self._runner.prefetch(request)
         return best
@@ -214,28 +211,29 @@ class RequestQueue:
                 self._finish(request)
         except BaseException as error:  # also SystemExit of a streamer: the others go on
             self._runner.drop(request)
-            self._ended_by(request, error)
+            self._end(request, error)
 
     def _finish(self, request: Request) -> None:
         try:
-            with request.work.scope, CancelScope(self._pool.closed):
+            with request.call.scope, CancelScope(self._pool.closed):
                 answer = self._runner.answer(request)
         except BaseException as error:
-            self._ended_by(request, error)
+            self._end(request, error)
         else:
             cancelled = answer.report.finish_reason == "cancelled"
             if cancelled and request.is_late:
-                self._ended_by(request, Cancelled())
+                self._end(request, Cancelled())
             else:
                 self._resolve(request, "cancelled" if cancelled else "done", answer)
 
-    def _ended_by(self, request: Request, error: BaseException) -> None:
+    def _end(self, request: Request, error: BaseException) -> None:
+        """End a request without the answer that it asked for."""
         if isinstance(error, Cancelled) and request.is_late:
-            waited = time.perf_counter() - request.work.submitted
+            waited = time.perf_counter() - request.call.submitted_at
             late = f"not answered within its deadline: {request.state} after {waited:.3g} s"
             self._resolve(request, "expired", error=DeadlineExceeded(late))
         elif isinstance(error, Cancelled):
-            self._resolve(request, "cancelled", self._runner.nothing(request))
+            self._resolve(request, "cancelled", self._runner.empty_answer(request))
         else:
             self._resolve(request, "failed", error=error)
 
@@ -245,17 +243,17 @@ class RequestQueue:
         if over:
             self._end_waiting()
         with self._changed:
-            ended = [r for r in self._watched if r.work.deadline < now or r.cancel_requested]
+            ended = [r for r in self._watched if r.call.deadline < now or r.cancel_requested]
             for request in ended:
                 self._discard(request)
         for request in self._runner.requests:
             if over or request.cancel_requested:
-                request.work.cancel.set()  # which the batch looks at
-            elif request.work.deadline < now:
+                request.call.cancel.set()  # which the batch looks at
+            elif request.call.deadline < now:
                 self._runner.drop(request)
                 ended.append(request)
         for request in ended:
-            self._ended_by(request, Cancelled())
+            self._end(request, Cancelled())
 
     def _end_waiting(self) -> None:
         with self._changed:
@@ -277,6 +275,6 @@ class RequestQueue:
         with self._changed:
             self._counts[outcome] += 1
         try:  # before the result is there, so that whoever reads metrics after an answer finds it counted
-            request.work.watch.end(None if answer is None else answer.report, error)
+            request.call.observed.end(None if answer is None else answer.report, error)
         finally:
             request.resolve(answer, error)

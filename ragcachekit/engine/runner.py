@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Event
@@ -12,19 +13,30 @@ from typing import Any
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import QueueConfig
+from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.queue.request import Late, Request
-from ragcachekit.engine.request_path import RequestPath
+from ragcachekit.engine.request import Request
 from ragcachekit.forward.own_rows import own_entries
 from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated
+from ragcachekit.generate.run import Generated, Replan
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
+
+
+class _DeadlinePassed(Event):
+    """Set once a deadline, in seconds of :func:`time.monotonic`, has passed."""
+
+    def __init__(self, deadline: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def is_set(self) -> bool:
+        return self._deadline < time.monotonic()
 
 
 @dataclass(eq=False)
@@ -34,15 +46,26 @@ class _Run:
     begun: float
     first: FirstScores | None = None
     decoding: Decoding | None = None
-    whole: Generated | None = None  # of a request that was not decoded in the batch
+    alone: Generated | None = None  # of a request that was not decoded in the batch
     captured: frozenset[KVKey] | None = None
 
 
 class Runner:
-    """Runs the requests of one queue, in the queue's thread."""
+    """Runs requests from their plan to their answer, in the scheduler's thread.
 
-    def __init__(self, config: QueueConfig, components: EngineComponents, path: RequestPath) -> None:
-        self._config, self._components, self._path = config, components, path
+    ``plan`` makes the plan of a request now, ``replan`` another one without entries that could not be loaded.
+    """
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        components: EngineComponents,
+        after_answer: AfterAnswer,
+        plan: Callable[[PromptRequest], LinkPlan],
+        replan: Replan,
+    ) -> None:
+        self._config, self._parts, self._after_answer = config, components, after_answer
+        self._plan, self._replan = plan, replan
         self._runs: dict[Request, _Run] = {}
         self._wanted = Counter[KVKey]()  # entries of waiting requests
         self.steps = self.decoded = 0
@@ -52,13 +75,15 @@ class Runner:
         """The running requests."""
         return list(self._runs)
 
+    # -- requests that wait ------------------------------------------------------------------------
+
     def note_waiting(self, request: Request) -> None:
         """Count the entries of a request that waits."""
-        self._wanted.update(want.to_encode.key for want in request.work.prompt.wanted)
+        self._wanted.update(want.to_encode.key for want in request.call.prompt.wanted)
 
     def note_left(self, request: Request) -> None:
         """Count them no longer."""
-        for want in request.work.prompt.wanted:
+        for want in request.call.prompt.wanted:
             key = want.to_encode.key
             self._wanted[key] -= 1
             if not self._wanted[key]:
@@ -68,36 +93,38 @@ class Runner:
         """Load entries of a waiting request from slow tiers, once."""
         if not request.prefetched:
             request.prefetched = True
-            self._components.loads.prefetch(request.work.estimator.to_load)
+            self._parts.loads.prefetch(request.call.estimator.to_load)
 
     def is_ready(self, request: Request) -> bool:
         """Whether its prefill would not wait for entries that are being loaded or stored."""
-        work, parts = request.work, self._components
-        if parts.capture.pending.concern(work.prompt):
+        call = request.call
+        if self._after_answer.pending.concern(call.prompt):
             return False
-        return parts.loads.hidden(work.estimator.to_load, work.estimator.rows)
+        return self._parts.loads.hidden(call.estimator.to_load, call.estimator.rows)
 
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run, which need not wait for it."""
-        if self._runs and self._components.capture.pending.concern(request.work.prompt):
+        if self._runs and self._after_answer.pending.concern(request.call.prompt):
             return False
-        return self._decoder.has_room(request.work.tokens)
+        return self._decoder.has_room(request.call.tokens)
+
+    # -- requests that run -------------------------------------------------------------------------
 
     def begin(self, request: Request, closed: Event) -> bool:
         """Plan and prefill a request; True if its answer is complete. ``closed`` cancels it."""
         run = self._runs[request] = _Run(time.perf_counter())
-        work, options = request.work, request.work.asked.options
-        with work.scope, CancelScope(closed), CancelScope(work.cancel), CancelScope(Late(work.deadline)):
-            run.first = self._components.shadow.draw(options)
+        call, streamer = request.call, request.call.streamer
+        with call.scope, CancelScope(closed), CancelScope(call.cancel), CancelScope(_DeadlinePassed(call.deadline)):
+            run.first = self._parts.shadow.draw(call.options)
             # A changed model may attend by other code than the batch's.
-            unchanged = self._components.prompts.unchanged()
-            why = self._decoder.why_alone(options) if unchanged else "the model changed"
-            note = () if why is None else (f"generated alone and not in a batch: {why}",)
-            prompt = replace(request.work.prompt, notes=(*request.work.prompt.notes, *note))
+            unchanged = self._parts.planner.unchanged()
+            why = self._decoder.why_alone(call.options) if unchanged else "the model changed"
+            prompt = call.prompt
+            if why is not None:
+                prompt = prompt.with_note(f"generated alone and not in a batch: {why}")
             try:
-                self._begin(request, run, self._planned(prompt), why is None)
+                self._prefill(request, run, self._planned(prompt), why is None)
             except Exception as error:
-                streamer = request.work.streamer
                 if not prompt.reads_cache or (streamer is not None and streamer.streamed):
                     raise
                 log.warning("a linked prompt failed and is computed in full", exc_info=True)
@@ -105,8 +132,8 @@ class Runner:
                     streamer.restart()
                 run.first = None  # nothing is reused, so there is nothing to compare
                 full = replace(prompt, fallback=f"the linked prompt failed: {error!r}")
-                self._begin(request, run, self._path.begin(full), why is None)
-        return run.whole is not None or (run.decoding is not None and run.decoding.finished)
+                self._prefill(request, run, self._plan(full), why is None)
+        return run.alone is not None or (run.decoding is not None and run.decoding.finished)
 
     def step(self) -> list[Request]:
         """Decode a token for each request of the batch; returns those that ended."""
@@ -115,36 +142,36 @@ class Runner:
             return []
         self.steps += 1
         self.decoded += len(active)
-        for run_request, run in self._runs.items():
+        for request, run in self._runs.items():
             if run.decoding is not None:
-                run_request.batch = max(run_request.batch, len(active))
+                request.batch = max(request.batch, len(active))
         ended = self._decoder.step()
         return [request for request, run in self._runs.items() if run.decoding in ended]
 
     def answer(self, request: Request) -> Answer:
         """The answer of a request that has ended, once the caches have followed."""
-        run, work = self._runs.pop(request), request.work
-        generated = run.whole
+        run, call = self._runs.pop(request), request.call
+        generated = run.alone
         if generated is None:
             assert run.decoding is not None, "begun"
             generated = run.decoding.generated()
-        answer = self._path.finish(generated, work.asked, run.first, run.begun, run.captured)
-        self._path.check_auto(generated.plan)
-        queued, report = (run.begun - work.submitted) * 1e3, answer.report
+        answer = self._parts.generator.answer(generated, run.begun, call.options, call.stop)
+        self._after_answer.submit(generated, answer, call, run.first, run.captured)
+        queued, report = (run.begun - call.submitted_at) * 1e3, answer.report
         report = replace(
             report,
             ttft_ms=report.ttft_ms + queued,
-            total_ms=report.total_ms + queued,
+            total_ms=(time.perf_counter() - call.submitted_at) * 1e3,
             queue_ms=queued,
             batch=max(1, request.batch),
         )
-        self._path.reports.append(report)
+        self._after_answer.reports.append(report)
         return replace(answer, report=report)
 
-    def nothing(self, request: Request) -> Answer:
+    def empty_answer(self, request: Request) -> Answer:
         """The answer of a request that was cancelled before its turn."""
-        waited = (time.perf_counter() - request.work.submitted) * 1e3
-        link = plain_plan(request.work.prompt).report
+        waited = (time.perf_counter() - request.call.submitted_at) * 1e3
+        link = plain_plan(request.call.prompt).report
         return Answer("", (), GenerateReport(link, 0, waited, waited, "cancelled", waited))
 
     def drop(self, request: Request) -> None:
@@ -165,13 +192,13 @@ class Runner:
 
     @cached_property
     def _decoder(self) -> BatchDecoder:
-        return self._components.generator.batch_decoder(self._config)
+        return self._parts.generator.batch_decoder(self._config)
 
     def _planned(self, prompt: PromptRequest) -> LinkPlan:
         """The plan, after entries that waiting requests miss too were encoded, once for all of them."""
-        plan, encoder = self._path.begin(prompt), self._components.background_encoder
-        forgot = self._components.forgets.forgot
-        wanted = [item for item in plan.missing if self._wanted[item.key]] if self._path.own else []
+        plan, encoder = self._plan(prompt), self._parts.background_encoder
+        forgot = self._parts.forgets.forgot
+        wanted = [item for item in plan.missing if self._wanted[item.key]] if self._after_answer.captures else []
         missing = [item for item in wanted if not forgot(item.key, item.epoch)]
         if missing:
             captured = {item.key for item in own_entries(plan)}
@@ -180,16 +207,15 @@ class Runner:
             return plan
         encoder.now(missing)
         tokens = sum(len(item.token_ids) for item in missing)
-        note = f"{tokens} of its tokens were encoded before it, for requests that wait too"
-        return self._path.begin(replace(prompt, notes=(*prompt.notes, note)))
+        return self._plan(prompt.with_note(f"{tokens} of its tokens were encoded before it, for requests that wait too"))
 
-    def _begin(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
-        asked, decoder, path = request.work.asked, self._decoder, self._path
-        how: dict[str, Any] = {"stop": asked.stop, "cancel": asked.cancel, "first": run.first}
-        how |= {"capture_missing_rows": path.own, "replan": path.plan}
+    def _prefill(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
+        call, decoder, after = request.call, self._decoder, self._after_answer
+        how: dict[str, Any] = {"stop": call.stop, "cancel": call.cancel, "first": run.first}
+        how |= {"capture_missing_rows": after.captures, "replan": self._replan}
         if not together:
-            run.whole = decoder.run(plan, asked.options, **how)
+            run.alone = decoder.run(plan, call.options, **how)
             return
-        run.decoding = decoder.begin(plan, asked.options, **how)
+        run.decoding = decoder.begin(plan, call.options, **how)
         if self._wanted and not run.decoding.finished:
-            run.captured = path.capture(run.decoding.generated())
+            run.captured = after.capture(run.decoding.generated())

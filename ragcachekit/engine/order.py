@@ -70,7 +70,7 @@ class CacheAwareOrder(Generic[T]):
         if not self._lines:
             return None
         line = self._lines[min(self._lines, key=self._starts.__getitem__)]
-        if line[0].overtaken >= self._window:
+        if self._count == 1 or line[0].overtaken >= self._window:
             return line[0].item
         near = line[: self._window + 1]
         self._choices += 1
@@ -97,7 +97,7 @@ class CacheAwareOrder(Generic[T]):
         for earlier in line[:place]:
             earlier.overtaken += 1
         self.most_overtaken = max([self.most_overtaken, *(earlier.overtaken for earlier in line[:place])])
-        if line[place].renewed < 0:
+        if line[place].renewed < 0 and self._count > 1:  # of the last one the queue is empty
             self._renew(line[place])
         self._now = max(self._now, self._starts[namespace])
         self._starts[namespace] += line[place].computed
