@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.config import GraphConfig, LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -71,7 +71,6 @@ __all__ = [
     "EncodingStats",
     "EngineError",
     "GenerateReport",
-    "GraphConfig",
     "Identity",
     "IndexChange",
     "JsonStore",

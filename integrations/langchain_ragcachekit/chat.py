@@ -15,10 +15,9 @@ from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.tools import BaseTool
 from pydantic import BaseModel
 
-from langchain_ragcachekit.messages import to_dicts
+from langchain_ragcachekit.messages import as_schemas, to_dicts, tool_fields
 from langchain_ragcachekit.settings import EngineSettings, together
 from langchain_ragcachekit.structured_output import parsed, parser_of, with_instructions
-from langchain_ragcachekit.tools import as_schemas, tool_fields
 from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate
 
 UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})

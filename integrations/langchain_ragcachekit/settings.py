@@ -16,17 +16,15 @@ from ragcachekit import Answer, CancelScope, ToolCallReader, astream
 DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
-MOST_THREADS = 64
+MAX_THREADS = 64
+"""Prompts of a batch at a time, unless its config says: these threads only wait for the engine."""
 
 
 def together(config: Any, count: int) -> list[RunnableConfig]:
-    """Configs of ``count`` prompts: all at a time, up to :data:`MOST_THREADS`, unless they say how many.
-
-    LangChain's own number of threads goes by the processor's cores; these threads only wait for the engine.
-    """
+    """Configs of ``count`` prompts that run at once, up to :data:`MAX_THREADS`."""
     configs = get_config_list(config, count)
     if configs and configs[0].get("max_concurrency") is None:
-        configs[0]["max_concurrency"] = min(count, MOST_THREADS)
+        configs[0]["max_concurrency"] = min(count, MAX_THREADS)
     return configs
 
 
@@ -165,7 +163,9 @@ class EngineSettings(BaseModel):
     def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
         overrides = dict(overrides)
-        self._refuse(overrides)
+        overrides.pop("stream", None)
+        if (model := overrides.pop("model", None)) not in (None, self.model_name):
+            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
         tools = self._schemas(overrides.pop("tools", None), overrides.pop("tool_choice", None))
         names = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
         if (most := overrides.pop("max_new_tokens", None)) is not None:
@@ -186,9 +186,3 @@ class EngineSettings(BaseModel):
             sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": chosen.top_k}
             options |= {name: value for name, value in sampling.items() if value is not None}
         return {**options, **self.generate_kwargs, **overrides, **({"tools": tools} if tools else {})}
-
-    def _refuse(self, overrides: dict[str, Any]) -> None:
-        model = overrides.pop("model", None)
-        if model not in (None, self.model_name):
-            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
-        overrides.pop("stream", None)

@@ -25,11 +25,9 @@ def add(
     parallel: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
     contexts: Annotated[int, typer.Option(min=1, help="Stored contexts.")] = 1000,
     context_tokens: Annotated[int, typer.Option(min=1, help="Of all stored contexts.")] = 10_000_000,
-    body_bytes: Annotated[int | None, typer.Option(min=1, help="Of a request's body.")] = None,
 ) -> None:
-    """Make an API key and print it. A running server knows it a second later."""
-    from ragcachekit.server.keys import add_key
-    from ragcachekit.server.tenants import Limits
+    """Make an API key and print it. A running server accepts it at once."""
+    from ragcachekit.server.keys import Limits, add_key
 
     key = add_key(file, name, namespace, opt.settings_of(Limits, locals()))
     typer.echo(key)
@@ -37,7 +35,7 @@ def add(
 
 
 def remove(name: Name, file: KeysFile) -> None:
-    """Remove an API key. A running server refuses it a second later."""
+    """Remove an API key. A running server refuses it from then on."""
     from ragcachekit.server.keys import remove_key
 
     remove_key(file, name)

@@ -23,9 +23,8 @@ CHUNKS = "chunks"
 class ChunkRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Sends requests to replicas that hold their chunks, unless those have too much to do.
 
-    A request names its chunks in the keyword argument ``chunks``, replicas theirs by a
-    :class:`~ragcachekit.cluster.chunk_filter.ChunkFilter` among their routing stats. Where either is missing,
-    this is Ray's power of two choices.
+    A request names its chunks in the keyword argument ``chunks``, replicas theirs in their routing stats.
+    Where either is missing, this is Ray's power of two choices.
     """
 
     def initialize_state(self, **weights: Any) -> None:

@@ -13,8 +13,8 @@ from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.commands.workspace import CacheFolder, explained
 from ragcachekit.errors import RagCacheError
 from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server.app import serve
 from ragcachekit.server.keys import ApiKeys, check_exposure
-from ragcachekit.server.process import serve
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow, shadow_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
 from ragcachekit.generate.generator import Generator
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
@@ -74,7 +73,6 @@ class EngineComponents:
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
         admit_once(model, rope, self.fingerprint, folder)
-        use_graphs(model, settings.graphs)
         with ExitStack() as opened:
             self._open(model, tokenizer, settings, rope, folder, opened)
             self._opened = opened.pop_all()

@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Literal, TypedDict
 
 from ragcachekit.config import (
-    GraphConfig,
     LoadConfig,
     QueueConfig,
     ShadowConfig,
@@ -37,7 +36,6 @@ class EngineOptions(TypedDict, total=False):
     shadow: float | ShadowConfig | None
     load: Literal["auto", "always"] | LoadConfig
     tree: TreeConfig | KnowledgeTree | None
-    graphs: Literal["auto", "off"] | GraphConfig
     queue: QueueConfig | None
     cache_dir: str | os.PathLike[str] | None
 
@@ -57,7 +55,6 @@ class EngineSettings:
     shadow: float | ShadowConfig | None = None
     load: Literal["auto", "always"] | LoadConfig = "auto"
     tree: TreeConfig | KnowledgeTree | None = None
-    graphs: Literal["auto", "off"] | GraphConfig = "auto"
     queue: QueueConfig | None = None
     cache_dir: str | os.PathLike[str] | None = None
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from cluster_kit import SYSTEM, begun, corpus, job, stored
 from ragcachekit.cluster.precompute import EncodingActor, encode_chunks
 from ragcachekit.cluster.shared_tier import shared_tier
-from ragcachekit.cluster.slices import Counter, RowCount, Slices
+from ragcachekit.cluster.slices import RowCount, Slices
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
 
@@ -126,15 +124,6 @@ def test_rows_are_counted():
     assert sink.write([table(CHUNKS), table(CHUNKS[:5])], None) == 17
     sink.on_write_complete(type("Result", (), {"write_returns": [17, 3]}))
     assert sink.rows == 20
-
-
-def test_rows_are_told_as_they_come():
-    told = []
-    counter = SimpleNamespace(add=SimpleNamespace(remote=told.append))
-    RowCount(counter).write([table(CHUNKS)], None)
-    assert told == [len(CHUNKS)]
-    count = Counter()
-    assert [count.add(3), count.add(0), count.add(4)] == [3, 3, 7]
 
 
 def test_urls_choose_the_tier():

@@ -15,7 +15,7 @@ from llama_index.core import PromptTemplate
 from llama_index.core.llms import ChatMessage
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from langchain_ragcachekit.settings import MOST_THREADS, together
+from langchain_ragcachekit.settings import MAX_THREADS, together
 from layer_kit import interrupts, watched
 from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from ragcachekit import QueueConfig, QueueFull, RagCache
@@ -127,7 +127,7 @@ def test_all_prompts_of_a_batch_are_there_at_once_unless_told_otherwise():
     assert {config.get("max_concurrency") for config in together(None, 8)} == {8, None}
     assert together({"max_concurrency": 2}, 8)[0]["max_concurrency"] == 2
     assert together([{"tags": ["a"]}, {}], 2)[0]["tags"] == ["a"]
-    assert together(None, 1000)[0]["max_concurrency"] == MOST_THREADS
+    assert together(None, 1000)[0]["max_concurrency"] == MAX_THREADS
     assert together(None, 0) == []
     given = {"tags": ["a"]}
     together(given, 2)

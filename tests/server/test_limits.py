@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from ragcachekit.server.errors import ApiError
+from ragcachekit.server.keys import Limits, Tenant
 from ragcachekit.server.limits import Usage, duration
-from ragcachekit.server.tenants import Limits, Tenant
 
 
 class Clock:
@@ -33,9 +33,12 @@ def tenant(name="ada", **limits):
 
 
 async def ask(usage, who, tokens=0, used=None):
-    async with usage.admit(who, tokens) as grant:
+    async with usage.admit(who) as grant:
+        grant.expect(tokens)
         if used is not None:
+            headers = grant.headers
             grant.used(used)
+            return headers
         return grant.headers
 
 
@@ -99,22 +102,27 @@ async def test_tokens_are_charged_as_they_were_used(usage, clock):
     await refusal(usage, who, 1)
 
 
-async def test_a_refused_request_costs_nothing(usage):
-    who = tenant(requests_per_minute=2, tokens_per_minute=100)
+async def test_a_refused_request_costs_no_tokens(usage):
+    who = tenant(tokens_per_minute=100)
     for _ in range(5):
         error = await refusal(usage, who, 101)
         assert error.retry_after is None, "waiting would not help"
         assert "Retry-After" not in error.headers
-    assert (await ask(usage, who, 100))["x-ratelimit-remaining-requests"] == "1"
+        assert error.headers["x-ratelimit-remaining-tokens"] == "100"
+    await ask(usage, who, 100)
 
 
 async def test_a_request_that_fails_costs_what_was_announced_and_frees_its_place(usage):
     who = tenant(tokens_per_minute=100, parallel=1)
-    with pytest.raises(RuntimeError):
-        async with usage.admit(who, 60):
+
+    async def fail():
+        async with usage.admit(who) as grant:
+            grant.expect(60)
             raise RuntimeError
-    async with usage.admit(who, 40):
-        pass
+
+    with pytest.raises(RuntimeError):
+        await fail()
+    await ask(usage, who, 40)
     assert (await refusal(usage, who, 1)).kind == "tokens"
 
 
@@ -139,7 +147,6 @@ async def test_requests_at_once(usage):
 
 async def test_changed_limits_hold_at_once(usage, clock):
     await ask(usage, tenant(requests_per_minute=100))
-    await ask(usage, tenant(requests_per_minute=1))
     await refusal(usage, tenant(requests_per_minute=1))
     await ask(usage, tenant())
 

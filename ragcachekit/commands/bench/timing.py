@@ -31,7 +31,7 @@ _BYTES = 32 << 30  # nothing that is measured may be evicted
 
 
 class Measured(NamedTuple):
-    """One request: times in ms, recomputed / cached rows, and how the linked forward ran."""
+    """One request: times in ms, and recomputed / cached rows."""
 
     ttft_ms: float
     link_ms: float
@@ -39,7 +39,6 @@ class Measured(NamedTuple):
     prompt_tokens: int
     wait_ms: float = 0.0
     overlap: float | None = None
-    forward: str = ""
 
 
 @dataclass
@@ -58,7 +57,6 @@ class Timings:
     def row(self, full_ms: float) -> dict[str, Any]:
         """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
         times = [sample.ttft_ms for sample in self.samples]
-        forwards = sorted({sample.forward for sample in self.samples} - {""})
         return {
             "policy": self.policy,
             "tier": self.tier,
@@ -69,7 +67,6 @@ class Timings:
             "ttft_ms_max": max(times),
             "speedup": full_ms / statistics.median(times),
             **{name: self.median(name) for name in ("link_ms", "wait_ms", "overlap")},
-            "forward": ", ".join(forwards) or None,
             "runs": len(times),
         }
 

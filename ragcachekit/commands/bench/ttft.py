@@ -137,7 +137,7 @@ def _measure(
             check_policy(rag, prompt, policy)
         bar.update()
         ways = _ways(lm, prompt, used, engines)
-        if lm.device.type == "cuda":  # kernels are compiled and graphs captured at the first request
+        if lm.device.type == "cuda":  # kernels are compiled at the first request
             for _, ask in ways:
                 ask()
         for _ in range(runs):
@@ -157,7 +157,7 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Measure
         served = not link.reused_tokens + link.recomputed_tokens
     if not served:
         raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
-    cached = (link.recompute_ratio, link.prompt_tokens, link.wait_ms, link.overlap, link.forward)
+    cached = (link.recompute_ratio, link.prompt_tokens, link.wait_ms, link.overlap)
     return Measured(report.ttft_ms, link.link_ms, *cached)
 
 

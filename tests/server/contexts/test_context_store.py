@@ -11,7 +11,7 @@ import pytest
 
 from context_kit import ONE, THREE, TWO, Engine, make
 from ragcachekit.errors import StoreError
-from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError
 
 

@@ -12,9 +12,8 @@ from starlette.applications import Starlette
 
 from ragcachekit import RagCache
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server.contexts.store import ContextStore
-from ragcachekit.server.keys import add_key
-from ragcachekit.server.tenants import Limits
+from ragcachekit.server.contexts import ContextStore
+from ragcachekit.server.keys import Limits, add_key
 from ragcachekit.types import chunk_id
 from speaking import WORDS, byte_level, speaker
 
@@ -27,9 +26,9 @@ URL = "http://test"
 async def server(tmp_path):
     """The application in its lifespan, its engine, and clients by tenant."""
     file = tmp_path / "keys.json"
-    limits = {"few": Limits(requests_per_minute=2), "small": Limits(body_bytes=500)}
-    keys = {name: add_key(file, name, limits=limits.get(name)) for name in ("ada", "bob", "few", "small")}
-    config = ServerConfig(model_name="tiny", keys=file, contexts=tmp_path / "contexts")
+    limits = {"few": Limits(requests_per_minute=2)}
+    keys = {name: add_key(file, name, limits=limits.get(name)) for name in ("ada", "bob", "few")}
+    config = ServerConfig(model_name="tiny", keys=file, contexts=tmp_path / "contexts", max_body_bytes=5000)
     with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="lego:4", encode_after=1) as rag:
         app = create_app(rag, config)
 
@@ -111,10 +110,10 @@ async def test_strangers_limits_and_large_bodies_in_openais_form(server):
             await ask(few)
         assert 1 <= int(refused.value.response.headers["retry-after"]) <= 30
         assert refused.value.code == "rate_limit_exceeded"
-    async with client("small") as small:
-        await ask(small)
+    async with client("ada") as ada:
+        await ask(ada)
         with pytest.raises(openai.APIStatusError) as large:
-            await ask(small, documents=["a" * 500])
+            await ask(ada, documents=["a" * 5000])
         assert large.value.status_code == 413
 
 

@@ -10,9 +10,9 @@ import pytest
 from ragcachekit import Chunk
 from ragcachekit.errors import DeadlineExceeded, EngineError, PromptTooLong, QueueFull
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.openai.prompts import chat_prompt, text_prompt
-from ragcachekit.server.openai.schemas import Message
+from ragcachekit.server.prompts import chat_prompt, text_prompt
 from ragcachekit.server.responses import api_error
+from ragcachekit.server.schemas import Message
 from server_kit import DOCUMENTS, MODEL, QUESTION
 from tool_kit import scripted
 

@@ -125,7 +125,7 @@ class Completion(BaseModel):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Positive | None = None
-    # Ours
+    # Our own
     documents: Some[str | Document] = []
     cached_content: str | None = Field(None, validation_alias=AliasChoices("cached_content", "cachedContent"))
     chunk_ids: Some[str] = []

@@ -8,11 +8,12 @@ from typing import Any
 
 from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.prompt.messages import marked
-from ragcachekit.server.errors import ApiError, unsupported
-from ragcachekit.server.openai.schemas import Document, Message, Part
+from ragcachekit.server.errors import invalid, unsupported
+from ragcachekit.server.schemas import Document, Message, Part
 
 MARKER = "{documents}"
-"""Where documents stand in a text; without it, they stand before the last user message's text."""
+"""Where documents go in a text; without it, they go before the last user message's text."""
+
 BETWEEN = "\n\n"
 
 Block = dict[str, Any]
@@ -65,72 +66,58 @@ def size_of(prompt: Any) -> tuple[int, int]:
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
+    place = f"messages[{number}]"
     content: Any = message.content
     if isinstance(content, list):
-        content = [_block(f"messages[{number}].content[{at}]", part) for at, part in enumerate(content)]
+        content = [_block(f"{place}.content[{at}]", part) for at, part in enumerate(content)]
     if content is None and not message.tool_calls:
-        raise ApiError(
-            400,
-            f"Invalid value for 'content': expected a string or a list, got null in message {number}.",
-            param=f"messages[{number}].content",
-            code="invalid_value",
-        )
-    out: dict[str, Any] = {"role": role, "content": content}
+        text = f"Invalid value for 'content': expected a string or a list, got null in message {number}."
+        raise invalid(text, f"{place}.content")
+    out: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": content,
+    }
     if message.name:
         out["name"] = message.name
-    if role == "tool":
+    if message.role == "tool":
         out["tool_call_id"] = message.tool_call_id or ""
     if message.tool_calls:
         out["tool_calls"] = [
             {
                 "type": "function",
                 "id": call.id,
-                "function": {"name": call.function.name, "arguments": _arguments(number, call)},
+                "function": {"name": call.function.name, "arguments": _arguments(place, call)},
             }
             for call in message.tool_calls
         ]
     return out
 
 
-def _arguments(number: int, call: Any) -> dict[str, Any]:
+def _arguments(place: str, call: Any) -> dict[str, Any]:
     """Arguments as an object: templates write them by ``tojson``."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise ApiError(
-            400,
-            f"The arguments of the tool call {call.id} are no JSON object.",
-            param=f"messages[{number}].tool_calls",
-            code="invalid_value",
-        )
+        text = f"The arguments of the tool call {call.id} are no JSON object."
+        raise invalid(text, f"{place}.tool_calls")
     return arguments
 
 
-def _block(param: str, part: Part) -> Block:
+def _block(place: str, part: Part) -> Block:
     if part.type == "refusal":
         return _text(part.refusal or "")
     if part.type != "text":
-        raise ApiError(
-            400,
-            f"Invalid value: '{part.type}'. This model reads text only.",
-            param=f"{param}.type",
-            code="invalid_value",
-        )
+        raise invalid(f"Invalid value: '{part.type}'. This model reads text only.", f"{place}.type")
     if part.text is None:
-        raise ApiError(
-            400,
-            f"Missing required parameter: '{param}.text'.",
-            param=f"{param}.text",
-            code="missing_required_parameter",
-        )
+        text = f"Missing required parameter: '{place}.text'."
+        raise invalid(text, f"{place}.text", "missing_required_parameter")
     return marked(part.text) if part.cache_control or part.prompt_cache_breakpoint else _text(part.text)
 
 
 def _place(messages: list[dict[str, Any]], documents: Sequence[str]) -> None:
-    """Put documents where the last marker stands, else before the last user message's content."""
+    """Put documents at the last marker, else before the last user message's content."""
     chunks: list[Block] = []
     for document in documents:
         chunks += [marked(document), _text(BETWEEN)]
@@ -146,12 +133,7 @@ def _place(messages: list[dict[str, Any]], documents: Sequence[str]) -> None:
         if message["role"] == "user":
             message["content"] = [*chunks, *_blocks(message["content"])]
             return
-    raise ApiError(
-        400,
-        f"Documents need a user message, or the text {MARKER} in a message, to stand in.",
-        param="documents",
-        code="invalid_value",
-    )
+    raise invalid(f"Documents need a user message, or the text {MARKER} in a message.", "documents")
 
 
 def _blocks(content: Any) -> list[Block]:
