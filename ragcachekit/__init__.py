@@ -28,16 +28,16 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
-    from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.auto.record import TuneReport
-    from ragcachekit.engine.inspect.diagnosis import Diagnosis
-    from ragcachekit.engine.inspect.view import PromptView
-    from ragcachekit.engine.queue.request import Request
+    from ragcachekit.engine.diagnosis import Diagnosis
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.request import Request
     from ragcachekit.engine.speculation import SpeculativePipeline
+    from ragcachekit.engine.streams import agenerate, astream, to_thread
+    from ragcachekit.engine.view import PromptView
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
+    from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
@@ -123,12 +123,12 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
-    "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
-    "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
+    "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
+    "ragcachekit.engine.streams": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.auto.record": ("TuneReport",),
-    "ragcachekit.engine.inspect.diagnosis": ("Diagnosis",),
-    "ragcachekit.engine.inspect.view": ("PromptView",),
-    "ragcachekit.engine.queue.request": ("Request",),
+    "ragcachekit.engine.diagnosis": ("Diagnosis",),
+    "ragcachekit.engine.view": ("PromptView",),
+    "ragcachekit.engine.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),

@@ -120,7 +120,9 @@ class Observers:
         """Remove an observer; no error if it is none."""
         self._all = tuple(one for one in self._all if one is not observer)
 
-    def begin(self, begun: float, prompt: object, namespace: str, options: Mapping[str, Any]) -> ObservedRequest:
+    def begin(
+        self, begun: float, prompt: object, namespace: str, options: Mapping[str, Any]
+    ) -> ObservedRequest:
         """Tell of a request; ``begun`` in seconds of :func:`time.perf_counter`."""
         if not self._all:
             return UNOBSERVED

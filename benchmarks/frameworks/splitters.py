@@ -24,7 +24,7 @@ from langchain_text_splitters import (
 from langchain_text_splitters.base import Tokenizer
 
 from langchain_ragcachekit.format_docs import format_docs
-from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.types import Chunk
 
 NEIGHBOURS = 4
@@ -95,14 +95,14 @@ class Found:
 
 def measure(texts: Sequence[str], split: Split, children: Split | None, tokenizer: Any) -> Found:
     """What is recognised of a splitter's chunks; ``children`` of them are registered, too."""
-    segmenter, counts = PromptSegmenter(tokenizer), Found()
+    parser, counts = PromptParser(tokenizer), Found()
     documents = [split(text) for text in texts]
     for chunks in documents:
         small = [one for chunk in chunks for one in (children(chunk.page_content) if children else ())]
-        segmenter.registry.add("docs", [d.page_content for d in (*chunks, *small)])
+        parser.registry.add("docs", [d.page_content for d in (*chunks, *small)])
 
     def found(prompt: Any) -> list[str]:
-        segments = segmenter.segment(prompt, "docs").prompt.segments
+        segments = parser.segment(prompt, "docs").segments
         return [(s.text or "").strip() for s in segments if isinstance(s, Chunk)]
 
     for text, chunks in zip(texts, documents, strict=True):
@@ -117,8 +117,8 @@ def measure(texts: Sequence[str], split: Split, children: Split | None, tokenize
             counts.wrong += (seen - expected).total()
             counts.missed += expected - seen
             counts.chunks, counts.found = counts.chunks + expected.total(), counts.found + right.total()
-            counts.tokens += sum(len(segmenter.chunk_ids(one)) for one in expected.elements())
-            counts.found_tokens += sum(len(segmenter.chunk_ids(one)) for one in right.elements())
+            counts.tokens += sum(len(parser.chunk_ids(one)) for one in expected.elements())
+            counts.found_tokens += sum(len(parser.chunk_ids(one)) for one in right.elements())
     return counts
 
 

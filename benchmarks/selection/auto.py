@@ -24,10 +24,10 @@ from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.calibrate.probes import probes
 from ragcachekit.commands.corpus import documents, read_corpus
 from ragcachekit.commands.sample_model import sample_model
-from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.engine.auto.prompts import PROMPTS
 from ragcachekit.engine.shadow import divergence
 from ragcachekit.model.pretrained import load_model
+from ragcachekit.plan.neighbours import Neighbours
 from ragcachekit.policies.auto import MOST_RATIO, Pair, candidates
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

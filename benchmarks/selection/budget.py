@@ -19,8 +19,8 @@ from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.calibrate.losses import Loss, Panel
 from ragcachekit.commands.calibrate.race import ROUND, WITHIN, Bounds, decision, race
 from ragcachekit.commands.calibrate.run import candidates
-from ragcachekit.encode.neighbours import PrecedingChunks
 from ragcachekit.model.pretrained import load_model
+from ragcachekit.plan.neighbours import PrecedingChunks
 from ragcachekit.policies.budgets.budget import Budget
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from ragcachekit.commands.bench.fidelity import run as shipped
 from ragcachekit.commands.bench.fidelity.run import FidelitySettings
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.own_questions import DOCUMENT, Sample, neighbours_of
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
 
 _PER_TYPE, _PER_TYPE_SWEEP = 100, 20
 _POLICIES = (

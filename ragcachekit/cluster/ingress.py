@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ragcachekit.engine.asyncio_api import to_thread
-from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+from ragcachekit.engine.streams import to_thread
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.server.contexts import NAME
 from ragcachekit.server.errors import ApiError, overloaded
 from ragcachekit.server.keys import ApiKeys
@@ -62,7 +62,7 @@ class ChunkReader:
     """
 
     def __init__(self, tokenizer: Any, namespace: Namespace) -> None:
-        self._segmenter, self._namespace = PromptSegmenter(tokenizer), namespace
+        self._parser, self._namespace = PromptParser(tokenizer), namespace
 
     def chunks(self, headers: Mapping[str, str], body: bytes) -> dict[str, int]:
         """Ids of the request's chunks, with their tokens."""
@@ -75,7 +75,7 @@ class ChunkReader:
                     found[name] = _USUAL_TOKENS
                 texts = list(_texts(fields))[:MAX_CHUNKS]
                 namespace = self._namespace(headers, fields) if texts else ""
-                for ids in map(self._segmenter.chunk_ids, texts):
+                for ids in map(self._parser.chunk_ids, texts):
                     found[chunk_id(ids, namespace)] = len(ids)
         except Exception:  # the server refuses what is wrong; here it is only routed
             log.debug("no chunks could be read from a request", exc_info=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.commands.workspace import load_tokenizer
-from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose, text_of
-from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
+from ragcachekit.engine.diagnosis import Diagnosis, diagnose, text_of
 from ragcachekit.errors import RagCacheError
+from ragcachekit.prompt.parser import PromptLike, PromptParser
 
 NO_MODEL = "the chat template was not looked at: give --model"
 _RETURNS = "it must return the prompt (a string or messages) and the list of documents"
@@ -24,11 +24,11 @@ def run(prompt: PromptLike, documents: Iterable[object], model: str | None = Non
     if not texts:
         raise RagCacheError("there are no documents; give what the retriever returned with --documents")
     if model is not None:
-        return diagnose(PromptSegmenter(load_tokenizer(model)), prompt, texts)
+        return diagnose(PromptParser(load_tokenizer(model)), prompt, texts)
     if isinstance(prompt, str):
-        return diagnose(PromptSegmenter(None), prompt, texts)
+        return diagnose(PromptParser(None), prompt, texts)
     contents = "\n\n".join(map(_content, prompt))  # type: ignore[arg-type]
-    found = diagnose(PromptSegmenter(None), contents, texts)
+    found = diagnose(PromptParser(None), contents, texts)
     return Diagnosis(found.chunks, (*found.notes, NO_MODEL))
 
 

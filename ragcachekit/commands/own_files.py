@@ -12,16 +12,17 @@ from ragcachekit.commands.embedding import model_folder
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, load_tokenizer
 from ragcachekit.config import StoreConfig
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
+from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.store.base import KVStore, NullStore
 
 DEFAULT_POLICY = "impact:0.1"
@@ -105,11 +106,11 @@ class OwnFiles:
                 dtype=self.dtype,
             )
 
-    def planner(self, model: Any, tokenizer: Any, fingerprint: str, corpus: Corpus) -> PromptPlanner:
+    def planner(self, model: Any, parser: PromptParser, fingerprint: str, corpus: Corpus) -> Planner:
         """Planner over an empty store: what it misses is what the engine looks up or encodes."""
-        return PromptPlanner(
+        return Planner(
             model,
-            tokenizer,
+            parser,
             rope=describe_rope(model),
             store=NullStore(),
             fingerprint=fingerprint,

@@ -52,11 +52,15 @@ class AfterAnswer:
         if generated.token_ids:  # else cancelled before the first token
             with CancelScope(call.cancel):
                 self._parts.shadow.follow(generated.plan, answer, first, call.options, call.stop)
-                self._parts.loads.learn(generated)
-                if captured is None:
-                    captured = self._parts.capture.after(generated)
-                self.encode_missing(generated.plan.missing, captured)
+                self.follow_up(generated, captured)
         attempt(self._feed_auto, generated.plan)
+
+    def follow_up(self, generated: Generated, captured: frozenset[KVKey] | None = None) -> None:
+        """Use the timings, exact rows and missing chunks of an answered request."""
+        self._parts.loads.learn(generated)
+        if captured is None:
+            captured = self._parts.capture.after(generated)
+        self.encode_missing(generated.plan.missing, captured)
 
     def capture(self, generated: Generated) -> frozenset[KVKey] | None:
         """Store exact rows of a prompt while its answer goes on, for requests that wait.

@@ -2,14 +2,15 @@
 
 1. :meth:`RagCache.submit` has it rendered, tokenised and searched for chunks (``prompt/parser.py``), and its
    entries named (``plan/planner.py``), and puts it in the queue (``engine/scheduler.py``).
-2. At its turn, in the scheduler's thread, ``engine/runner.py`` makes the plan (:meth:`RagCache._plan`: what
+2. At its turn, in the scheduler's thread, ``engine/runner.py`` makes the plan (:meth:`RagCache.plan`: what
    of it is cached, which rows the policy recomputes), and has transformers' generate run it, linked
    (``generate/run.py``, ``forward/linker.py``), up to the first token.
 3. It then gets one token per step, together with the other running requests (``generate/batch.py``).
 4. After its last token, ``engine/after_answer.py`` keeps exact rows and has missing chunks encoded in the
    background, and the waiting caller gets the answer with its report.
 
-``generate``, ``stream``, ``generate_batch``, ``agenerate``, ``astream``, the frameworks and the server submit.
+``generate``, ``stream``, ``generate_batch``, ``agenerate``, ``astream``, the frameworks and the server all
+submit.
 """
 
 from __future__ import annotations
@@ -118,7 +119,12 @@ class RagCache:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, *, _weights: Path | None = None, **options: Unpack[EngineOptions]
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        _weights: Path | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         settings = EngineSettings(**options)
         self.model, self.tokenizer = model, tokenizer
@@ -127,7 +133,7 @@ class RagCache:
         self.fingerprint, self.shadow = parts.fingerprint, parts.shadow
         self._chunks, self._observers = Chunks(parts), Observers()
         self.after_answer = AfterAnswer(parts, settings.cold, self._chunks.registering)
-        runner = Runner(queue, parts, self.after_answer, self._plan, self._replan)
+        runner = Runner(queue, parts, self.after_answer, self.plan, self.replan)
         self.queue = Scheduler(queue, runner, parts.active)
         self._template_noted = self._closed = False
 
@@ -185,8 +191,17 @@ class RagCache:
         PromptTooLong, GenerationNotSupported, Closed, DeadlineExceeded
         """
         self.queue.refuse_own_thread()
-        asked = {"namespace": namespace, "policy": policy, "tools": tools, "stop": stop}
-        return self.submit(prompt, cancel=cancel, deadline=deadline, wait=True, **asked, **options).result()
+        return self.submit(
+            prompt,
+            namespace=namespace,
+            policy=policy,
+            tools=tools,
+            stop=stop,
+            cancel=cancel,
+            deadline=deadline,
+            wait=True,
+            **options,
+        ).result()
 
     def stream(self, prompt: PromptLike, **options: Any) -> AnswerStream:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
@@ -197,7 +212,7 @@ class RagCache:
         return AnswerStream(self.submit(prompt, **{"wait": True, **options}))
 
     def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
-        """As :meth:`generate`, for several prompts that are decoded together; an interrupt cancels them all."""
+        """As :meth:`generate`, for several prompts, decoded together; an interrupt cancels them all."""
         self.queue.refuse_own_thread()
         prompts = several(prompts, "prompts")
         if options.get("streamer") is not None and len(prompts) > 1:
@@ -253,7 +268,7 @@ class RagCache:
         observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed:
             stop = stop_strings(stop)
-            request = self._prepare(prompt, namespace, policy, tools)
+            request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
             options = generator.options(options, len(request.token_ids), stop)
             raise_if_cancelled()
             check_deadline(deadline)
@@ -301,9 +316,9 @@ class RagCache:
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        request = self._prepare(prompt, namespace, policy, tools)
+        request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
         with self.components.active:
-            linked = self.components.generator.link(self._plan(request), self._replan)
+            linked = self.components.generator.link(self.plan(request), self.replan)
         self.components.loads.follow(linked.plan)
         self.after_answer.encode_missing(linked.plan.missing)
         return linked.prompt
@@ -318,9 +333,9 @@ class RagCache:
         >>> print(rag.inspect(prompt).ansi())                      # doctest: +SKIP
         """
         decode = partial(self.components.parser.tokens.decode, special=True)
-        request = self._prepare(prompt, namespace, policy)
+        request = self.prepare(prompt, namespace=namespace, policy=policy)
         with self.components.active:
-            plan = self.components.generator.link(self._plan(request), self._replan).plan
+            plan = self.components.generator.link(self.plan(request), self.replan).plan
         return prompt_view(plan, decode)
 
     def diagnose(
@@ -333,11 +348,12 @@ class RagCache:
         """
         return diagnose(self.components.parser, prompt, documents, self._checked(namespace))
 
-    def _prepare(
+    def prepare(
         self,
         prompt: PromptLike,
-        namespace: str | None,
-        policy: str | SelectionPolicy | None,
+        *,
+        namespace: str | None = None,
+        policy: str | SelectionPolicy | None = None,
         tools: Tools | None = None,
     ) -> PromptRequest:
         """The prompt, tokenised, with its policy and the keys of its chunks; nothing is looked up yet."""
@@ -351,15 +367,15 @@ class RagCache:
             notes = (*notes, NO_TEMPLATE)
         return replace(request, label=chosen.label, notes=notes, fallback=fallback)
 
-    def _plan(self, request: PromptRequest) -> LinkPlan:
+    def plan(self, request: PromptRequest) -> LinkPlan:
         """The plan by what is cached now, once an earlier prompt's rows are stored."""
         waited = self.after_answer.pending.wait(request)
         if waited >= MIN_REPORTED_WAIT_S:
             request = request.with_note(f"waited {waited:.2f} s until rows of an earlier prompt were stored")
         begun = time.perf_counter()
-        return _planned_since(begun, self._replan(self.components.planner.look_up(request)))
+        return _planned_since(begun, self.replan(self.components.planner.look_up(request)))
 
-    def _replan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
+    def replan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         """The plan of a request whose look-ups have begun, without entries that could not be loaded."""
         begun, parts = time.perf_counter(), self.components
         plan = parts.planner.plan(request, without)

@@ -47,8 +47,8 @@ class Pending:
     def of(cls, generated: Generated, turns: bool) -> Pending:
         """What is stored of a request, its first text aside; with ``turns`` also its turn.
 
-        Waiting may take as long as its prefill did, or :data:`MIN_WAIT`: longer, computing the rows again would
-        be quicker.
+        Waiting may take as long as its prefill did, or :data:`MIN_WAIT`; longer than that,
+        computing the rows again would be quicker.
         """
         plan, own, chunks = generated.plan, generated.own, frozenset[str]()
         if own is not None and own.complete(generated.cache):

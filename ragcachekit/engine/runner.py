@@ -66,28 +66,28 @@ class Runner:
     ) -> None:
         self._config, self._parts, self._after_answer = config, components, after_answer
         self._plan, self._replan = plan, replan
-        self._runs: dict[Request, _Run] = {}
-        self._wanted = Counter[KVKey]()  # entries of waiting requests
+        self.runs: dict[Request, _Run] = {}
+        self.wanted = Counter[KVKey]()  # entries of waiting requests
         self.steps = self.decoded = 0
 
     @property
     def requests(self) -> list[Request]:
         """The running requests."""
-        return list(self._runs)
+        return list(self.runs)
 
     # -- requests that wait ------------------------------------------------------------------------
 
     def note_waiting(self, request: Request) -> None:
         """Count the entries of a request that waits."""
-        self._wanted.update(want.to_encode.key for want in request.call.prompt.wanted)
+        self.wanted.update(want.to_encode.key for want in request.call.prompt.wanted)
 
     def note_left(self, request: Request) -> None:
         """Count them no longer."""
         for want in request.call.prompt.wanted:
             key = want.to_encode.key
-            self._wanted[key] -= 1
-            if not self._wanted[key]:
-                del self._wanted[key]
+            self.wanted[key] -= 1
+            if not self.wanted[key]:
+                del self.wanted[key]
 
     def prefetch(self, request: Request) -> None:
         """Load entries of a waiting request from slow tiers, once."""
@@ -104,21 +104,26 @@ class Runner:
 
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run, which need not wait for it."""
-        if self._runs and self._after_answer.pending.concern(request.call.prompt):
+        if self.runs and self._after_answer.pending.concern(request.call.prompt):
             return False
-        return self._decoder.has_room(request.call.tokens)
+        return self.decoder.has_room(request.call.tokens)
 
     # -- requests that run -------------------------------------------------------------------------
 
     def begin(self, request: Request, closed: Event) -> bool:
         """Plan and prefill a request; True if its answer is complete. ``closed`` cancels it."""
-        run = self._runs[request] = _Run(time.perf_counter())
+        run = self.runs[request] = _Run(time.perf_counter())
         call, streamer = request.call, request.call.streamer
-        with call.scope, CancelScope(closed), CancelScope(call.cancel), CancelScope(_DeadlinePassed(call.deadline)):
+        with (
+            call.scope,
+            CancelScope(closed),
+            CancelScope(call.cancel),
+            CancelScope(_DeadlinePassed(call.deadline)),
+        ):
             run.first = self._parts.shadow.draw(call.options)
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
-            why = self._decoder.why_alone(call.options) if unchanged else "the model changed"
+            why = self.decoder.why_alone(call.options) if unchanged else "the model changed"
             prompt = call.prompt
             if why is not None:
                 prompt = prompt.with_note(f"generated alone and not in a batch: {why}")
@@ -137,20 +142,20 @@ class Runner:
 
     def step(self) -> list[Request]:
         """Decode a token for each request of the batch; returns those that ended."""
-        active = self._decoder.active
+        active = self.decoder.active
         if not active:
             return []
         self.steps += 1
         self.decoded += len(active)
-        for request, run in self._runs.items():
+        for request, run in self.runs.items():
             if run.decoding is not None:
                 request.batch = max(request.batch, len(active))
-        ended = self._decoder.step()
-        return [request for request, run in self._runs.items() if run.decoding in ended]
+        ended = self.decoder.step()
+        return [request for request, run in self.runs.items() if run.decoding in ended]
 
     def answer(self, request: Request) -> Answer:
         """The answer of a request that has ended, once the caches have followed."""
-        run, call = self._runs.pop(request), request.call
+        run, call = self.runs.pop(request), request.call
         generated = run.alone
         if generated is None:
             assert run.decoding is not None, "begun"
@@ -176,29 +181,31 @@ class Runner:
 
     def drop(self, request: Request) -> None:
         """End a running request without an answer."""
-        run = self._runs.pop(request, None)
+        run = self.runs.pop(request, None)
         if run is not None and run.decoding is not None:
-            self._decoder.drop(run.decoding)
+            self.decoder.drop(run.decoding)
 
     def clear(self) -> list[Request]:
         """End all running requests without an answer; returns them."""
-        requests, self._runs = list(self._runs), {}
+        requests, self.runs = list(self.runs), {}
         try:
-            self._decoder.clear()
+            self.decoder.clear()
         except Exception:
             log.exception("a batch could not be cleared; the next request opens another")
-            self.__dict__.pop("_decoder", None)
+            self.__dict__.pop("decoder", None)
         return requests
 
     @cached_property
-    def _decoder(self) -> BatchDecoder:
+    def decoder(self) -> BatchDecoder:
         return self._parts.generator.batch_decoder(self._config)
 
     def _planned(self, prompt: PromptRequest) -> LinkPlan:
         """The plan, after entries that waiting requests miss too were encoded, once for all of them."""
         plan, encoder = self._plan(prompt), self._parts.background_encoder
         forgot = self._parts.forgets.forgot
-        wanted = [item for item in plan.missing if self._wanted[item.key]] if self._after_answer.captures else []
+        wanted = (
+            [item for item in plan.missing if self.wanted[item.key]] if self._after_answer.captures else []
+        )
         missing = [item for item in wanted if not forgot(item.key, item.epoch)]
         if missing:
             captured = {item.key for item in own_entries(plan)}
@@ -207,15 +214,17 @@ class Runner:
             return plan
         encoder.now(missing)
         tokens = sum(len(item.token_ids) for item in missing)
-        return self._plan(prompt.with_note(f"{tokens} of its tokens were encoded before it, for requests that wait too"))
+        return self._plan(
+            prompt.with_note(f"{tokens} of its tokens were encoded before it, for requests that wait too")
+        )
 
     def _prefill(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
-        call, decoder, after = request.call, self._decoder, self._after_answer
+        call, decoder, after = request.call, self.decoder, self._after_answer
         how: dict[str, Any] = {"stop": call.stop, "cancel": call.cancel, "first": run.first}
         how |= {"capture_missing_rows": after.captures, "replan": self._replan}
         if not together:
             run.alone = decoder.run(plan, call.options, **how)
             return
         run.decoding = decoder.begin(plan, call.options, **how)
-        if self._wanted and not run.decoding.finished:
+        if self.wanted and not run.decoding.finished:
             run.captured = after.capture(run.decoding.generated())

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ragcachekit.config import QueueConfig
-from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.batch import BatchDecoder
 from ragcachekit.generate.options import check_options, filled_options
@@ -19,6 +18,7 @@ from ragcachekit.generate.run import Generated, Replan, link_ahead, run_generate
 from ragcachekit.generate.streams import cut_at_stop
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.reports import Answer, GenerateReport
 
 
@@ -35,9 +35,9 @@ class Generator:
     ``run`` is :func:`~ragcachekit.generate.run.run_generate` on it.
     """
 
-    def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner) -> None:
-        self.model, self._rope, self._prompts = model, rope, prompts
-        self.run = partial(run_generate, model, rope, decode=prompts.decode)
+    def __init__(self, model: Any, rope: Rope, parser: PromptParser, context: int) -> None:
+        self.model, self.rope, self._parser, self._context = model, rope, parser, context
+        self.run = partial(run_generate, model, rope, decode=parser.decode)
 
     def batch_decoder(self, config: QueueConfig) -> BatchDecoder:
         """A batch of requests on this model."""
@@ -46,8 +46,8 @@ class Generator:
             nbytes = torch.cuda.mem_get_info(device)[0] // 10 if device.type == "cuda" else 2 << 30
         return BatchDecoder(
             self.model,
-            self._rope,
-            decode=self._prompts.decode,
+            self.rope,
+            decode=self._parser.decode,
             max_batch=config.max_batch,
             max_bytes=nbytes,
         )
@@ -59,15 +59,15 @@ class Generator:
     def options(self, options: Mapping[str, Any], tokens: int, stop: Sequence[str]) -> dict[str, Any]:
         """The options of generate for a prompt of ``tokens``; ValueError or TypeError for bad ones."""
         if stop:
-            _ = self._prompts.tokens  # stop strings are text
-        return filled_options(options, tokens, pad=self._prompts.pad, context=self._prompts.context)
+            _ = self._parser.tokens  # stop strings are text
+        return filled_options(options, tokens, pad=self._parser.pad, context=self._context)
 
     def answer(
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
     ) -> Answer:
         """The answer with its report; ``begun`` in seconds of :func:`time.perf_counter`."""
         ids = generated.token_ids
-        text, stopped = cut_at_stop(self._prompts.decode(ids), stop)
+        text, stopped = cut_at_stop(self._parser.decode(ids), stop)
         ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended
         report = GenerateReport(
             replace(generated.report, link_ms=(generated.linked - begun) * 1e3),
@@ -81,6 +81,6 @@ class Generator:
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
         """Link a prompt for another generate call."""
         begun, looked_up = time.perf_counter(), plan.report.load_ms
-        inputs, plan = link_ahead(self.model, self._rope, plan, replan)
+        inputs, plan = link_ahead(self.model, self.rope, plan, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
         return Linked(LinkedPrompt(inputs, report), plan)

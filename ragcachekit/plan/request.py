@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
 
-from ragcachekit.model.encoding import Ids
-from ragcachekit.plan.encodings import Encodings, TokenSegment, Wanted
+from ragcachekit.plan.encodings import Encodings, Wanted
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
 from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import NullStore
+from ragcachekit.types import Ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,10 @@ class PromptRequest:
         beginning = tree.read(self.segments, self.wanted, fingerprint, self.namespace)
         wanted = tuple(want for want in self.wanted if want.start >= beginning.tokens)
         return replace(self, wanted=wanted, beginning=beginning, fetch=fetch)
+
+    def with_note(self, note: str) -> Self:
+        """This request with another note for the report."""
+        return replace(self, notes=(*self.notes, note))
 
     @property
     def token_ids(self) -> Ids:

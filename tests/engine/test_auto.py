@@ -12,17 +12,17 @@ import torch
 
 from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
-from ragcachekit.engine.active_requests import ActiveRequests
+from ragcachekit.background import ActiveRequests
 from ragcachekit.engine.auto import check
 from ragcachekit.engine.auto.chooser import CHANGING, UNKNOWN
 from ragcachekit.engine.auto.probes import probes
 from ragcachekit.engine.auto.prompts import PROMPTS, CheckPrompt, SeenPrompts
 from ragcachekit.engine.auto.selection import Measured, choice, contenders
-from ragcachekit.plan.encodings import TokenSegment
 from ragcachekit.policies.auto import DEFAULT, Auto, candidates
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.policies.reuse import Reuse
+from ragcachekit.prompt.segments import TokenSegment
 from speaking import byte_level, speaker
 
 TEXTS = [f"The river number {n} flows in the town of {n * 7}. Its capital is {n * 13}." for n in range(8)]
@@ -96,7 +96,7 @@ def test_kl_is_that_of_transformers(encoder, policy, first, tmp_path):
         for seed, count in enumerate([9, 21, 2, 17, 6], start=1)
     )
     with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder=encoder) as rag:
-        run = rag._components.auto._check.run
+        run = rag.components.auto._check.run
         rows, results, _ = run([CheckPrompt(segments)], {(encoder, policy.name): policy}, "space")
     expected = oracle(segments, encoder, first)
     assert expected > 1e-3, "the oracle can tell reuse from full"
@@ -112,7 +112,7 @@ def test_rows_chosen_by_the_question_do_not_see_the_answer(make, monkeypatch):
     monkeypatch.setattr(check, "choose", lambda m, r, plan: seen.append(plan) or choose(m, r, plan))
     rag = make()
     rag.tune(prompts=[prompt(0)])
-    asked = rag._prompts.request(prompt(0), "default", open_policy("full")).token_ids
+    asked = rag.components.parser.parse(prompt(0), "default").token_ids
     assert seen
     assert all(plan.token_ids == asked for plan in seen)
 
@@ -354,7 +354,7 @@ def test_forgetting_a_namespace_drops_its_record(make, tmp_path):
     assert rag.policy == RESOLVED
     rag.generate(prompt(0), **ONE)
     rag.forget(texts=[TEXTS[0]])
-    assert rag._components.auto._seen.of("default") == ()
+    assert rag.components.auto._seen.of("default") == ()
 
 
 # -- time ----------------------------------------------------------------------------------------------
@@ -374,11 +374,11 @@ class Clock:
 def test_the_budget_of_time(make):
     rag = make()
     whole = rag.tune(prompts=map(prompt, range(6)))
-    rag._components.auto._check._clock = Clock(0.25)
+    rag.components.auto._check._clock = Clock(0.25)
     cut = rag.tune(prompts=map(prompt, range(6)))
     most = max(row.prompts for row in cut.rows)
     assert 0 < most < max(row.prompts for row in whole.rows) == 6
-    rag._components.auto._check._clock = Clock(30.0)
+    rag.components.auto._check._clock = Clock(30.0)
     with pytest.raises(RagCacheError, match="it measured 0 prompts"):
         rag.tune(prompts=[prompt(0)])
     assert rag.policy == f"auto -> {cut.policy} on {cut.encoder}", "the last choice stays"
@@ -460,10 +460,10 @@ def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeyp
         wait(self, closed)
 
     monkeypatch.setattr(ActiveRequests, "wait_for_none", waits)
-    with rag._components.active:
+    with rag.components.active:
         rag.generate(prompt(0), **ONE)
         assert waiting.wait(60)
-        assert not rag._components.auto.flush(0.3)
+        assert not rag.components.auto.flush(0.3)
         begun = time.monotonic()
         rag.close()
         assert time.monotonic() - begun < 5
@@ -473,11 +473,11 @@ def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeyp
 def test_it_goes_on_when_no_request_runs(make, tmp_path, monkeypatch):
     monkeypatch.setattr("ragcachekit.engine.auto.chooser.PROMPTS", 1)
     rag = make(cold="background")
-    with rag._components.active:
+    with rag.components.active:
         rag.generate(prompt(0), **ONE)
-        assert not rag._components.auto.flush(0.3)
+        assert not rag.components.auto.flush(0.3)
         assert records(tmp_path) == []
-    assert rag._components.auto.flush(120)
+    assert rag.components.auto.flush(120)
     assert len(records(tmp_path)) == 1
 
 
@@ -488,7 +488,7 @@ def test_its_errors_do_not_reach_an_answer(make, monkeypatch, caplog):
     def fail(*_, **__):
         raise RuntimeError("no more memory")
 
-    monkeypatch.setattr(rag._components.auto._check, "run", fail)
+    monkeypatch.setattr(rag.components.auto._check, "run", fail)
     assert rag.generate(prompt(0), **ONE).token_ids
     assert rag.flush(60)
     assert "no more memory" in caplog.text
@@ -547,16 +547,16 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
         rag.generate(prompt(0), **ONE)
         return drop(*asked)
 
-    rag._path.encode_missing = lambda *_: None  # waits for the forget
-    rag._components.capture.after = lambda _: frozenset()
+    rag.after_answer.encode_missing = lambda *_: None  # waits for the forget
+    rag.components.capture.after = lambda _: frozenset()
     rag._drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
-    assert rag._components.auto._seen.of("default") == ()
+    assert rag.components.auto._seen.of("default") == ()
 
 
 def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):
     rag = make()
-    auto = rag._components.auto
+    auto = rag.components.auto
     rag.generate(prompt(0), **ONE)
     auto._namespaces["default"].begun = True
     rag.forget(texts=[TEXTS[0]])
@@ -568,4 +568,4 @@ def test_what_tune_was_given_is_the_text_to_encode_behind(make):
     rag = make(encoder="system")
     rag.tune(TEXTS, system=SYSTEM)
     rag.encode(TEXTS)
-    assert {key.encoding for key in list(rag._components.store.keys())} == {"system"}
+    assert {key.encoding for key in list(rag.components.store.keys())} == {"system"}

@@ -13,12 +13,12 @@ from ragcachekit.plan.link_plan import LinkPlan
 
 
 def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
-    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag._prompts.decode, **limits}
-    return BatchDecoder(rag.model, rag._components.generator._rope, **limits)
+    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag.components.parser.decode, **limits}
+    return BatchDecoder(rag.model, rag.components.generator.rope, **limits)
 
 
 def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPlan:
-    return rag._path.begin(rag._request(prompt, None, policy))
+    return rag.plan(rag.prepare(prompt, policy=policy))
 
 
 def begin(decoder: BatchDecoder, rag: RagCache, prompt: Prompt, **asked: Any) -> Decoding:

@@ -26,12 +26,12 @@ from ragcachekit.commands.calibrate.race import ROUND, Bounds, Candidate, decisi
 from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.own_questions import DOCUMENT, Asking, Sample, check_neighbours, neighbours_of
 from ragcachekit.commands.workspace import check_dtype, load_checked
-from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.pretrained import weights_folder
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.neighbours import Neighbours
 from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.budgets.calibration import Calibration, CurvePoint, write_record
 from ragcachekit.policies.registry import open_policy

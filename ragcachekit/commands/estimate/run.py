@@ -20,14 +20,15 @@ from ragcachekit.commands.estimate.speed import Speeds, speeds_of
 from ragcachekit.commands.own_files import one_token
 from ragcachekit.commands.reading_prompt import SEPARATOR, ReadingPrompt, prompt_for
 from ragcachekit.commands.workspace import load_checked
-from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
+from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.row_cost import row_cost_of
 from ragcachekit.policies.base import LayerwisePolicy, PlacedChunk
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.store.eviction import open_eviction
 
 _CHUNK_NAME = re.compile(r"\S+#\d+")
@@ -121,11 +122,12 @@ def run(settings: EstimateSettings, say: Say = lambda _: None, *, progress: bool
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     rope, policy, prompt = describe_rope(model), open_policy(settings.policy), prompt_for(tokenizer)
     token = one_token(model, rope)
-    planner = settings.planner(model, tokenizer, "estimate", corpus)
+    parser = PromptParser(tokenizer)
+    planner = settings.planner(model, parser, "estimate", corpus)
     ahead = planner.missing(corpus.texts, settings.namespace, policy, prompt.before)
     retrieved = _retrieved(settings, log, corpus, say)
     lines = tqdm(zip(log, retrieved, strict=True), "planning", len(log), unit="prompt", disable=not progress)
-    requests = [_request(settings, planner, prompt, token, *line) for line in lines]
+    requests = [_request(settings, parser, planner, prompt, token, *line) for line in lines]
 
     disk = settings.disk_gbps and settings.disk_gbps * 1e9
     speeds = speeds_of(model, context=rope.context, layers=token.layers, measure=settings.measure, disk=disk)
@@ -173,17 +175,18 @@ def _retrieved(
 
 def _request(
     settings: EstimateSettings,
-    planner: PromptPlanner,
+    parser: PromptParser,
+    planner: Planner,
     prompt: ReadingPrompt,
     token: ChunkKV,
     query: LoggedQuestion,
     texts: tuple[str, ...],
 ) -> Request:
     """What a plan over an empty store misses is all that the prompt could use."""
-    planner.registry.add(settings.namespace, texts)
+    parser.registry.add(settings.namespace, texts)
     filled, policy = prompt.filled(SEPARATOR.join(texts), query.question), open_policy(settings.policy)
     try:
-        request = planner.request(filled, settings.namespace, policy)
+        request = planner.look_up(planner.prepare(parser.parse(filled, settings.namespace), policy))
     except PromptTooLong as error:
         raise ValueError(f"line {query.line} of the log: {error}") from error
     missing = {item.key: item for item in planner.plan(request).missing}

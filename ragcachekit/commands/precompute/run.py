@@ -28,6 +28,7 @@ from ragcachekit.model.prefill_timing import measure_profile
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.store.base import KVStore, NullStore
 from ragcachekit.store.entry import entry_name
 from ragcachekit.store.factory import open_store
@@ -153,7 +154,7 @@ class PrecomputeRun:
         self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
         self._shared = shared
         self._system = prompt_for(rag.tokenizer).before
-        planner = settings.planner(rag.model, rag.tokenizer, rag.fingerprint, corpus)
+        planner = settings.planner(rag.model, PromptParser(rag.tokenizer), rag.fingerprint, corpus)
         policy = open_policy(settings.policy)
         self._chunks = planner.missing(corpus.texts, rag.namespace, policy, self._system)
         self.todo = [chunk for chunk in self._chunks if not self._is_stored(chunk)]

@@ -40,7 +40,7 @@ def files(folder):
 
 
 def chunk_keys(rag):
-    keys = set(rag._components.store.keys())
+    keys = set(rag.components.store.keys())
     return {key for key in keys if key.encoding != "prefix"}
 
 

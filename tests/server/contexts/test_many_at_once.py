@@ -18,7 +18,7 @@ TENANTS = [Tenant(name, name) for name in ("ada", "bob", "eve")]
 
 
 def cached(rag):
-    keys = set(rag._components.store.keys())
+    keys = set(rag.components.store.keys())
     return {(key.namespace, key.chunk_id) for key in keys if key.encoding != "prefix"}
 
 

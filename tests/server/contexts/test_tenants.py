@@ -132,7 +132,7 @@ async def test_tenants_that_ask_at_once_share_no_entry(server):
     rag.flush(30)
     ids = {text: byte_level()(text)["input_ids"][1:] for text in texts}
     allowed = {chunk_id(ids[text], name) for name in given for text in given[name]}
-    chunks = [key for key in set(rag._components.store.keys()) if key.encoding != "prefix"]
+    chunks = [key for key in set(rag.components.store.keys()) if key.encoding != "prefix"]
     assert {key.namespace for key in chunks} == {"ada", "bob"}
     assert {key.chunk_id for key in chunks} <= allowed
     mine, theirs = ({key.digest() for key in chunks if key.namespace == name} for name in given)

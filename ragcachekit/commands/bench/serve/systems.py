@@ -13,8 +13,8 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit.commands.bench.serve.workload import Ids, ServeRequest
-from ragcachekit.engine.queue.request import Request
 from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.engine.request import Request
 from ragcachekit.errors import QueueFull, RagCacheError
 from ragcachekit.threads import DaemonPool, Job
 

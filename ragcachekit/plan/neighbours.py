@@ -11,12 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcachekit.encode.chunk_sources import ChunkSources
-from ragcachekit.encode.companions import Companions
-from ragcachekit.encode.document_order import DocumentOrder
-from ragcachekit.types import chunk_id
-
-Ids = tuple[int, ...]
+from ragcachekit.plan.chunk_sources import ChunkSources
+from ragcachekit.plan.companions import Companions
+from ragcachekit.plan.document_order import DocumentOrder
+from ragcachekit.types import Ids, chunk_id
 
 REMEMBERED = 4096
 """Texts whose token ids are cached: a prompt needs ten neighbours per chunk."""

@@ -1,38 +1,35 @@
-"""From a user's prompt to tokenised segments."""
+"""From a user's prompt to tokenised segments: text, chunks, and the question."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from ragcachekit.model.encoding import Ids
-from ragcachekit.model.tokens import PromptTokenizer, common_prefix, without_lone_surrogates
-from ragcachekit.plan.encodings import TokenSegment
-from ragcachekit.prompt.base import Segmentation, stands_apart
 from ragcachekit.prompt.messages import segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import blanks_outside, body, segment_text
+from ragcachekit.prompt.segments import (
+    Segmentation,
+    TokenSegment,
+    blanks_outside,
+    body,
+    is_read_apart,
+    segment_text,
+)
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
 from ragcachekit.prompt.token_runs import Run, find_runs
-from ragcachekit.types import Chunk, Prompt, Segment, Text
+from ragcachekit.prompt.tokenizer import PromptTokenizer, common_prefix, without_lone_surrogates
+from ragcachekit.types import Chunk, Ids, Prompt, Segment, Text
 
-
-@dataclass(frozen=True)
-class ChatWithTools:
-    """Chat messages, and the tools that the chat template renders with them."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]]
-
-
-PromptLike = str | Prompt | Sequence[Mapping[str, Any]] | ChatWithTools
+PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 """A prompt: a string, chat messages, or explicit segments."""
 
-_CERTAIN = "chat messages tell them from the template's own for certain"
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, which a chat template renders."""
 
+_CERTAIN = "chat messages tell them from the template's own for certain"
 
 AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given; the joined text has other ids"
 
@@ -46,17 +43,39 @@ SLOW_SPECIAL = (
 )
 
 
-class Tokenised(NamedTuple):
-    """Segments of a prompt, and notes for its report."""
+@dataclass(frozen=True, eq=False)
+class ParsedPrompt:
+    """A tokenised prompt.
 
-    segments: list[TokenSegment]
+    - ``texts``: Those of its chunks, by their token ids.
+    - ``notes``: For the report.
+    - ``fallback``: Why it must be prefilled in full although chunks may be in it.
+    - ``no_chunks``: Why no chunk was found in it; empty if one was, or if the segments were given.
+    """
+
+    segments: tuple[TokenSegment, ...]
+    namespace: str
+    texts: Mapping[Ids, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fallback: str | None = None
+    no_chunks: str = ""
+
+    @property
+    def token_ids(self) -> Ids:
+        """The whole prompt."""
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a segment is a chunk."""
+        return any(segment.is_chunk for segment in self.segments)
 
 
-class PromptSegmenter:
-    """Finds registered chunks in prompts and tokenises them.
+class PromptParser:
+    """Renders and tokenises prompts, and finds the registered chunks in them.
 
-    Without a tokenizer, prompts are segments of token ids.
+    ``registry`` holds the chunks, ``special_tokens`` those texts that contain special-token strings. Without
+    a tokenizer, prompts are segments of token ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -81,6 +100,11 @@ class PromptSegmenter:
         """Token id for padding."""
         return self._tokens.pad if self._tokens else 0
 
+    @property
+    def blank_line(self) -> Ids:
+        """Token ids of the blank line between two chunks; empty without a tokenizer."""
+        return self._tokens.blank_line() if self._tokens else ()
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids; empty without a tokenizer."""
         return self._tokens.decode(ids) if self._tokens else ""
@@ -94,66 +118,91 @@ class PromptSegmenter:
         """Token ids of a chunk, without the blanks at its end, which chains strip or keep."""
         return self.tokens.chunk(body(text))
 
-    def text_before(self, system: str) -> Ids:
+    def system_ids(self, system: str) -> Ids:
         """Token ids of a system text before a prompt's first chunk; with BOS, unless it begins with one."""
         ids, bos = self.tokens.before_chunk(system, special=False), self.tokens.leading
         return ids if ids[: len(bos)] == bos else bos + ids
 
-    def segment(self, prompt: PromptLike, namespace: str) -> Segmentation:
+    def register(self, namespace: str, texts: Sequence[str]) -> int:
+        """Search the namespace's prompts for these texts; returns how many are long enough."""
+        self.special_tokens.add(namespace, texts)
+        return self.registry.add(namespace, texts)
+
+    def forget(self, namespace: str, texts: Sequence[str] | None) -> None:
+        """Unregister texts; with None, all of the namespace."""
+        if texts is None:
+            self.registry.clear(namespace)
+            self.special_tokens.clear(namespace)
+        else:
+            self.registry.discard(namespace, texts)
+            self.special_tokens.discard(namespace, texts)
+
+    def parse(self, prompt: PromptLike, namespace: str, tools: Tools | None = None) -> ParsedPrompt:
+        """Render, segment and tokenise one prompt.
+
+        A string has the ids of ``tokenizer(text)``, messages those of ``apply_chat_template``; chunks are
+        runs of them. Explicit segments are tokenised one by one. Raises ValueError or TypeError for an empty
+        prompt, one of another type, or ``tools`` that are not rendered.
+        """
+        segmentation = self.segment(prompt, namespace, tools)
+        texts: dict[Ids, str] = {}
+        segments, notes = self._tokenise(prompt, segmentation, texts)
+        if not any(segment.token_ids for segment in segments):
+            raise ValueError("the prompt is empty")
+        found = isinstance(prompt, Prompt) or any(segment.is_chunk for segment in segments)
+        return ParsedPrompt(
+            tuple(segments),
+            namespace,
+            texts,
+            (*segmentation.notes, *notes),
+            segmentation.fallback,
+            "" if found else self.registry.nothing_found(namespace),
+        )
+
+    def segment(self, prompt: PromptLike, namespace: str, tools: Tools | None = None) -> Segmentation:
         """The prompt's segments: as given, or by the registered chunks in it."""
+        if tools:
+            self._check_tools(prompt)
         if isinstance(prompt, Prompt):
-            return self._split(Segmentation(prompt), namespace)
+            return self._split(Segmentation(prompt.segments), namespace)
         if isinstance(prompt, str):
             return self._split(segment_text(prompt, self.registry, namespace), namespace)
-        tools = prompt.tools if isinstance(prompt, ChatWithTools) else None
-        messages = prompt.messages if isinstance(prompt, ChatWithTools) else prompt
-        if isinstance(messages, Sequence):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
             render = partial(self.tokens.render, tools=tools)
-            return segment_messages(messages, render, self.registry, namespace, self.special_tokens)
+            return segment_messages(prompt, render, self.registry, namespace, self.special_tokens)
         raise TypeError(f"a prompt is a str, a list of messages or a Prompt, not {type(prompt).__name__}")
 
-    def with_tools(self, prompt: PromptLike, tools: Sequence[Mapping[str, Any]] | None) -> PromptLike:
-        """The prompt with tools for its chat template.
-
-        ValueError if the prompt is no list of messages, or the template does not render tools.
-        """
-        if not tools:
-            return prompt
-        if isinstance(prompt, str | Prompt | ChatWithTools):
+    def _check_tools(self, prompt: PromptLike) -> None:
+        if isinstance(prompt, str | Prompt):
             raise ValueError("tools= needs chat messages: another prompt does not go through a chat template")
         if not self.tokens.renders_tools:
             raise ValueError(
                 "the model's chat template does not render tools; describe them in a message, or take a "
                 "model whose template does"
             )
-        return ChatWithTools(prompt, tools)
 
     def _split(self, segmentation: Segmentation, namespace: str) -> Segmentation:
-        prompt = segmentation.prompt
-        segments = self.special_tokens.split(namespace, prompt.segments)
-        count = plain_count(segments) - plain_count(prompt.segments)
+        segments = self.special_tokens.split(namespace, segmentation.segments)
+        count = plain_count(segments) - plain_count(segmentation.segments)
         notes = (f"{plain_note(count)}; {_CERTAIN}",) if count else ()
-        return replace(segmentation, prompt=Prompt(segments, (*prompt.notes, *notes)))
+        return replace(segmentation, segments=tuple(segments), notes=(*segmentation.notes, *notes))
 
-    def tokenise(self, prompt: PromptLike, found: Segmentation, texts: dict[Ids, str]) -> Tokenised:
-        """Token ids per segment of the segmented ``prompt``.
-
-        A string has the ids of ``tokenizer(text)``, messages those of ``apply_chat_template``; chunks are
-        runs of them. Explicit segments are tokenised one by one. ``texts`` is filled with the chunks' texts
-        by their ids.
-        """
+    def _tokenise(
+        self, prompt: PromptLike, found: Segmentation, texts: dict[Ids, str]
+    ) -> tuple[list[TokenSegment], tuple[str, ...]]:
+        """Token ids per segment of the segmented ``prompt``, and notes; fills ``texts``."""
         if isinstance(prompt, Prompt):
-            given = self._as_given(found.prompt, True, texts)
-            return Tokenised(given, (AS_GIVEN,) if self._differs(found.prompt, given) else ())
+            given = self._as_given(found.segments, True, texts)
+            return given, (AS_GIVEN,) if self._differs(found.segments, given) else ()
         special = isinstance(prompt, str)
-        segments = [_clean(segment) for segment in blanks_outside(found.prompt.segments)]
+        segments = [_clean(segment) for segment in blanks_outside(found.segments)]
         ends = list(accumulate((len(s.text or "") for s in segments), initial=0))
         spans = list(zip(segments, pairwise(ends), strict=True))
         text = "".join(s.text or "" for s in segments)
-        apart = [span for segment, span in spans if stands_apart(segment)]
+        apart = [span for segment, span in spans if is_read_apart(segment)]
         tokens = self.tokens.prompt(text, special=special, apart=apart) if text else None
         if tokens is None:
-            return Tokenised(self._as_given(found.prompt, special, texts), (SLOW_SPECIAL,) if text else ())
+            return self._as_given(found.segments, special, texts), (SLOW_SPECIAL,) if text else ()
         chunks = [(s.text or "", span) for s, span in spans if isinstance(s, Chunk)]
         own = [self.chunk_ids(chunk) for chunk, _ in chunks]
         runs = find_runs(tokens.ids, tokens.offsets, [span for _, span in chunks], own)
@@ -167,20 +216,20 @@ class PromptSegmenter:
         notes = [*([_lost(lost)] if lost else []), *([_plain(plain)] if plain > 0 else [])]
         if special and self.tokens.bos is not None and tokens.ids[:2] == (self.tokens.bos,) * 2:
             notes.append(BOS_TWICE)
-        return Tokenised(_cut(tokens.ids, system, zip(runs, own, strict=True)), tuple(notes))
+        return _cut(tokens.ids, system, zip(runs, own, strict=True)), tuple(notes)
 
-    def _differs(self, prompt: Prompt, given: Sequence[TokenSegment]) -> bool:
+    def _differs(self, segments: Sequence[Segment], given: Sequence[TokenSegment]) -> bool:
         """Whether the tokenizer makes other ids of the joined text than of its segments."""
-        texts = [segment.text for segment in prompt.segments if segment.text is not None]
-        if not 1 < len(texts) == len(prompt.segments):
+        texts = [segment.text for segment in segments if segment.text is not None]
+        if not 1 < len(texts) == len(segments):
             return False
         whole = self.tokens.prompt(without_lone_surrogates("".join(texts)), special=True)
         return whole is not None and whole.ids != tuple(chain.from_iterable(s.token_ids for s in given))
 
-    def _as_given(self, prompt: Prompt, leading: bool, texts: dict[Ids, str]) -> list[TokenSegment]:
+    def _as_given(self, given: Sequence[Segment], leading: bool, texts: dict[Ids, str]) -> list[TokenSegment]:
         """Segments tokenised one by one; ``leading``: after BOS, if the tokenizer puts one before text."""
         segments: list[TokenSegment] = []
-        for segment in blanks_outside(prompt.segments):
+        for segment in blanks_outside(given):
             ids = self._ids(segment, first=not segments)
             if not ids:
                 continue
@@ -190,7 +239,7 @@ class PromptSegmenter:
                 # One text: the prefix, and what a chunk is encoded after, go up to the first chunk.
                 pieces[0] = TokenSegment(segments.pop().token_ids + ids, False)
             segments += pieces
-        if not leading or not segments or prompt.segments[0].token_ids is not None:
+        if not leading or not segments or given[0].token_ids is not None:
             return segments
         bos = self.tokens.leading
         if segments[0].token_ids[: len(bos)] == bos:

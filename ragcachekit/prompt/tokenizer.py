@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-Ids = tuple[int, ...]
+from ragcachekit.types import Ids
+
 Span = tuple[int, int]
 
 _FOLLOWED_BY = ("A", "1", "(")
@@ -19,14 +20,14 @@ _PROBE = {"name": "zq7xprobe", "description": "", "parameters": {"type": "object
 
 
 class PromptTokens(NamedTuple):
-    """A tokenised prompt.
+    """A tokenised text.
 
     ``offsets`` are the characters ``(start, end)`` of each token, None where a slow tokenizer gives none.
     ``plain`` counts special-token strings of documents that are read as plain text.
     """
 
     ids: Ids
-    offsets: list[Span] | None
+    offsets: list[Span] | None = None
     plain: int = 0
 
 
@@ -40,18 +41,16 @@ class PromptTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._texts = copy.deepcopy(tokenizer)
-        self._chunks = copy.deepcopy(tokenizer)
-        self._locks = {id(self._texts): threading.Lock(), id(self._chunks): threading.Lock()}
+        self._copies = {plain: (copy.deepcopy(tokenizer), threading.Lock()) for plain in (False, True)}
         self._gives_offsets = bool(getattr(tokenizer, "is_fast", False))
-        newline, a = self._raw(self._texts, "\n"), self._raw(self._texts, "a")
-        spaced = self._raw(self._texts, "\na") != newline + a
+        newline, a = self._encode("\n").ids, self._encode("a").ids
+        spaced = self._encode("\na").ids != newline + a
         # The letter is for text that begins with a newline: there may be a token for two of them.
         self._after = (("\n", newline), ("a", a)) if spaced else ()
         self.bos: int | None = tokenizer.bos_token_id
-        whole, bare = list(self._texts("a").input_ids), list(a)
-        at = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-        self.leading = tuple(whole[:at])
+        whole = self._encode("a", special=True).ids
+        at = next((i for i in range(len(whole)) if whole[i : i + len(a)] == a), 0)
+        self.leading = whole[:at]
         added = tokenizer.added_tokens_decoder.values()
         self.special_tokens = frozenset(
             [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
@@ -68,17 +67,17 @@ class PromptTokenizer:
 
     def text(self, text: str, *, first: bool = False) -> Ids:
         """Ids of fixed text; ``first`` for the start of a prompt. No BOS is added."""
-        return self._raw(self._texts, text) if first else self._continued(self._texts, text)
+        return (self._encode(text) if first else self._continued(text)).ids
 
     def plain(self, text: str) -> Ids:
         """Ids of text in which special-token strings are plain text."""
-        ids = self._continued(self._chunks, text, split_special_tokens=True)
+        ids = self._continued(text, plain=True).ids
         if self._special_ids.isdisjoint(ids) or not self._special.search(text):
             return ids
         # Some slow tokenizers keep such a string whole even so: not if it comes in two pieces.
         cuts = [0, *(match.start() + 1 for match in self._special.finditer(text)), len(text)]
         pieces = [text[start:stop] for start, stop in pairwise(cuts)]
-        return tuple(i for piece in pieces for i in self._continued(self._chunks, piece))
+        return tuple(i for piece in pieces for i in self._continued(piece).ids)
 
     def chunk(self, text: str) -> Ids:
         """Ids of a chunk in a prompt, without last tokens that would run into a blank line after it."""
@@ -91,15 +90,9 @@ class PromptTokenizer:
 
         ``special``: with what the tokenizer puts in front of plain text (BOS).
         """
-        text = without_lone_surrogates(text)
         if not text:
             return self.leading if special else ()
-        with self._locks[id(self._texts)]:
-            followed = [
-                self._texts(text + end, add_special_tokens=special, verbose=False).input_ids
-                for end in _FOLLOWED_BY
-            ]
-        return common_prefix(*followed)
+        return common_prefix(*(self._encode(text + end, special=special).ids for end in _FOLLOWED_BY))
 
     def blank_line(self) -> Ids:
         """Ids of the blank line between two paragraphs."""
@@ -114,25 +107,10 @@ class PromptTokenizer:
         are not those of ``tokenizer(text)``: up to the next special tokens outside of ``apart``, they are
         those of text without special tokens. None if a slow tokenizer would have to tell them apart.
         """
-        with self._locks[id(self._texts)]:
-            found = self._texts(
-                text,
-                add_special_tokens=special,
-                return_offsets_mapping=self._gives_offsets,
-                verbose=False,
-            )
-        ids = Ids(found.input_ids)
-        if not self._gives_offsets:
-            return None if self._has_special(text, apart) else PromptTokens(ids, None)
-        offsets = [(int(start), int(end)) for start, end in found.offset_mapping]
-        if not self._has_special(text, apart):
-            return PromptTokens(ids, offsets)
-        return self._with_plain(text, ids, offsets, apart)
-
-    def _has_special(self, text: str, apart: Sequence[Span]) -> bool:
-        """Whether a special-token string stands in, or reaches into, one of the texts apart."""
-        spans = (match.span() for match in self._special.finditer(text)) if apart else ()
-        return any(_meets(span, apart) for span in spans)
+        found = self._encode(text, special=special, offsets=True)
+        if not apart or not any(_meets(match.span(), apart) for match in self._special.finditer(text)):
+            return found
+        return None if found.offsets is None else self._with_plain(text, found.ids, found.offsets, apart)
 
     def _with_plain(
         self, text: str, ids: Ids, offsets: Sequence[Span], apart: Sequence[Span]
@@ -149,27 +127,12 @@ class PromptTokenizer:
             high = min((n for n in kept if n > number), default=len(ids))
             start = offsets[low][1] if low >= 0 else 0
             stop = offsets[high][0] if high < len(ids) and offsets[high][1] else len(text)
-            plain = self._continued_with_offsets(text[start:stop], first=start == 0)
+            encode = self._encode if start == 0 else self._continued
+            plain = encode(text[start:stop], plain=True, offsets=True)
             out += [*ids[done : low + 1], *plain.ids]
             places += [*offsets[done : low + 1], *((a + start, b + start) for a, b in plain.offsets or ())]
             done = high
         return PromptTokens((*out, *ids[done:]), [*places, *offsets[done:]], len(documents))
-
-    def _continued_with_offsets(self, text: str, first: bool) -> PromptTokens:
-        """Plain text and its offsets, as at the start of a prompt or after other text."""
-        for mark, after in (*(() if first else self._after), ("", Ids())):
-            with self._locks[id(self._chunks)]:
-                found = self._chunks(
-                    mark + text,
-                    add_special_tokens=False,
-                    split_special_tokens=True,
-                    return_offsets_mapping=True,
-                    verbose=False,
-                )
-            if Ids(found.input_ids[: len(after)]) == after:
-                break
-        offsets = [(start - len(mark), end - len(mark)) for start, end in found.offset_mapping[len(after) :]]
-        return PromptTokens(Ids(found.input_ids[len(after) :]), offsets)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``, without special tokens unless asked, and without clean-up, which changes it."""
@@ -189,27 +152,36 @@ class PromptTokenizer:
 
     @property
     def renders_tools(self) -> bool:
-        """Whether the chat template shows the tools that it is given, found out by rendering one."""
+        """Whether the chat template shows the tools that it is given, tried out by rendering one."""
         try:
             text = self.render([{"role": "user", "content": "a"}], [{"type": "function", "function": _PROBE}])
         except Exception:  # no template, or one that fails on tools
             return False
         return str(_PROBE["name"]) in text
 
-    def _continued(self, tokenizer: Any, text: str, **options: Any) -> Ids:
-        for mark, after in self._after if text else ():
-            ids = self._raw(tokenizer, mark + text, **options)
-            if ids[: len(after)] == after:
-                return ids[len(after) :]
-        return self._raw(tokenizer, text, **options)
+    def _continued(self, text: str, *, plain: bool = False, offsets: bool = False) -> PromptTokens:
+        """Text as it is tokenised after other text."""
+        for mark, after in (*(self._after if text else ()), ("", Ids())):
+            found = self._encode(mark + text, plain=plain, offsets=offsets)
+            if found.ids[: len(after)] == after:
+                break
+        places = found.offsets and [(a - len(mark), b - len(mark)) for a, b in found.offsets[len(after) :]]
+        return PromptTokens(found.ids[len(after) :], places)
 
-    def _raw(self, tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
+    def _encode(
+        self, text: str, *, special: bool = False, plain: bool = False, offsets: bool = False
+    ) -> PromptTokens:
+        """One call of the tokenizer; ``plain``: special-token strings are plain text."""
+        offsets = offsets and self._gives_offsets
         if not text:
-            return ()
-        text = without_lone_surrogates(text)
-        with self._locks[id(tokenizer)]:
-            # verbose=False: no warning for a document longer than the context.
-            return tuple(tokenizer(text, add_special_tokens=False, verbose=False, **options).input_ids)
+            return PromptTokens((), [] if offsets else None)
+        tokenizer, lock = self._copies[plain]
+        options = {"add_special_tokens": special, "return_offsets_mapping": offsets}
+        options |= {"split_special_tokens": True} if plain else {}
+        with lock:  # verbose=False: no warning for a document longer than the context
+            found = tokenizer(without_lone_surrogates(text), verbose=False, **options)
+        places = [(int(a), int(b)) for a, b in found.offset_mapping] if offsets else None
+        return PromptTokens(tuple(found.input_ids), places)
 
 
 def common_prefix(*several: Sequence[int]) -> Ids:
