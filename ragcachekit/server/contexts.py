@@ -246,10 +246,8 @@ class ContextStore:
         owner, texts = _owner(tenant), [text for text in (*chunks, system) if text]
         tokens = await to_thread(lambda: sum(map(self._rag.count_tokens, texts)))
         times = now, now, now + 2 * self._timeout  # before that it has been made, or has failed
-        new = Context(
-            *(PREFIX + secrets.token_hex(16), tenant.namespace, model, display_name, system),
-            *(tuple(chunks), (), tokens, *times),
-        )
+        name = PREFIX + secrets.token_hex(16)
+        new = Context(name, tenant.namespace, model, display_name, system, tuple(chunks), (), tokens, *times)
         try:
             async with self._locks[owner]:
                 if self._abandoned[owner]:
@@ -413,8 +411,9 @@ async def _to_end(work: Callable[..., object], *arguments: object) -> None:
             await asyncio.wait((task,))
         except asyncio.CancelledError as error:
             cancelled = error
-    if (error := cancelled or task.exception()) is not None:
-        raise error
+    failure = cancelled or task.exception()
+    if failure is not None:
+        raise failure
 
 
 def _owner(tenant: Tenant) -> str:
