@@ -39,6 +39,7 @@ from ragcachekit.engine.scheduler import Scheduler
 from ragcachekit.engine.streams import AnswerStream
 from ragcachekit.engine.view import PromptView, prompt_view
 from ragcachekit.errors import Closed
+from ragcachekit.forks import MESSAGE
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.options import effective, stop_strings, uses_beams
 from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
@@ -136,6 +137,7 @@ class RagCache:
         runner = Runner(queue, parts, self.after_answer, self.plan, self.replan)
         self.queue = Scheduler(queue, runner, parts.active)
         self._template_noted = self._closed = False
+        self._process = os.getpid()
 
     @classmethod
     def from_pretrained(
@@ -651,6 +653,8 @@ class RagCache:
         Running answers are finished, but nothing of them is stored; waiting requests fail. Later calls raise
         :class:`~ragcachekit.errors.Closed`; reports can still be read.
         """
+        if self._process != os.getpid():  # the parent closes it
+            return
         self._closed = True
         self.queue.close()
         self.components.close()
@@ -678,6 +682,8 @@ class RagCache:
         """The namespace of a call; every public method checks it first."""
         if self._closed:
             raise Closed("this RagCache is closed; make a new one, or close it after its last use")
+        if self._process != os.getpid():
+            raise Closed(MESSAGE)
         return self.namespace if namespace is None else checked_namespace(namespace)
 
     def _about(self) -> list[tuple[str, object]]:

@@ -6,6 +6,7 @@ The order is cache-aware (RAGCache section 5.2), and fair between namespaces.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.request import Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
+from ragcachekit.forks import MESSAGE
 from ragcachekit.reports import Answer, QueueStats
 from ragcachekit.threads import Condition, DaemonPool, Job
 
@@ -49,6 +51,7 @@ class Scheduler:
         self._watched: dict[Request, None] = {}  # that wait and may end without their turn, or cancel()
         self._driving = self._closed = False
         self._thread: int | None = None  # that answers
+        self._process = os.getpid()
         self._turns: list[Request] = []  # that the thread is beginning or answering
 
     @property
@@ -79,7 +82,12 @@ class Scheduler:
             )
 
     def refuse_own_thread(self) -> None:
-        """RuntimeError in the thread that answers requests: what it waited for would never come."""
+        """RuntimeError in the thread that answers requests: what it waited for would never come.
+
+        Closed in a forked child, which has no such thread.
+        """
+        if self._process != os.getpid():
+            raise Closed(MESSAGE)
         if self._thread == get_ident():
             raise RuntimeError(
                 "this is the thread that answers the engine's requests: waiting for one here never ends; "
@@ -94,6 +102,8 @@ class Scheduler:
 
     def submit(self, request: Request, wait: bool | float = False) -> None:
         """Have a request wait for its turn; QueueFull without room, after ``wait`` seconds for it."""
+        if self._process != os.getpid():
+            raise Closed(MESSAGE)
         patience = wait if not isinstance(wait, bool) else TIMEOUT_MAX if wait else 0.0
         end = time.monotonic() + patience
         while not self._add(request):
@@ -120,6 +130,8 @@ class Scheduler:
 
     def close(self) -> None:
         """End waiting requests with Closed; running ones are finished. Idempotent."""
+        if self._process != os.getpid():
+            return
         with self._changed:
             self._closed = True
             if not self._driving:
