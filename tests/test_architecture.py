@@ -19,7 +19,7 @@ FREE = (
 )
 CHAIN = (
     *("prompt", "model", "store", "prefix_tree", "policies", "plan", "forward", "encode"),
-    *("generate", "plot", "engine", "telemetry", "server", "cluster", "commands", "cli"),
+    *("generate", "plots", "engine", "telemetry", "server", "cluster", "commands"),
 )
 APART = ("query", "search")  # joined by the engine
 PUBLIC = "__init__"
@@ -285,7 +285,7 @@ def test_the_edges_are_those_of_the_design() -> None:
     assert ALLOWED["model"] == {*FREE, "prompt"}
     assert ALLOWED["forward"] == {*FREE, "prompt", "model", "store", "prefix_tree", "policies", "plan"}
     assert {"generate", "query", "search"} <= ALLOWED["engine"]
-    assert not {"cli", "commands", PUBLIC} & ALLOWED["engine"]
+    assert not {"commands", PUBLIC} & ALLOWED["engine"]
 
 
 def test_nothing_shipped_unpickles_or_evaluates() -> None:

@@ -35,7 +35,7 @@ def to_dicts(
 ) -> list[dict[str, Any]]:
     """Convert messages; content blocks with one of :data:`MARKS` are marked as chunks.
 
-    ``renders_tools`` tells whether the chat template has tools. Without, messages of tools and with tool
+    ``renders_tools``: whether the chat template has tools. Without, messages of tools and with tool
     calls are a ValueError, as are content blocks that are not text; it names the block's type.
     """
     fields = [_tool_fields(message) for message in messages]

@@ -17,7 +17,7 @@ DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
 MAX_THREADS = 64
-"""Prompts of a batch at a time, unless its config says: these threads only wait for the engine."""
+"""Prompts of a batch at a time by default: these threads only wait for the engine."""
 
 
 def together(config: Any, count: int) -> list[RunnableConfig]:
@@ -77,7 +77,7 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "stream")):
+        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "count_tokens")):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
         return self
 
@@ -121,6 +121,10 @@ class EngineSettings(BaseModel):
             **settings,
         }
 
+    def _prompt(self, prompt: Any) -> Any:
+        """A prompt of LangChain's as the engine takes it."""
+        return prompt
+
     def _chunk(self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None) -> Any:
         """A piece of an answer in LangChain's form; with the answer, the last one."""
         raise NotImplementedError
@@ -131,12 +135,12 @@ class EngineSettings(BaseModel):
             raise ValueError(f"{type(self).__name__} does not call tools; ChatRagCache does")
         return []
 
-    def _chunks(
-        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    def _stream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[Any]:
         options = {"wait": True, **self._call_options(stop, kwargs)}
         reader = ToolCallReader(options.get("tools", ()))
-        request = self.rag.submit(prompt, **options)
+        request = self.rag.submit(self._prompt(prompt), **options)
         with closing(request.stream()) as stream:
             for piece in filter(None, map(reader.push, stream)):
                 chunk = self._chunk(piece)
@@ -145,12 +149,12 @@ class EngineSettings(BaseModel):
                 yield chunk
             yield self._chunk(reader.rest(), request.result(), reader)
 
-    async def _achunks(
-        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    async def _astream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
         options = self._call_options(stop, kwargs)
         reader = ToolCallReader(options.get("tools", ()))
-        async with astream(self.rag, prompt, **options) as stream:
+        async with astream(self.rag, self._prompt(prompt), **options) as stream:
             async for raw in stream:
                 if not (piece := reader.push(raw)):
                     continue

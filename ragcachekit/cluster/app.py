@@ -36,8 +36,7 @@ class AppSettings(BaseModel):
     - ``cpus``, ``gpus``: Of each engine.
     - ``max_ongoing``: Requests that an engine takes at once; further ones wait in the ingress.
     - ``publish_seconds``: How often replicas report what they hold.
-    - ``router``, ``router_options``: Ray's request router, and its arguments; of ours the fields of
-      :class:`~ragcachekit.cluster.balancer.Weights`.
+    - ``router``, ``router_options``: Ray's request router, and its arguments; ours has none.
     """
 
     model_config = ConfigDict(extra="forbid")

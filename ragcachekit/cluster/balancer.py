@@ -13,20 +13,17 @@ import numpy as np
 _LEAD = 4  # requests that a replica may always be ahead
 
 
-@dataclass(frozen=True)
-class Weights:
-    """How cached tokens and load are weighed.
+MAX_SHARE = 1.2
+"""A replica that got more than this times the mean of the recent requests gets no more."""
 
-    - ``bound``: A replica that got more than ``bound`` times the mean of recent requests gets no more.
-    - ``queued``: Tokens that a request under way is worth, as a share of the mean request's chunks.
-    - ``window``: Recent requests per replica that count as load.
-    - ``noted``: Most chunks per replica that are noted between two of its reports.
-    """
+QUEUED = 0.25
+"""Tokens that a request under way is worth, as a share of the mean request's chunks."""
 
-    bound: float = 1.2
-    queued: float = 0.25
-    window: int = 64
-    noted: int = 8192
+WINDOW = 64
+"""Recent requests per replica that count as load."""
+
+MAX_NOTED = 8192
+"""Chunks per replica that are noted between two of its reports."""
 
 
 def routing_stats(ids: Iterable[str]) -> dict[str, Any]:
@@ -71,8 +68,7 @@ class Balancer:
     One balancer sees the requests of one router; it is not thread-safe.
     """
 
-    def __init__(self, weights: Weights | None = None, seed: int | None = None) -> None:
-        self._weights = weights or Weights()
+    def __init__(self, seed: int | None = None) -> None:
         self._draw = random.Random(seed)
         self._replicas: dict[str, _Replica] = {}
         self._mean_tokens = 0.0
@@ -104,7 +100,7 @@ class Balancer:
         if not any(held.get(name) for name in eligible):
             return [self._draw.sample(eligible, min(2, len(eligible))), *rest]
         total, shortest = sum(chunks.values()), min(queued.get(name, 0) for name in eligible)
-        worth = self._weights.queued * max(self._mean_tokens, 1.0)
+        worth = QUEUED * max(self._mean_tokens, 1.0)
 
         def cost(name: str) -> tuple[float, float]:
             waiting = queued.get(name, 0) - shortest
@@ -116,7 +112,7 @@ class Balancer:
         """Note that a replica was sent a request."""
         if (replica := self._replicas.get(name)) is None:
             return
-        decay = 1 - 1 / (self._weights.window * len(self._replicas))
+        decay = 1 - 1 / (WINDOW * len(self._replicas))
         for other in self._replicas.values():
             other.load *= decay
         replica.load += 1
@@ -124,7 +120,7 @@ class Balancer:
         for one in map(_hash, chunks):
             replica.sent.pop(one, None)
             replica.sent[one] = None
-        while len(replica.sent) > self._weights.noted:
+        while len(replica.sent) > MAX_NOTED:
             del replica.sent[next(iter(replica.sent))]
 
     def _held(self, chunks: Mapping[str, int]) -> dict[str, int]:
@@ -138,5 +134,5 @@ class Balancer:
     def _within_bound(self) -> Sequence[str]:
         """Replicas that may get another request; at least the one with the least load."""
         mean = sum(one.load for one in self._replicas.values()) / max(len(self._replicas), 1)
-        most = self._weights.bound * mean + _LEAD
+        most = MAX_SHARE * mean + _LEAD
         return [name for name, one in self._replicas.items() if one.load <= most]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
-from pyarrow.fs import FileSelector, FileSystem
-from pyarrow.parquet import read_table
+from pyarrow.fs import FileSystem
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
 
@@ -77,8 +76,8 @@ def encode_chunks(
         Folder for the ids of finished batches, or a url of pyarrow's file systems; all machines must see it.
         It is deleted when the run succeeds.
     stored : container of str, optional
-        Ids of chunks that the tier has: batches of such chunks alone are left out, and a checkpoint that
-        names others is deleted.
+        Ids of chunks that the tier has: batches of such chunks alone are left out, and an earlier run's
+        checkpoint is not needed.
     cpus, gpus : float, optional
         Of each actor. By default the cluster's, shared evenly, with one CPU left for reading and writing.
     progress : bool
@@ -98,26 +97,15 @@ def encode_chunks(
     if not todo:
         return 0
     checkpoint = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
-    if stored is not None:
-        _delete_stale(checkpoint, stored)
+    if stored is not None:  # then a checkpoint adds nothing
+        files, folder = FileSystem.from_uri(checkpoint)
+        with suppress(FileNotFoundError):
+            files.delete_dir(folder)
     with _session(), _context(checkpoint, progress):
         data = ray.data.read_datasource(
             Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
         )
         return _run(data, job, actors, _resources(actors, cpus, gpus))
-
-
-def _delete_stale(checkpoint: str, stored: Container[str]) -> None:
-    """Delete a checkpoint that names chunks without KV, or that a killed driver left damaged."""
-    files, folder = FileSystem.from_uri(checkpoint)
-    parts = files.get_file_info(FileSelector(folder, allow_not_found=True))
-    try:
-        ids = [read_table(one.path, columns=["chunk_id"], filesystem=files)["chunk_id"] for one in parts]
-        stale = any(one not in stored for part in ids for one in part.to_pylist())
-    except (pa.ArrowException, OSError):
-        stale = True
-    if stale:
-        files.delete_dir(folder)
 
 
 def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any]) -> int:

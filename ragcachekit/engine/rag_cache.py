@@ -47,7 +47,7 @@ from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plot.plots import MeasuredPolicy, Plots
+from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike, Tools

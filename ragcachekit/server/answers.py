@@ -15,22 +15,6 @@ from ragcachekit import Answer, ToolCall, ToolCallReader
 from ragcachekit.generate.hooks import ScoreObserver
 from ragcachekit.server.errors import stopping
 
-CACHE_HEADER = "x-ragcachekit-cache"
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token's text and log probability in nats, and those of the most likely ones in its place."""
-
-    token: str
-    logprob: float
-    top: tuple[tuple[str, float], ...]
-
-    def chat(self) -> dict[str, Any]:
-        """As in chat completions."""
-        top = [_entry(token, logprob) for token, logprob in self.top]
-        return {**_entry(self.token, self.logprob), "top_logprobs": top}
-
 
 class Logprobs(ScoreObserver):
     """Records distributions as the model gives them, before temperature and the cuts of sampling.
@@ -42,7 +26,7 @@ class Logprobs(ScoreObserver):
         self._top, self._tokenizer = top, tokenizer
         self._last: torch.Tensor | None = None
         self._taken = 0
-        self.entries: list[TokenLogprob] = []
+        self.entries: list[dict[str, Any]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._complete(int(input_ids[0, -1]))
@@ -54,8 +38,8 @@ class Logprobs(ScoreObserver):
         """Whether entries were not taken."""
         return self._taken < len(self.entries)
 
-    def take(self) -> list[TokenLogprob]:
-        """The entries since the last call."""
+    def take(self) -> list[dict[str, Any]]:
+        """The entries since the last call, as in chat completions."""
         entries = self.entries[self._taken :]
         self._taken += len(entries)
         return entries
@@ -77,32 +61,27 @@ class Logprobs(ScoreObserver):
             return
         values, ids = self._last.topk(min(self._top, len(self._last)))
         top = zip(ids.tolist(), values.tolist(), strict=True)
-        entry = TokenLogprob(
-            self._decode([token]),
-            max(float(self._last[token]), -9999.0),
-            tuple((self._decode([one]), max(value, -9999.0)) for one, value in top),
-        )
+        entry = _entry(self._decode([token]), float(self._last[token]))
+        entry["top_logprobs"] = [_entry(self._decode([one]), value) for one, value in top]
         self._last = None
         self.entries.append(entry)
 
 
-def text_logprobs(entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-    """As in text completions; the first token is ``offset`` characters after the answer's start."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.token)
-    return {
-        "tokens": [entry.token for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [dict(entry.top) for entry in entries],
-        "text_offset": offsets,
-    }
-
-
 def _entry(token: str, logprob: float) -> dict[str, Any]:
-    whole = "�" not in token  # else a part of a character, whose bytes are unknown
+    whole = "\ufffd" not in token  # else a part of a character, whose bytes are unknown
+    logprob = max(logprob, -9999.0)
     return {"token": token, "logprob": logprob, "bytes": list(token.encode()) if whole else None}
+
+
+def text_logprobs(entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+    """Entries as in text completions; the first token is ``offset`` characters after the answer's start."""
+    tokens = [entry["token"] for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{o["token"]: o["logprob"] for o in entry["top_logprobs"]} for entry in entries],
+        "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
+    }
 
 
 @dataclass(frozen=True)
@@ -192,7 +171,7 @@ class Choice:
             return None
         entries = self.logprobs.take()
         if self._form.chat:
-            return {"content": [entry.chat() for entry in entries], "refusal": None}
+            return {"content": entries, "refusal": None}
         return text_logprobs(entries, given)
 
 
@@ -218,15 +197,6 @@ def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
             "queue_ms": first.queue_ms,
         },
     }
-
-
-def cache_header(prompts: Sequence[Sequence[Answer]]) -> dict[str, str]:
-    """What the first prompt reused, or why nothing, as a response header."""
-    link = prompts[0][0].report.link
-    if link.reused_tokens:
-        return {CACHE_HEADER: f"hit; tokens={link.reused_tokens}"}
-    reason = link.miss_reason.replace('"', "'").encode("ascii", "replace").decode()
-    return {CACHE_HEADER: f'miss; reason="{" ".join(reason.split())}"'}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

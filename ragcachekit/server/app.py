@@ -23,6 +23,7 @@ from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.keys import ApiKeys, Tenant
+from ragcachekit.server.limits import Usage
 from ragcachekit.server.middleware import Activity, BodyLimit, Gate
 from ragcachekit.server.responses import add_handlers
 
@@ -92,8 +93,8 @@ def create_app(
 
     app.include_router(_health(rag, activity, allowed, metrics))
     app.include_router(openai_routes.router(services))
-    app.include_router(context_routes.router(services.contexts, services.usage, services.model_name))
-    app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant)
+    app.include_router(context_routes.router(services.contexts, services.model_name))
+    app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant, Usage())
     app.add_middleware(Gate, activity, config.retry_after, 4 * config.heartbeat)
     return app
 

@@ -20,7 +20,6 @@ from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore
 from ragcachekit.server.errors import ApiError, invalid, unsupported
 from ragcachekit.server.keys import Tenant
-from ragcachekit.server.limits import Usage
 from ragcachekit.server.prompts import chat_prompt, document_text, size_of, text_prompt
 from ragcachekit.server.schemas import ChatRequest, Completion, TextRequest
 
@@ -38,7 +37,6 @@ class Services:
     rag: RagCache
     config: ServerConfig
     contexts: ContextStore
-    usage: Usage = field(default_factory=Usage)
     turns: defaultdict[str, Semaphore] = field(default_factory=lambda: defaultdict(partial(Semaphore, 2)))
     """By tenant: how many prompts may be tokenised at once."""
 
@@ -102,13 +100,7 @@ class CompletionJob:
         count = len(self._prompts) * self.copies
         self.form = form = Form(isinstance(body, ChatRequest), body.model)
         self.choices = [Choice(form, n, self._tools, parallel) for n in range(count)]
-        inline = sum(map(len, map(document_text, body.documents)))
-        self._repeated = len(self._prompts) * sum(map(len, documents)) - inline
-        self._check_sizes()
-
-    def expected_tokens(self, size: int) -> int:
-        """An estimate of all prompts' tokens, before they are tokenised, with ``size`` for the body."""
-        return self.copies * (size + self._repeated // 4)
+        self.expected_tokens = self.copies * sum(map(self._size, self._prompts))
 
     async def answers(self) -> list[Answer]:
         """All answers; the first error ends the others."""
@@ -159,16 +151,15 @@ class CompletionJob:
             submissions.append((self._prompts[choice.index // self.copies], options))
         return submissions
 
-    def _check_sizes(self) -> None:
-        """Refuse what would cost much before the engine can see that it is too long."""
-        for characters, chunks in map(size_of, self._prompts):
-            if chunks > MAX_CHUNKS:
-                message = f"A prompt has at most {MAX_CHUNKS} documents and marked parts, not {chunks}."
-                raise invalid(message, "documents")
-            if (most := self._services.max_characters) is not None and characters > most:
-                raise PromptTooLong(
-                    f"the model's context is shorter than the prompt's {characters} characters"
-                )
+    def _size(self, prompt: Any) -> int:
+        """About how many tokens a prompt has; ApiError for what would be found too long at a high cost."""
+        characters, chunks = size_of(prompt)
+        if chunks > MAX_CHUNKS:
+            message = f"A prompt has at most {MAX_CHUNKS} documents and marked parts, not {chunks}."
+            raise invalid(message, "documents")
+        if (most := self._services.max_characters) is not None and characters > most:
+            raise PromptTooLong(f"the model's context is shorter than the prompt's {characters} characters")
+        return characters // 4  # as OpenAI estimates
 
     def _chat(self, body: ChatRequest, documents: Sequence[str], system: str | None) -> Any:
         rag = self._rag

@@ -14,8 +14,6 @@ from starlette.responses import JSONResponse, Response
 
 from ragcachekit.server.contexts import PREFIX, Context, ContextStore
 from ragcachekit.server.errors import ApiError, invalid
-from ragcachekit.server.keys import Tenant
-from ragcachekit.server.limits import Grant, Usage
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
 from ragcachekit.server.responses import parsed
 
@@ -111,72 +109,59 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def router(store: ContextStore, usage: Usage, model: str) -> APIRouter:
+def router(store: ContextStore, model: str) -> APIRouter:
     """The routes of the contexts in ``store``; requests must give ``model``, with or without ``models/``."""
     routes = APIRouter(prefix="/v1beta/cachedContents")
 
     @routes.post("")
     async def create(request: Request) -> Response:
-        owner: Tenant = request.state.tenant
-        async with usage.admit(owner) as grant:
-            work = _created(store, owner, await parsed(request, NewContext), model, grant)
-            context = await while_connected(request.receive, work)
-            if context is None:
-                return Response(status_code=CLIENT_GONE)
-            return _whole(context, grant)
+        body = await parsed(request, NewContext)
+        if body.model.removeprefix("models/") != model:
+            message = f"The model {body.model!r} does not exist; it is 'models/{model}'."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        work = store.create(
+            request.state.tenant,
+            body.chunks(),
+            model=model,
+            system=body.system(),
+            display_name=body.display_name,
+            lifetime=body,
+            charge=request.state.grant.expect,
+        )
+        context = await while_connected(request.receive, work)
+        return Response(status_code=CLIENT_GONE) if context is None else _whole(context)
 
     @routes.get("")
     async def list_all(request: Request) -> Response:
-        async with usage.admit(request.state.tenant) as grant:
-            contexts = await asyncio.to_thread(store.all, request.state.tenant)
-            return JSONResponse(_page(contexts, request), headers=grant.headers)
+        return _page(await asyncio.to_thread(store.all, request.state.tenant), request)
 
     @routes.get("/{key}")
     async def get(request: Request, key: str) -> Response:
-        async with usage.admit(request.state.tenant) as grant:
-            found = await asyncio.to_thread(store.get, request.state.tenant, PREFIX + key)
-            return _whole(found, grant)
+        return _whole(await asyncio.to_thread(store.get, request.state.tenant, PREFIX + key))
 
     @routes.patch("/{key}")
     async def update(request: Request, key: str) -> Response:
-        async with usage.admit(request.state.tenant) as grant:
-            change = await parsed(request, Change)
-            mask = request.query_params.get("updateMask", "ttl")
-            if {name.strip() for name in mask.split(",")} - {"ttl", "expireTime", "expire_time"}:
-                raise invalid("Only 'ttl' or 'expireTime' can be changed.", "updateMask", None)
-            if change.ttl is None and change.expire_time is None:
-                raise invalid("Missing required parameter: 'ttl' or 'expireTime'.", "ttl", None)
-            return _whole(await store.update(request.state.tenant, PREFIX + key, change), grant)
+        change = await parsed(request, Change)
+        mask = request.query_params.get("updateMask", "ttl")
+        if {name.strip() for name in mask.split(",")} - {"ttl", "expireTime", "expire_time"}:
+            raise invalid("Only 'ttl' or 'expireTime' can be changed.", "updateMask", None)
+        if change.ttl is None and change.expire_time is None:
+            raise invalid("Missing required parameter: 'ttl' or 'expireTime'.", "ttl", None)
+        return _whole(await store.update(request.state.tenant, PREFIX + key, change))
 
     @routes.delete("/{key}")
     async def delete(request: Request, key: str) -> Response:
-        async with usage.admit(request.state.tenant) as grant:
-            await store.delete(request.state.tenant, PREFIX + key)
-            return JSONResponse({}, headers=grant.headers)
+        await store.delete(request.state.tenant, PREFIX + key)
+        return JSONResponse({})
 
     return routes
 
 
-async def _created(store: ContextStore, owner: Tenant, body: NewContext, model: str, grant: Grant) -> Context:
-    if body.model.removeprefix("models/") != model:
-        message = f"The model {body.model!r} does not exist; it is 'models/{model}'."
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return await store.create(
-        owner,
-        body.chunks(),
-        model=model,
-        system=body.system(),
-        display_name=body.display_name,
-        lifetime=body,
-        charge=grant.expect,
-    )
+def _whole(context: Context) -> Response:
+    return JSONResponse({**described(context), "chunkIds": context.chunk_ids})
 
 
-def _whole(context: Context, grant: Grant) -> Response:
-    return JSONResponse({**described(context), "chunkIds": context.chunk_ids}, headers=grant.headers)
-
-
-def _page(contexts: list[Context], request: Request) -> dict[str, Any]:
+def _page(contexts: list[Context], request: Request) -> Response:
     size, token = request.query_params.get("pageSize", "100"), request.query_params.get("pageToken", "")
     if not size.isdecimal() or not 0 < int(size[:9]) <= MAX_PER_PAGE:
         raise invalid(f"Invalid value for 'pageSize': 1 to {MAX_PER_PAGE}.", "pageSize")
@@ -185,4 +170,6 @@ def _page(contexts: list[Context], request: Request) -> dict[str, Any]:
     }
     after = sorted(place for place in places if place > token)
     page: dict[str, Any] = {"cachedContents": [described(places[place]) for place in after[: int(size)]]}
-    return {**page, "nextPageToken": after[int(size) - 1]} if len(after) > int(size) else page
+    if len(after) > int(size):
+        page["nextPageToken"] = after[int(size) - 1]
+    return JSONResponse(page)

@@ -245,9 +245,19 @@ class ContextStore:
             raise invalid(message, "contents")
         owner, texts = _owner(tenant), [text for text in (*chunks, system) if text]
         tokens = await to_thread(lambda: sum(map(self._rag.count_tokens, texts)))
-        times = now, now, now + 2 * self._timeout  # before that it has been made, or has failed
-        name = PREFIX + secrets.token_hex(16)
-        new = Context(name, tenant.namespace, model, display_name, system, tuple(chunks), (), tokens, *times)
+        new = Context(
+            name=PREFIX + secrets.token_hex(16),
+            namespace=tenant.namespace,
+            model=model,
+            display_name=display_name,
+            system=system,
+            chunks=tuple(chunks),
+            chunk_ids=(),
+            tokens=tokens,
+            created=now,
+            updated=now,
+            expires=now + 2 * self._timeout,  # before that it has been made, or has failed
+        )
         try:
             async with self._locks[owner]:
                 if self._abandoned[owner]:
@@ -330,7 +340,7 @@ class ContextStore:
                 await self._swept(owner)
 
     async def run(self, every: float = 30.0) -> NoReturn:
-        """Sweep until cancelled, with so many seconds between."""
+        """Sweep until cancelled, every so many seconds."""
         while True:
             try:
                 await self.expire()
@@ -411,8 +421,7 @@ async def _to_end(work: Callable[..., object], *arguments: object) -> None:
             await asyncio.wait((task,))
         except asyncio.CancelledError as error:
             cancelled = error
-    failure = cancelled or task.exception()
-    if failure is not None:
+    if (failure := cancelled or task.exception()) is not None:
         raise failure
 
 

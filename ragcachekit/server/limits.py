@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ragcachekit.server.errors import ApiError
@@ -17,7 +17,7 @@ _ROUNDING = 1e-6  # after the seconds that a refusal named, the request is admit
 
 @dataclass
 class _Account:
-    """What one tenant uses; tokens and requests drain within a minute."""
+    """What one tenant uses. Requests and tokens drain within a minute."""
 
     running: int = 0
     requests: float = 0.0
@@ -41,8 +41,8 @@ class Usage:
         self._clock = clock
         self._accounts = defaultdict[str, _Account](_Account)
 
-    @asynccontextmanager
-    async def admit(self, tenant: Tenant) -> AsyncIterator[Grant]:
+    @contextmanager
+    def admit(self, tenant: Tenant) -> Iterator[Grant]:
         """Count one request, and let it run until the block ends.
 
         Raises
@@ -51,11 +51,10 @@ class Usage:
             429 with ``Retry-After`` beyond a limit; the request then counts nothing.
         """
         account, most = self._accounts[tenant.name], tenant.limits.parallel
-        grant = Grant(tenant, account, self._clock)
         if most is not None and account.running >= most:
-            message = f"{tenant.name!r} may have {most} requests at once."
-            raise grant.refusal(message, "requests", 1.0)
-        grant.check(requests=1)
+            raise _refusal(f"{tenant.name!r} may have {most} requests at once.", "requests", 1.0)
+        grant = Grant(tenant, account, self._clock)
+        grant.check("requests", 1, tenant.limits.requests_per_minute)
         account.requests += 1
         account.running += 1
         try:
@@ -69,9 +68,6 @@ class Grant:
 
     def __init__(self, tenant: Tenant, account: _Account, clock: Callable[[], float]) -> None:
         self._tenant, self._account, self._clock, self._charged = tenant, account, clock, 0
-        limits = tenant.limits
-        rates = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
-        self._rates = {kind: limit for kind, limit in rates.items() if limit is not None}
 
     def expect(self, tokens: int) -> None:
         """Charge the tokens that are known before the answer.
@@ -81,7 +77,7 @@ class Grant:
         ApiError
             429 as for :meth:`Usage.admit`; without ``Retry-After`` for more than a minute's tokens.
         """
-        self.check(tokens=tokens)
+        self.check("tokens", tokens, self._tenant.limits.tokens_per_minute)
         self.used(tokens)
 
     def used(self, tokens: int) -> None:
@@ -89,48 +85,27 @@ class Grant:
         self._account.tokens += tokens - self._charged
         self._charged = tokens
 
-    def check(self, **amounts: int) -> None:
-        """ApiError where so many more requests or tokens are beyond the limit; drains first."""
-        now, account, name = self._clock(), self._account, self._tenant.name
+    def check(self, kind: str, amount: int, limit: int | None) -> None:
+        """ApiError if ``amount`` more requests or tokens are beyond the limit."""
+        self._drain()
+        if limit is None:
+            return
+        name, wait = self._tenant.name, (getattr(self._account, kind) + amount - limit) * MINUTE / limit
+        if amount > limit:
+            message = f"Request too large for {name!r}: limit {limit} {kind} per minute, not {amount}."
+            raise _refusal(message, kind, None)
+        if wait > _ROUNDING:
+            message = f"Rate limit reached for {name!r}: {limit} {kind} per minute, requested {amount}."
+            raise _refusal(f"{message} Please try again in {wait:.3g} s.", kind, wait)
+
+    def _drain(self) -> None:
+        now, account, limits = self._clock(), self._account, self._tenant.limits
         minutes, account.drained_at = (now - account.drained_at) / MINUTE, now
-        for kind in ("requests", "tokens"):
-            drained = getattr(account, kind) - minutes * self._rates.get(kind, 0)
-            setattr(account, kind, max(0.0, drained) if kind in self._rates else 0.0)
-        for kind, amount in amounts.items():
-            if (limit := self._rates.get(kind)) is None:
-                continue
-            used = getattr(account, kind)
-            if amount > limit:
-                message = f"Request too large for {name!r}: limit {limit} {kind} per minute, not {amount}."
-                raise self.refusal(message, kind, None)
-            if used + amount > limit + _ROUNDING:
-                wait = (used + amount - limit) * MINUTE / limit
-                message = (
-                    f"Rate limit reached for {name!r} on {kind} per minute: limit {limit}, requested "
-                    f"{amount}. Please try again in {duration(wait)}."
-                )
-                raise self.refusal(message, kind, wait)
-
-    def refusal(self, message: str, kind: str, wait: float | None) -> ApiError:
-        """The response of a request beyond a limit; ``wait`` in seconds."""
-        code = "rate_limit_exceeded"
-        return ApiError(429, message, kind=kind, code=code, retry_after=wait, headers=self.headers)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """OpenAI's ``x-ratelimit-*`` headers, as of now."""
-        headers = {}
-        for kind, limit in self._rates.items():
-            used = getattr(self._account, kind)
-            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
-            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(limit - used)))
-            headers[f"x-ratelimit-reset-{kind}"] = duration(used * MINUTE / limit)
-        return headers
+        rates = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+        for kind, limit in rates.items():
+            left = 0.0 if limit is None else max(0.0, getattr(account, kind) - minutes * limit)
+            setattr(account, kind, left)
 
 
-def duration(seconds: float) -> str:
-    """Seconds as OpenAI's headers have them: ``20ms``, ``1.5s``, ``6m0s``."""
-    if seconds < 1:
-        return f"{max(0, round(seconds * 1000))}ms"
-    minutes, rest = divmod(round(seconds, 1), 60)
-    return f"{int(minutes)}m{rest:g}s" if minutes else f"{rest:g}s"
+def _refusal(message: str, kind: str, wait: float | None) -> ApiError:
+    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", retry_after=wait)

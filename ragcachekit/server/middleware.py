@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcachekit.server.errors import ApiError, overloaded, stopping
 from ragcachekit.server.keys import Tenant
+from ragcachekit.server.limits import Usage
 from ragcachekit.server.responses import api_path, response
 
 log = logging.getLogger(__name__)
@@ -41,9 +42,10 @@ _Result = TypeVar("_Result")
 class BodyLimit:
     """ASGI middleware that authenticates requests and reads their bodies, or refuses them.
 
-    It refuses missing or wrong keys (401), large bodies (413) and headers (431), and bodies that arrive too
-    slowly (408) or would be too many bytes beside those of the tenant's other requests (429) or of all
-    requests (503). The tenant is ``request.state.tenant`` afterwards. Other paths than ``/v1...`` pass.
+    It refuses missing or wrong keys (401), requests beyond a key's limits (429), large bodies (413) and
+    headers (431), and bodies that arrive too slowly (408) or would be too many bytes beside those of the
+    tenant's other requests (429) or of all requests (503). The tenant is ``request.state.tenant`` afterwards,
+    and what it may use ``request.state.grant``. Other paths than ``/v1...`` pass.
 
     Parameters
     ----------
@@ -52,6 +54,8 @@ class BodyLimit:
         Of a body.
     tenant : callable
         The tenant of a request's headers, or ApiError; :meth:`.ApiKeys.tenant`.
+    usage : Usage, optional
+        Counts requests; None: they are not limited here.
     seconds : float
         Time in which a body must arrive.
     """
@@ -61,9 +65,11 @@ class BodyLimit:
         app: ASGIApp,
         max_bytes: int,
         tenant: Callable[[Mapping[str, str]], Tenant],
+        usage: Usage | None = None,
         seconds: float = BODY_SECONDS,
     ) -> None:
         self._app, self._max_bytes, self._tenant, self._seconds = app, max_bytes, tenant, seconds
+        self._usage = usage
         self._held = Counter[str]()  # bytes of the bodies in memory, by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,9 +78,12 @@ class BodyLimit:
             return await self._app(scope, receive, send)
         request, held = Request(scope, receive), Counter[str]()
         parts = request.stream()
-        try:
+        with ExitStack() as stack:
+            stack.callback(lambda: self._held.subtract(held))
             try:
-                tenant = self._authenticated(request)
+                request.state.tenant = tenant = self._authenticated(request)
+                if self._usage is not None:
+                    request.state.grant = stack.enter_context(self._usage.admit(tenant))
                 body = await self._body(request, parts, tenant.name, held)
             except ClientDisconnect:
                 return None
@@ -82,10 +91,7 @@ class BodyLimit:
                 if "expect" not in request.headers:  # else the client waits for a word before it sends
                     await self._drain(parts)
                 return await response(error, scope)(scope, receive, send)
-            scope.setdefault("state", {})["tenant"] = tenant
             return await self._app(scope, _replay(body, receive), send)
-        finally:
-            self._held -= held
 
     def _authenticated(self, request: Request) -> Tenant:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:

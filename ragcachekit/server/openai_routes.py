@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ragcachekit.engine.streams import AsyncAnswerStream
-from ragcachekit.server.answers import cache_header, usage_of
+from ragcachekit.server.answers import usage_of
 from ragcachekit.server.completions import CompletionJob, Services, context_name
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.limits import Grant
@@ -53,14 +53,13 @@ def router(services: Services) -> APIRouter:
 
 
 async def _complete(services: Services, request: Request, kind: type[Completion]) -> Response:
-    tenant, size = request.state.tenant, len(await request.body()) // 4  # OpenAI estimates so, too
+    tenant, grant = request.state.tenant, request.state.grant
+    body, context = await parsed(request, kind), None
     async with AsyncExitStack() as stack:
-        grant = await stack.enter_async_context(services.usage.admit(tenant))
-        body, context = await parsed(request, kind), None
         if (name := context_name(body)) is not None:
             context = await stack.enter_async_context(services.contexts.using(tenant, name))
         job = CompletionJob(services, tenant, body, context)
-        grant.expect(job.expected_tokens(size))
+        grant.expect(job.expected_tokens)
         if body.stream:
             streams = [await stack.enter_async_context(stream) for stream in job.streams()]
             wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -75,9 +74,7 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             return Response(status_code=CLIENT_GONE)
         choices = [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)]
         grant.used(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
-        prompts = job.by_prompt(answers)
-        headers = {**grant.headers, **cache_header(prompts)}
-        return JSONResponse(job.form.whole(choices, usage_of(prompts)), headers=headers)
+        return JSONResponse(job.form.whole(choices, usage_of(job.by_prompt(answers))))
 
 
 class EventStream(StreamingResponse):
@@ -97,7 +94,7 @@ class EventStream(StreamingResponse):
         heartbeat: float,
         error_body: Callable[[Exception], dict[str, Any]],
     ) -> None:
-        headers = {**grant.headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers, media_type="text/event-stream")
         self._job, self._streams, self._stack, self._grant = job, streams, stack, grant
         self._wants_usage, self._heartbeat, self._error_body = wants_usage, heartbeat, error_body

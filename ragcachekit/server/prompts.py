@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,23 +85,11 @@ def _message(number: int, message: Message) -> dict[str, Any]:
             {
                 "type": "function",
                 "id": call.id,
-                "function": {"name": call.function.name, "arguments": _arguments(place, call)},
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
             }
             for call in message.tool_calls
         ]
     return out
-
-
-def _arguments(place: str, call: Any) -> dict[str, Any]:
-    """Arguments as an object: templates write them by ``tojson``."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        text = f"The arguments of the tool call {call.id} are no JSON object."
-        raise invalid(text, f"{place}.tool_calls")
-    return arguments
 
 
 def _block(place: str, part: Part) -> Block:

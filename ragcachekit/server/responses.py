@@ -51,15 +51,13 @@ def _refused(error: ValidationError) -> ApiError:
             param += f"[{part}]"
         elif (_FIELD.fullmatch(part) and part not in _TYPES) or not param:
             param += f".{part}" if param else part
-    if kind == "json_invalid":
+    if kind == "json_invalid" and not param:
         return invalid(f"We could not parse the JSON body of your request: {message}", code=None)
     if kind == "extra_forbidden":
         return invalid(f"Unrecognized request argument supplied: {param}", code=None)
     named = param or None
     if kind == "missing":
         return invalid(f"Missing required parameter: '{param}'.", named, "missing_required_parameter")
-    if kind == "unsupported_parameter":
-        return invalid(f"Unsupported parameter: '{param}' is not supported with this model.", named, kind)
     if kind == "unsupported_value":
         message = f"Unsupported value: '{param}' does not support this value with this model."
         return invalid(message, named, kind)

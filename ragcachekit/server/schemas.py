@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Json,
+    Tag,
+)
 from pydantic_core import PydanticCustomError
 
 
@@ -14,14 +24,11 @@ def _only(*allowed: object) -> AfterValidator:
     def check(value: object) -> object:
         if any(value == one for one in allowed):
             return value
-        what = "is not supported" if allowed == (None,) else "does not support this value"
-        kind = "unsupported_parameter" if allowed == (None,) else "unsupported_value"
-        raise PydanticCustomError(kind, "{what}", {"what": what})
+        raise PydanticCustomError("unsupported_value", "does not support this value")
 
     return AfterValidator(check)
 
 
-Refused = Annotated[Any, _only(None)]
 Zero = Annotated[Any, _only(None, 0)]
 Positive = Annotated[int, Field(ge=1)]
 _Item = TypeVar("_Item")
@@ -58,10 +65,10 @@ class Part(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """Name and JSON arguments of a call."""
+    """Name and arguments of a call, which come as JSON in a string."""
 
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
 
 
 class Called(BaseModel):
@@ -159,14 +166,6 @@ class ChatRequest(Completion):
     modalities: Annotated[Any, _only(None, ["text"])] = None
     store: Annotated[Any, _only(None, False)] = None
     service_tier: Annotated[Any, _only(None, "auto", "default")] = None
-    functions: Refused = None
-    function_call: Refused = None
-    audio: Refused = None
-    moderation: Refused = None
-    prediction: Refused = None
-    reasoning_effort: Refused = None
-    verbosity: Refused = None
-    web_search_options: Refused = None
 
 
 class TextRequest(Completion):

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from benchmarks.cluster.route_simulation import Setting, requests, simulate
-from ragcachekit.cluster.balancer import Balancer, Weights, routing_stats
+from ragcachekit.cluster import balancer as balancing
+from ragcachekit.cluster.balancer import Balancer, routing_stats
 
 NAMES = ("a", "b", "c", "d")
 
@@ -106,8 +107,10 @@ def test_replicas_that_are_gone_are_not_chosen():
     one.sent("a", request("x"))
 
 
-def test_notes_are_bounded():
-    one = Balancer(Weights(noted=10, bound=1e9), seed=1)
+def test_notes_are_bounded(monkeypatch):
+    monkeypatch.setattr(balancing, "MAX_NOTED", 10)
+    monkeypatch.setattr(balancing, "MAX_SHARE", 1e9)
+    one = Balancer(seed=1)
     one.update(stats())
     for n in range(100):
         one.sent("a", request(f"chunk {n}"))

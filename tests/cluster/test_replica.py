@@ -13,6 +13,7 @@ from starlette.responses import StreamingResponse
 from ragcachekit import RagCache
 from ragcachekit.cluster.balancer import Balancer
 from ragcachekit.cluster.replica import Replica
+from ragcachekit.errors import RagCacheError
 from speaking import byte_level, speaker
 
 SCOPE = {
@@ -139,6 +140,7 @@ async def test_the_engine_is_closed_once(tmp_path):
     await one.__init__(lambda: opened(tmp_path, []))
     rag = one._rag
     one.__del__()
-    assert rag._closed
+    with pytest.raises(RagCacheError, match="closed"):
+        rag.generate("hi")
     del one
     gc.collect()

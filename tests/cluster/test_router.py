@@ -23,7 +23,7 @@ def router():
     """Without Serve: what its constructor needs is not there."""
     one = ChunkRouter.__new__(ChunkRouter)
     one._replica_queue_len_cache = SimpleNamespace(get=lambda _: None)
-    one.initialize_state(bound=100.0)
+    one.initialize_state()
     return one
 
 

@@ -38,7 +38,7 @@ def application(seconds=5.0):
     async def health():
         return "well"
 
-    return BodyLimit(app, MOST, known, seconds)
+    return BodyLimit(app, MOST, known, seconds=seconds)
 
 
 @contextmanager

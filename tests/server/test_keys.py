@@ -9,7 +9,7 @@ import stat
 import pytest
 from typer.testing import CliRunner
 
-from ragcachekit.cli import app
+from ragcachekit.commands.app import app
 from ragcachekit.errors import RagCacheError
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.keys import ApiKeys, Limits, Tenant, add_key, check_exposure, remove_key

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
-from ragcachekit.cli import app as cli
+from ragcachekit.commands.app import app as cli
 from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.server.app import GracefulServer
 from server_kit import DOCUMENTS, LONG, QUESTION, engine, served, until

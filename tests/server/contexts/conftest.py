@@ -68,8 +68,8 @@ def app(store, keys):
     """The application."""
     app = FastAPI()
     add_handlers(app, 1.0)
-    app.include_router(router(store, Usage(), "tiny"))
-    app.add_middleware(BodyLimit, max_bytes=100_000, tenant=ApiKeys(keys[0]).tenant)
+    app.include_router(router(store, "tiny"))
+    app.add_middleware(BodyLimit, max_bytes=100_000, tenant=ApiKeys(keys[0]).tenant, usage=Usage())
     return app
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from context_kit import ONE, THREE, TWO, Engine, make
+from engine_kit import stored_in
 from ragcachekit import RagCache
-from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import StoreError
 from ragcachekit.server import ServerConfig, contexts, create_app
 from ragcachekit.server.contexts import ContextStore
@@ -40,8 +38,7 @@ def files(folder):
 
 
 def chunk_keys(rag):
-    keys = set(rag.components.store.keys())
-    return {key for key in keys if key.encoding != "prefix"}
+    return {key for key in stored_in(rag) if key.encoding != "prefix"}
 
 
 @pytest.mark.parametrize("end", ["deleted", "expired", "deleted by another process"])
@@ -203,64 +200,3 @@ async def test_a_creation_has_a_deadline(rag, clock, ada):
     rag.go_on.set()
     await store.expire()
     assert rag.encoded == set()
-
-
-async def test_encoding_has_half_of_the_time_while_requests_run(rag, clock, ada, monkeypatch):
-    spent = {"working": 0.0, "waiting": 0.0}
-
-    def encode(texts, **options):
-        for _ in range(10):
-            begun = time.monotonic()
-            time.sleep(0.005)
-            worked = time.monotonic()
-            raise_if_cancelled()  # as forwards before each layer
-            spent["working"] += worked - begun
-            spent["waiting"] += time.monotonic() - worked
-        return texts
-
-    monkeypatch.setattr(rag, "encode", encode)
-    monkeypatch.setattr(rag, "queue", SimpleNamespace(running=1))
-    await make(ContextStore(rag, clock=clock), ada, ONE)
-    assert 0.9 < spent["waiting"] / spent["working"] < 4
-
-
-async def test_files_are_read_in_threads_and_once(rag, tmp_path, clock, ada, monkeypatch):
-    reads, read = list[bool](), contexts.read_regular
-
-    def reading(path):
-        reads.append(threading.current_thread() is threading.main_thread())
-        return read(path)
-
-    monkeypatch.setattr(contexts, "read_regular", reading)
-    name = (await make(ContextStore(rag, tmp_path, clock), ada, ONE)).name
-    reads.clear()
-    for use in ("using", "update", "delete"):
-        store = ContextStore(rag, tmp_path, clock)  # another process's
-        if use == "using":
-            async with store.using(ada, name):
-                pass
-        elif use == "update":
-            changed = await store.update(ada, name, lambda now: now + 90)
-            assert reads.pop() is False, "what was stored"
-            assert store.get(ada, name) == changed
-        else:
-            await store.delete(ada, name)
-            assert reads.pop() is False, "what was stored"
-        assert reads == [False]
-        reads.clear()
-
-
-async def test_a_route_that_describes_a_context_reads_in_a_thread(client_of, store, monkeypatch):
-    body = {"model": "tiny", "contents": [{"parts": [{"text": ONE}]}]}
-    async with client_of("ada") as client:
-        name = (await client.post("/cachedContents", json=body)).json()["name"]
-        get, threads = store.get, list[threading.Thread]()
-
-        def noted(*arguments):
-            threads.append(threading.current_thread())
-            return get(*arguments)
-
-        monkeypatch.setattr(store, "get", noted)
-        assert (await client.get(name)).status_code == 200
-    assert threads
-    assert threading.main_thread() not in threads

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from engine_kit import stored_in
 from ragcachekit import RagCache
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError
@@ -18,8 +19,7 @@ TENANTS = [Tenant(name, name) for name in ("ada", "bob", "eve")]
 
 
 def cached(rag):
-    keys = set(rag.components.store.keys())
-    return {(key.namespace, key.chunk_id) for key in keys if key.encoding != "prefix"}
+    return {(key.namespace, key.chunk_id) for key in stored_in(rag) if key.encoding != "prefix"}
 
 
 @pytest.mark.parametrize("steps", [80, pytest.param(4000, marks=pytest.mark.soak)])

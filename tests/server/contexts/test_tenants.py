@@ -10,6 +10,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
+from engine_kit import stored_in
 from ragcachekit import RagCache
 from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.server.contexts import ContextStore
@@ -101,10 +102,7 @@ async def test_strangers_limits_and_large_bodies_in_openais_form(server):
             await ask(stranger)
         assert error.value.code == "invalid_api_key"
     async with client("few") as few:
-        raw = await few.chat.completions.with_raw_response.create(
-            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=1
-        )
-        assert raw.headers["x-ratelimit-remaining-requests"] == "1"
+        await ask(few)
         await ask(few)
         with pytest.raises(openai.RateLimitError) as refused:
             await ask(few)
@@ -132,7 +130,7 @@ async def test_tenants_that_ask_at_once_share_no_entry(server):
     rag.flush(30)
     ids = {text: byte_level()(text)["input_ids"][1:] for text in texts}
     allowed = {chunk_id(ids[text], name) for name in given for text in given[name]}
-    chunks = [key for key in set(rag.components.store.keys()) if key.encoding != "prefix"]
+    chunks = [key for key in stored_in(rag) if key.encoding != "prefix"]
     assert {key.namespace for key in chunks} == {"ada", "bob"}
     assert {key.chunk_id for key in chunks} <= allowed
     mine, theirs = ({key.digest() for key in chunks if key.namespace == name} for name in given)
