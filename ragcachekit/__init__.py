@@ -28,12 +28,12 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
+    from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.diagnosis import Diagnosis
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.request import Request
     from ragcachekit.engine.speculation import SpeculativePipeline
-    from ragcachekit.engine.streams import agenerate, astream, to_thread
     from ragcachekit.engine.view import PromptView
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
@@ -124,7 +124,7 @@ __all__ = [
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
     "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
-    "ragcachekit.engine.streams": ("agenerate", "astream", "to_thread"),
+    "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.auto.record": ("TuneReport",),
     "ragcachekit.engine.diagnosis": ("Diagnosis",),
     "ragcachekit.engine.view": ("PromptView",),

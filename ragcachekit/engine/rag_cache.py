@@ -33,10 +33,9 @@ from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.diagnosis import NO_TEMPLATE, Diagnosis, diagnose, without_template
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
-from ragcachekit.engine.request import GenerateCall, Request
+from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.engine.scheduler import Scheduler
-from ragcachekit.engine.streams import AnswerStream
 from ragcachekit.engine.view import PromptView, prompt_view
 from ragcachekit.errors import Closed
 from ragcachekit.forks import MESSAGE

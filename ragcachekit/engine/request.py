@@ -1,13 +1,15 @@
-"""One prompt to answer, and the handle that :meth:`ragcachekit.RagCache.submit` returns for it."""
+"""One prompt to answer: the call, the request that :meth:`ragcachekit.RagCache.submit` returns, its stream."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from threading import Event
 from traceback import clear_frames
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_number
@@ -16,6 +18,7 @@ from ragcachekit.observers import ObservedRequest, attempt
 from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
+from ragcachekit.reports.base import text_html
 from ragcachekit.threads import Condition
 
 State = Literal["waiting", "running", "done"]
@@ -205,3 +208,51 @@ class Request:
             attempt(self.call.streamer.end)
         for callback in callbacks:
             attempt(callback, self)
+
+
+class AnswerStream:
+    """An iterator over the pieces of a request's text; what :meth:`ragcachekit.RagCache.stream` returns.
+
+    Closing it early (``close``, leaving a ``with`` block, dropping the iterator, or an interrupted wait)
+    cancels generation before the next layer of the prefill, or after the current token.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._pieces = request, request.stream()
+        # The engine holds the request and not this object: dropping it is how many end a stream.
+        weakref.finalize(self, request.cancel).atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer with its report; waits for the end of generation."""
+        return self._request.result()
+
+    def display(self) -> Answer:
+        """Show the text in a notebook as it is generated; returns the answer. ImportError without IPython."""
+        notebook: Any = import_module("IPython.display")
+        shown, text = notebook.display(notebook.HTML(""), display_id=True), ""
+        for piece in self:
+            text += piece
+            shown.update(notebook.HTML(text_html(text)))
+        return self.answer
+
+    def cancel(self) -> None:
+        """Stop before the next layer of the prefill, or after the current token; generated text stays."""
+        self._request.cancel()
+
+    def close(self) -> None:
+        """Cancel and wait."""
+        self.cancel()
+        self._request.wait()

@@ -67,4 +67,4 @@ async def test_of_asyncio(rag):
 
 def test_a_deadline_that_has_passed_is_late_and_no_error_of_the_caller(rag):
     pipeline = SpeculativePipeline(rag)
-    assert pipeline.submit([["a"]], lambda _: PROMPT, deadline=0.0).work.deadline < math.inf
+    assert pipeline.submit([["a"]], lambda _: PROMPT, deadline=0.0).call.deadline < math.inf

@@ -78,7 +78,7 @@ class Notebook:
 
 def test_a_stream_is_displayed_as_it_comes(rag, expected, monkeypatch) -> None:
     notebook = Notebook()
-    monkeypatch.setattr("ragcachekit.engine.streams.import_module", lambda name: notebook)
+    monkeypatch.setattr("ragcachekit.engine.request.import_module", lambda name: notebook)
     answer = rag.stream(PROMPT, **ASKED).display()
     assert isinstance(answer, Answer)
     assert answer.text == expected.text

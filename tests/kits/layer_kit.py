@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ragcachekit import CancelScope, Request
-from ragcachekit.engine.streams import AnswerStream
+from ragcachekit.engine.request import AnswerStream
 from ragcachekit.generate.streams import TokenQueue
 
 LONG = 60.0

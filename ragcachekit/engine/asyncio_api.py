@@ -1,77 +1,27 @@
-"""Answers as they are generated, for ``for`` and for ``async for``; a cancelled task ends its request."""
+"""Generation from asyncio; a cancelled task ends its request."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from importlib import import_module
 from math import inf
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import check_deadline
-from ragcachekit.engine.request import Request
 from ragcachekit.errors import Cancelled, EngineError
 from ragcachekit.reports import Answer
-from ragcachekit.reports.base import text_html
 
 if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.request import Request
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _EVERY = 0.01  # seconds between two looks for room
-
-
-class AnswerStream:
-    """An iterator over the pieces of a request's text; what :meth:`ragcachekit.RagCache.stream` returns.
-
-    Closing it early (``close``, leaving a ``with`` block, dropping the iterator, or an interrupted wait)
-    cancels generation before the next layer of the prefill, or after the current token.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._request, self._pieces = request, request.stream()
-        # The engine holds the request and not this object: dropping it is how many end a stream.
-        weakref.finalize(self, request.cancel).atexit = False
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def answer(self) -> Answer:
-        """The whole answer with its report; waits for the end of generation."""
-        return self._request.result()
-
-    def display(self) -> Answer:
-        """Show the text in a notebook as it is generated; returns the answer. ImportError without IPython."""
-        notebook: Any = import_module("IPython.display")
-        shown, text = notebook.display(notebook.HTML(""), display_id=True), ""
-        for piece in self:
-            text += piece
-            shown.update(notebook.HTML(text_html(text)))
-        return self.answer
-
-    def cancel(self) -> None:
-        """Stop before the next layer of the prefill, or after the current token; generated text stays."""
-        self._request.cancel()
-
-    def close(self) -> None:
-        """Cancel and wait."""
-        self.cancel()
-        self._request.wait()
 
 
 class _Tokens:
