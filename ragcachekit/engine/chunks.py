@@ -13,8 +13,6 @@ from tqdm.auto import tqdm
 
 from ragcachekit.background import attempt
 from ragcachekit.config import check_type
-from ragcachekit.engine.auto.prompts import CheckPrompt
-from ragcachekit.engine.auto.record import TuneReport
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
@@ -23,6 +21,8 @@ from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.prompt.registry import forms
+from ragcachekit.quality.check import CheckPrompt
+from ragcachekit.quality.records import TuneReport
 from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts

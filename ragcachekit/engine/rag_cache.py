@@ -28,7 +28,6 @@ from typing import Any, NoReturn, Self, Unpack
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, check_number
 from ragcachekit.engine.after_answer import AfterAnswer
-from ragcachekit.engine.auto.record import TuneReport
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.diagnosis import NO_TEMPLATE, Diagnosis, diagnose, without_template
@@ -50,6 +49,7 @@ from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike, Tools
+from ragcachekit.quality.records import TuneReport
 from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport
 from ragcachekit.reports.base import pairs_html

@@ -1,4 +1,4 @@
-"""One prompt to answer: the call, the request that :meth:`ragcachekit.RagCache.submit` returns, its stream."""
+"""One prompt to answer: the call, the request that ``submit`` returns, and its stream."""
 
 from __future__ import annotations
 

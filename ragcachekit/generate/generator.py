@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,17 +66,7 @@ class Generator:
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
     ) -> Answer:
         """The answer with its report; ``begun`` in seconds of :func:`time.perf_counter`."""
-        ids = generated.token_ids
-        text, stopped = cut_at_stop(self._parser.decode(ids), stop)
-        ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended
-        report = GenerateReport(
-            replace(generated.report, link_ms=(generated.linked - begun) * 1e3),
-            len(ids),
-            ttft_ms=(generated.first_token - begun) * 1e3,
-            total_ms=(time.perf_counter() - begun) * 1e3,
-            finish_reason="cancelled" if generated.cancelled else "stop" if ended else "length",
-        )
-        return Answer(text, ids, report)
+        return answer_of(generated, begun, stop, options, self._parser.decode)
 
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
         """Link a prompt for another generate call."""
@@ -84,3 +74,24 @@ class Generator:
         inputs, plan = link_ahead(self.model, self.rope, plan, replan)
         report = replace(plan.report, link_ms=looked_up + (time.perf_counter() - begun) * 1e3)
         return Linked(LinkedPrompt(inputs, report), plan)
+
+
+def answer_of(
+    generated: Generated,
+    begun: float,
+    stop: Sequence[str],
+    options: Mapping[str, Any],
+    decode: Callable[[Sequence[int]], str],
+) -> Answer:
+    """The answer to a prompt; ``begun`` in seconds of :func:`time.perf_counter`."""
+    ids = generated.token_ids
+    text, stopped = cut_at_stop(decode(ids), stop)
+    ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended
+    report = GenerateReport(
+        replace(generated.report, link_ms=(generated.linked - begun) * 1e3),
+        len(ids),
+        ttft_ms=(generated.first_token - begun) * 1e3,
+        total_ms=(time.perf_counter() - begun) * 1e3,
+        finish_reason="cancelled" if generated.cancelled else "stop" if ended else "length",
+    )
+    return Answer(text, ids, report)

@@ -8,8 +8,8 @@ from families import build
 from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig
 from ragcachekit.engine import admission
 from ragcachekit.engine import components as stock
-from ragcachekit.policies.budgets.calibration import Budgets
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.quality.budget import Budgets
 from ragcachekit.store.memory import HostStore
 
 
