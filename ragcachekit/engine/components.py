@@ -13,8 +13,8 @@ from torch import nn
 from ragcachekit.background import ActiveRequests, Backoff, flush_all
 from ragcachekit.config import ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
-from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
+from ragcachekit.encode.similar import NeighbourEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config

@@ -123,6 +123,8 @@ class Scheduler:
 
     def cancel(self, request: Request) -> None:
         """End a request that waits; one that runs ends itself."""
+        if self._process != os.getpid():
+            return
         with self._changed:
             waited = self._discard(request)
         if waited:
