@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Literal
 
-from ragcachekit.background import Background, attempt
+from ragcachekit.background import BackgroundWorker, attempt
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.forward.own_rows import captured, turn_of, with_answer
@@ -136,13 +136,13 @@ class RowCapture:
         rope: Rope,
         unchanged: Callable[[], bool],
         forgets: ForgetEpochs,
+        worker: BackgroundWorker,
         when: Literal["background", "now"],
     ) -> None:
         self.tree, self._encoder, self._rope = tree, background_encoder, rope
         self._unchanged, self._forgets, self._when = unchanged, forgets, when
-        self._background = Background[_Job](self._work, MAX_WAITING, "ragcachekit-capture")
-        self.pending = PendingRows(self._background.closed)
-        self.flush, self.close = self._background.flush, self._background.close
+        self._jobs = worker.queue(self._work, MAX_WAITING)
+        self.pending = PendingRows(worker.closed)
 
     def after(self, generated: Generated) -> frozenset[KVKey]:
         """Capture rows of a request; returns the keys that need no encoding any more.
@@ -164,7 +164,7 @@ class RowCapture:
         pending, queued = Pending.of(generated, turns), False
         self.pending.add(pending)
         try:
-            queued = self._background.submit((generated, pending))
+            queued = self._jobs.submit((generated, pending))
         finally:  # also after an interrupt
             if not queued:
                 self.pending.discard(pending)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragcachekit.background import Background
+from ragcachekit.background import BackgroundWorker
 from ragcachekit.config import positive
 from ragcachekit.query.base import ResultId
 from ragcachekit.query.metrics import Float64
@@ -77,7 +77,8 @@ class AdaptiveTolerance:
         self._partitions: OrderedDict[Hashable, _Cells] = OrderedDict()
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._background = Background(_call, _MOST_WAITING, "ragcachekit-adaptive-tolerance")
+        self._background = BackgroundWorker()
+        self._jobs = self._background.queue(_call, _MOST_WAITING)
 
     def tolerance(self, partition: Hashable, embedding: ArrayLike, most: float) -> float:
         """The tolerance of a lookup, between 0 and ``most``, which is that of the cache."""
@@ -111,7 +112,7 @@ class AdaptiveTolerance:
             region.hits += 1
             if region.hits > _ALL_OF_FIRST and self._random.random() >= self._share:
                 return False
-        return self._background.submit(partial(self._check, region, frozenset(ids), search))
+        return self._jobs.submit(partial(self._check, region, frozenset(ids), search))
 
     def report(self) -> list[RegionTolerance]:
         """The present tolerances of all regions."""

@@ -185,7 +185,7 @@ def test_what_is_dropped_is_not_waited_for(clock, waits, monkeypatch, raised):
                 raise raised
             return False
 
-        monkeypatch.setattr(capture._background, "submit", submit)
+        monkeypatch.setattr(capture._jobs, "submit", submit)
         if raised is None:
             rag.generate(FIRST, **SHORT)
         else:

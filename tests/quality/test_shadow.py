@@ -390,13 +390,13 @@ def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
     assert gate.entered.acquire(timeout=60)
     closing = threading.Thread(target=rag.close)
     closing.start()
-    assert rag.shadow._background._pool.closed.wait(60)
+    assert rag.components.background.closed.wait(60)
     gate.open.set()
     closing.join(60)
     assert not closing.is_alive()
     assert gate.runs == 1
     assert (rag.shadow_report().shadowed, rag.shadow_report().dropped) == (0, 1)
-    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-shadow"]
+    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-background"]
     rag.shadow.close()  # twice does no harm
 
 
