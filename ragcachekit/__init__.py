@@ -16,28 +16,18 @@ from ragcachekit.errors import (
     missing_extra,
 )
 from ragcachekit.observers import Observer, QueryLookup, RequestStart
-from ragcachekit.reports import (
-    Answer,
-    EncodingStats,
-    GenerateReport,
-    LinkReport,
-    QueueStats,
-    ShadowReport,
-)
+from ragcachekit.reports import Answer, GenerateReport, LinkReport
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
-    from ragcachekit.engine.diagnosis import Diagnosis
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.request import Request
     from ragcachekit.engine.speculation import SpeculativePipeline
-    from ragcachekit.engine.view import PromptView
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.quality.records import TuneReport
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
@@ -65,10 +55,8 @@ __all__ = [
     "Chunk",
     "CoRetrieved",
     "DeadlineExceeded",
-    "Diagnosis",
     "DocumentIndex",
     "EmbeddingCache",
-    "EncodingStats",
     "EngineError",
     "GenerateReport",
     "Identity",
@@ -87,12 +75,10 @@ __all__ = [
     "Partitioner",
     "PrecedingChunks",
     "Prompt",
-    "PromptView",
     "ProximityCache",
     "QueryLookup",
     "QueueConfig",
     "QueueFull",
-    "QueueStats",
     "RagCache",
     "RagCacheError",
     "Request",
@@ -102,7 +88,6 @@ __all__ = [
     "RetrieverSettings",
     "SavedEntries",
     "ShadowConfig",
-    "ShadowReport",
     "SimilarChunks",
     "SpeculativePipeline",
     "StoreConfig",
@@ -110,7 +95,6 @@ __all__ = [
     "ToolCall",
     "ToolCallReader",
     "TreeConfig",
-    "TuneReport",
     "agenerate",
     "astream",
     "bypass_query_cache",
@@ -125,9 +109,6 @@ _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
     "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
-    "ragcachekit.quality.records": ("TuneReport",),
-    "ragcachekit.engine.diagnosis": ("Diagnosis",),
-    "ragcachekit.engine.view": ("PromptView",),
     "ragcachekit.engine.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
