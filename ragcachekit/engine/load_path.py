@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ragcachekit.background import BackgroundWorker, flush_all
+from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.layout import KVLayout
@@ -37,7 +37,7 @@ class LoadPath:
             observe=self.planner.observe_read if self.planner is not None else lambda *_: None,
         )
         self._worker = BackgroundWorker()
-        self._jobs = self._worker.queue(lambda job: job(), MAX_JOBS)
+        self._jobs: JobQueue[Callable[[], object]] = self._worker.queue(lambda job: job(), MAX_JOBS)
         self._measured = False
 
     def fetch(self) -> Fetch:
