@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +19,6 @@ from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
-from ragcachekit.engine.row_capture import RowCapture
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.generate.generator import Generator
@@ -126,10 +125,6 @@ class EngineComponents:
             return BackgroundEncoder(*parts, settings.encode_after, self.background, backoff)
 
         self.background_encoder = encoder_over(self.store, self.planner.note_stored, self.forgets)
-        when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
-        self.capture = RowCapture(
-            self.tree, self.background_encoder, rope, unchanged, self.forgets, self.background, when
-        )
         self.generator = Generator(model, rope, self.parser, rope.context)
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):

@@ -30,7 +30,7 @@ from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, che
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.diagnosis import NO_TEMPLATE, Diagnosis, diagnose, without_template
+from ragcachekit.engine.diagnosis import Diagnosis, diagnose
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
 from ragcachekit.engine.runner import Runner
@@ -48,7 +48,7 @@ from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prompt.parser import PromptLike, Tools
+from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport
@@ -363,7 +363,7 @@ class RagCache:
         parsed = parts.parser.parse(prompt, namespace, tools)
         request = parts.planner.prepare(parsed, chosen.policy, epoch)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
-        if not self._template_noted and without_template(parts.parser, prompt):
+        if not self._template_noted and parts.parser.lacks_template(prompt):
             self._template_noted = True
             notes = (*notes, NO_TEMPLATE)
         return replace(request, label=chosen.label, notes=notes, fallback=fallback)

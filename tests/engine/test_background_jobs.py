@@ -11,7 +11,7 @@ import pytest
 from engine_kit import PROMPT, rag_for
 from ragcachekit import threads as threads_module
 from ragcachekit.background import BackgroundWorker
-from ragcachekit.engine import row_capture as keep
+from ragcachekit.engine import after_answer as keep
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 
 LONG = 60.0
