@@ -128,8 +128,8 @@ class LinkReport(Report):
 class GenerateReport(Report):
     """A :class:`LinkReport` with what generation measured; ``ttft_ms`` and ``total_ms`` count from the call.
 
-    ``queue_ms`` of them passed before its turn; at most ``batch`` requests were decoded together with it, itself
-    included.
+    ``queue_ms`` of them passed before its turn; at most ``batch`` requests were decoded together with it,
+    itself included.
     """
 
     link: LinkReport
