@@ -397,7 +397,7 @@ def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
     assert gate.runs == 1
     assert (rag.shadow_report().shadowed, rag.shadow_report().dropped) == (0, 1)
     assert not [t for t in threading.enumerate() if t.name == "ragcachekit-background"]
-    rag.shadow.close()  # twice does no harm
+    rag.close()  # twice does no harm
 
 
 def test_what_was_in_work_at_a_reset_is_not_counted(monkeypatch):
