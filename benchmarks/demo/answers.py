@@ -15,10 +15,9 @@ from benchmarks.demo.questions import Question
 from benchmarks.demo.score import PART, Answered, contains
 from benchmarks.demo.work import Work
 from ragcachekit.commands.reading_prompt import bare_ids
-from ragcachekit.commands.text_scores import word_f1
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.quality.compare import divergence, loss_per_token
+from ragcachekit.quality.compare import divergence, loss_per_token, word_f1
 
 
 class Answering:
