@@ -21,7 +21,7 @@ from benchmarks.demo.manual_search import (
 from benchmarks.demo.questions import Question, calibration_questions, questions, workload
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.sample_model import SAMPLE
-from ragcachekit.query.calibrate import Calibration, calibrate
+from ragcachekit.retrieval.calibrate import Calibration, calibrate
 
 MAX_FALSE_HITS = 0.1
 """Share of wordings whose nearest other question may lie within the tolerance; all have a close sibling."""

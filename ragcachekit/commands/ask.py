@@ -19,13 +19,10 @@ from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RetrievalError
 from ragcachekit.files import make_folder
-from ragcachekit.query.base import ResultId
-from ragcachekit.query.lookups import Retrieved
-from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval
-from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.manifest import read_index
-from ragcachekit.search.registry import load_index, open_index
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
+from ragcachekit.retrieval.index import VectorIndex, load_index, open_index
+from ragcachekit.retrieval.index_files import read_index
+from ragcachekit.retrieval.proximity import ProximityCache, ResultId
 
 Say = Callable[[str], object]
 CAPACITY = 1000

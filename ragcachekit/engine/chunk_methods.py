@@ -23,7 +23,7 @@ from ragcachekit.model.kv import token_ids_of
 from ragcachekit.observers import Observers
 from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.prompt.registry import forms
-from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forgotten_texts import ForgottenTexts
 from ragcachekit.store.null import NullStore
