@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.config import GraphConfig, LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -28,9 +28,7 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
-    from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
-    from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.inspect.diagnosis import Diagnosis
     from ragcachekit.engine.inspect.view import PromptView
     from ragcachekit.engine.queue.request import Request
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
+    from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
+    from ragcachekit.quality.records import TuneReport
     from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
     from ragcachekit.retrieval.calibrate import calibrate
     from ragcachekit.retrieval.document_storage import IndexChange
@@ -60,7 +60,6 @@ __all__ = [
     "EncodingStats",
     "EngineError",
     "GenerateReport",
-    "GraphConfig",
     "IndexChange",
     "JsonStore",
     "LinkReport",
@@ -104,9 +103,9 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
-    "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
+    "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
-    "ragcachekit.engine.auto.record": ("TuneReport",),
+    "ragcachekit.quality.records": ("TuneReport",),
     "ragcachekit.engine.inspect.diagnosis": ("Diagnosis",),
     "ragcachekit.engine.inspect.view": ("PromptView",),
     "ragcachekit.engine.queue.request": ("Request",),

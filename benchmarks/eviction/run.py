@@ -15,7 +15,7 @@ from benchmarks.eviction.replay import CHUNKS, TREE, Outcome, Plan, Prompt, plan
 from benchmarks.eviction.tiers import GPU_COSTS, PREFILL, Tiers, TwoTierOutcome, replay_tiers
 from benchmarks.eviction.traces import TRACES, Trace, TraceShape, open_trace, read_trace
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.store.eviction.policies import open_eviction
+from ragcachekit.store.eviction import open_eviction
 
 ONE_TIER, TWO_TIERS, PRODUCT = "one tier", "two tiers", "product"
 PGDSF = "pgdsf"
@@ -38,7 +38,7 @@ class EvictionSettings:
     file : Path or None
         A trace of the user's, see :func:`~benchmarks.eviction.traces.read_trace`.
     policies : tuple of str
-        See :func:`~ragcachekit.store.eviction.policies.open_eviction`.
+        See :func:`~ragcachekit.store.eviction.open_eviction`.
     shares : tuple of float
         Capacities as shares of the tokens of all documents (for two tiers: of the GPU tier).
     structures : tuple of str

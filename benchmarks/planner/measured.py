@@ -19,7 +19,7 @@ from ragcachekit.commands.bench.shapes import describe, random_model
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.reports import Answer
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import Prompt
 
 SHAPES = ("tiny", "smollm2-135m")

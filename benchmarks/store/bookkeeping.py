@@ -14,10 +14,9 @@ import torch
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.file import entry_name
-from ragcachekit.store.entry.image import EntryImage
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import EntryImage, entry_name
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 
 CHUNKS = 10

@@ -19,8 +19,8 @@ from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.errors import RagCacheError
 from ragcachekit.files import read_into
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.file import entry_name
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import entry_name
 from ragcachekit.types import KVKey
 
 THROUGHPUT = "throughput"

@@ -13,7 +13,7 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.store.eviction.policies import open_eviction
+from ragcachekit.store.eviction import open_eviction
 
 DOCUMENTS = 10
 KNOWN, NEW = "tree, all known", "tree, all new, evicting as many"

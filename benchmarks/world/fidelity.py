@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated
 
-from benchmarks.world.layers import layer_rows
-from benchmarks.world.questions import WorldQuestion, held_out_world, world_questions
+import typer
+
+from benchmarks.world.questions import world_sample
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
-from benchmarks.world.sweeps import sweep_questions, sweep_rows
-from ragcachekit.commands.bench.fidelity import run as shipped
-from ragcachekit.commands.bench.fidelity.run import FidelitySettings
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.bench import fidelity as shipped
+from ragcachekit.commands.bench.fidelity import FidelitySettings
+from ragcachekit.commands.bench.fidelity_rows import plot as draw
+from ragcachekit.commands.bench.fidelity_rows import tables
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.own_questions import DOCUMENT, Sample, neighbours_of
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
+from ragcachekit.commands.console import quiet_loading, resumed
 
-_PER_TYPE, _PER_TYPE_SWEEP = 100, 20
-_POLICIES = (
+POLICIES = (
     *("reuse", "lego0", *(f"lego:{k}" for k in (1, 2, 4, 6, 12))),
     *(
         f"{kind}:{r}"
@@ -29,56 +31,49 @@ _POLICIES = (
 )
 
 
-@dataclass(frozen=True)
-class WorldFidelitySettings(FidelitySettings):
-    """What is measured.
-
-    Attributes
-    ----------
-    per_type : int, optional
-        Questions of each kind; default 100, in a sweep 20.
-    sweep : {"needle", "chunks"}, optional
-    """
-
-    model: str = READER
-    max_new_tokens: int = ANSWER_TOKENS
-    per_type: int | None = None
-    sweep: str | None = None
+def fidelity(
+    model: Annotated[str, typer.Option("--model", help="Folder or hub id; default: the reader.")] = READER,
+    policies: opt.Policies = None,
+    encoders: opt.Encoders = "standalone",
+    neighbours: opt.Neighbours = "embedding",
+    questions_per_type: Annotated[int, typer.Option(min=1)] = 100,
+    seed: opt.Seed = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = ANSWER_TOKENS,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    resume: opt.Resume = None,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """What reuse does to answers about the sample world."""
+    quiet_loading()
+    settings = FidelitySettings(
+        model=model,
+        policies=opt.names(policies),
+        encoders=opt.names(encoders),
+        neighbours=neighbours,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=dtype,
+    )
+    report = resumed(
+        lambda work: run(settings, questions_per_type, work=work, progress=True), tables, resume, json
+    )
+    if plot is not None:
+        draw(report, plot)
 
 
 def run(
-    settings: WorldFidelitySettings | None = None,
+    settings: FidelitySettings,
+    per_type: int,
     *,
     work: str | os.PathLike[str] | None = None,
-    neighbours: Neighbours | None = None,
     progress: bool = False,
 ) -> BenchReport:
-    """As :func:`ragcachekit.commands.bench.fidelity.run.run`; with rows by layer, or by cell of a sweep."""
-    chosen = settings or WorldFidelitySettings()
-    chosen = replace(chosen, policies=chosen.policies or _POLICIES)  # the reader's prompts cost little
-    chosen.check()
-    questions = _questions(chosen)
-
-    def near() -> Neighbours:
-        if neighbours is not None:
-            return neighbours
-        if chosen.neighbours == DOCUMENT:
-            return PrecedingChunks(article.chunks for article in held_out_world(chosen.seed).articles)
-        return neighbours_of(Sample(tuple(questions)), False, progress)
-
+    """Ask ``per_type`` questions of each kind about the world of the settings' seed."""
+    settings = replace(settings, policies=settings.policies or POLICIES)  # the reader's prompts cost little
     with one_thread():
-        results = shipped.ask(chosen, questions, near, work=work, progress=progress)
-    report = shipped.report(chosen, questions, results)
-    *quality, check = report.rows
-    if chosen.sweep is not None:
-        rows = sweep_rows(chosen.sweep, questions, results, chosen.seed)
-    else:
-        rows = [*quality, *layer_rows(results, chosen.seed)]
-    report = replace(report, rows=(*rows, check))
-    return replace(report, model=READER_NAME) if chosen.model == READER else report
-
-
-def _questions(settings: WorldFidelitySettings) -> list[WorldQuestion]:
-    if settings.sweep is not None:
-        return sweep_questions(settings.sweep, settings.seed, settings.per_type or _PER_TYPE_SWEEP)
-    return world_questions(settings.seed, settings.per_type or _PER_TYPE)
+        sample = world_sample(settings.seed, per_type)
+        report = shipped.run(settings, sample, work=work, progress=progress)
+    return replace(report, model=READER_NAME) if settings.model == READER else report

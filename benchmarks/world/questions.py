@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.world.world import TRAINING_SEEDS, Article, Question, World, make_world
-from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
+from benchmarks.world.world import TRAINING_SEEDS, World, make_world
+from ragcachekit.commands.datasets import Question
+from ragcachekit.commands.questions import Sample
 
 KINDS = ("a", "b", "c")
 ARTICLES = 4  # eight chunks; the reader was trained on two to five articles
 
 
-@dataclass(frozen=True)
-class WorldQuestion(FidelityQuestion):
-    """A question about the sample world; ``cell`` is its cell of a sweep, as (name, value) pairs."""
+def world_sample(seed: int, per_type: int) -> Sample:
+    """Questions as :func:`world_questions`, and the articles as their documents."""
+    articles = tuple(article.chunks for article in held_out_world(seed).articles)
+    return Sample(tuple(world_questions(seed, per_type)), documents=articles)
 
-    cell: tuple[tuple[str, Any], ...] = ()
 
-
-def world_questions(seed: int, per_type: int) -> list[WorldQuestion]:
+def world_questions(seed: int, per_type: int) -> list[Question]:
     """``per_type`` questions of each kind about a world that the reader was not trained on.
 
     Each prompt holds the articles that are needed and random others, four in all, in random order.
@@ -31,29 +28,22 @@ def world_questions(seed: int, per_type: int) -> list[WorldQuestion]:
     ValueError
         For a seed that training used, or more questions than the world has.
     """
-    rng = random.Random(seed)
-    world = held_out_world(seed)
-    questions = choose_questions(world, per_type * len(KINDS), rng)
-    return [world_question(q, shuffled(world, q, ARTICLES, rng)) for q in questions]
-
-
-def choose_questions(world: World, number: int, rng: random.Random) -> list[Question]:
-    """``number`` questions, as many of each kind as can be, in random order.
-
-    Raises
-    ------
-    ValueError
-        If the world has too few of a kind.
-    """
-    chosen = []
-    for at, kind in enumerate(KINDS):
+    rng, world, chosen = random.Random(seed), held_out_world(seed), []
+    for kind in KINDS:
         pool = [question for question in world.questions if question.kind == kind]
-        wanted = number // len(KINDS) + (at < number % len(KINDS))
-        if not 1 <= wanted <= len(pool):
-            raise ValueError(f"cannot take {wanted} questions of kind {kind} from {len(pool)}")
-        chosen += rng.sample(pool, wanted)
+        if not 1 <= per_type <= len(pool):
+            raise ValueError(f"cannot take {per_type} questions of kind {kind} from {len(pool)}")
+        chosen += rng.sample(pool, per_type)
     rng.shuffle(chosen)
-    return chosen
+    out = []
+    for question in chosen:
+        needed = [article for article in world.articles if article.title in question.articles]
+        others = [article for article in world.articles if article.title not in question.articles]
+        articles = needed + rng.sample(others, ARTICLES - len(needed))
+        rng.shuffle(articles)
+        chunks = tuple(chunk for article in articles for chunk in article.chunks)
+        out.append(Question(question.text, chunks, (question.answer,), question.kind))
+    return out
 
 
 def held_out_world(seed: int) -> World:
@@ -61,20 +51,3 @@ def held_out_world(seed: int) -> World:
     if not 0 <= seed < TRAINING_SEEDS:
         raise ValueError(f"the seed must be from 0 to {TRAINING_SEEDS - 1}: the reader was trained above")
     return make_world(seed)
-
-
-def shuffled(world: World, question: Question, articles: int, rng: random.Random) -> list[Article]:
-    """The articles that the question needs among random others, in random order."""
-    needed = [article for article in world.articles if article.title in question.articles]
-    others = [article for article in world.articles if article.title not in question.articles]
-    picked = needed + rng.sample(others, articles - len(needed))
-    rng.shuffle(picked)
-    return picked
-
-
-def world_question(
-    question: Question, articles: Sequence[Article], cell: Sequence[tuple[str, Any]] = ()
-) -> WorldQuestion:
-    """A question over whole articles, in this order."""
-    chunks = tuple(chunk for article in articles for chunk in article.chunks)
-    return WorldQuestion(question.text, chunks, question.answer, question.kind, cell=tuple(cell))

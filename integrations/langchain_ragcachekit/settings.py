@@ -12,21 +12,27 @@ from langchain_core.runnables.config import RunnableConfig, get_config_list
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
 from ragcachekit import Answer, CancelScope, ToolCallReader, astream
+from ragcachekit.frameworks import (
+    DEFAULT_MAX_TOKENS,
+    SETTINGS,
+    check_arguments,
+    check_engine,
+    generation_options,
+    model_name,
+    with_max_tokens,
+)
 
-DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
-MOST_THREADS = 64
+MAX_THREADS = 64
+"""Prompts of a batch at a time by default: these threads only wait for the engine."""
 
 
 def together(config: Any, count: int) -> list[RunnableConfig]:
-    """Configs of ``count`` prompts: all at a time, up to :data:`MOST_THREADS`, unless they say how many.
-
-    LangChain's own number of threads goes by the processor's cores; these threads only wait for the engine.
-    """
+    """Configs of ``count`` prompts that run at once, up to :data:`MAX_THREADS`."""
     configs = get_config_list(config, count)
     if configs and configs[0].get("max_concurrency") is None:
-        configs[0]["max_concurrency"] = min(count, MOST_THREADS)
+        configs[0]["max_concurrency"] = min(count, MAX_THREADS)
     return configs
 
 
@@ -59,16 +65,7 @@ class EngineSettings(BaseModel):
     @classmethod
     def _sort_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name not in IGNORED}
-        unknown = sorted(values.keys() - cls.model_fields.keys() - {"max_new_tokens"})
-        if unknown:
-            raise ValueError(
-                f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
-                "generate_kwargs={...}"
-            )
-        if "max_new_tokens" in values:
-            if values.get("max_tokens") is not None:
-                raise ValueError("give max_tokens or max_new_tokens, not both")
-            values["max_tokens"] = values.pop("max_new_tokens")
+        values = check_arguments(values, cls.model_fields.keys())
         if values.get("max_tokens", 0) is None:
             del values["max_tokens"]
         if not isinstance(values.get("cache"), BaseCache | bool | None):
@@ -79,8 +76,7 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "stream")):
-            raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
+        check_engine(type(self).__name__, self.rag)
         return self
 
     def batch_as_completed(
@@ -105,9 +101,7 @@ class EngineSettings(BaseModel):
     @property
     def model_name(self) -> str:
         """Name or path of the engine's model; its class where it has none."""
-        model = self.rag.model
-        config = getattr(model, "config", None)
-        return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+        return model_name(self.rag)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -123,6 +117,10 @@ class EngineSettings(BaseModel):
             **settings,
         }
 
+    def _prompt(self, prompt: Any) -> Any:
+        """A prompt of LangChain's as the engine takes it."""
+        return prompt
+
     def _chunk(self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None) -> Any:
         """A piece of an answer in LangChain's form; with the answer, the last one."""
         raise NotImplementedError
@@ -133,12 +131,12 @@ class EngineSettings(BaseModel):
             raise ValueError(f"{type(self).__name__} does not call tools; ChatRagCache does")
         return []
 
-    def _chunks(
-        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    def _stream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[Any]:
         options = {"wait": True, **self._call_options(stop, kwargs)}
         reader = ToolCallReader(options.get("tools", ()))
-        request = self.rag.submit(prompt, **options)
+        request = self.rag.submit(self._prompt(prompt), **options)
         with closing(request.stream()) as stream:
             for piece in filter(None, map(reader.push, stream)):
                 chunk = self._chunk(piece)
@@ -147,12 +145,12 @@ class EngineSettings(BaseModel):
                 yield chunk
             yield self._chunk(reader.rest(), request.result(), reader)
 
-    async def _achunks(
-        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    async def _astream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
         options = self._call_options(stop, kwargs)
         reader = ToolCallReader(options.get("tools", ()))
-        async with astream(self.rag, prompt, **options) as stream:
+        async with astream(self.rag, self._prompt(prompt), **options) as stream:
             async for raw in stream:
                 if not (piece := reader.push(raw)):
                     continue
@@ -164,31 +162,13 @@ class EngineSettings(BaseModel):
 
     def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
-        overrides = dict(overrides)
-        self._refuse(overrides)
-        tools = self._schemas(overrides.pop("tools", None), overrides.pop("tool_choice", None))
-        names = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
-        if (most := overrides.pop("max_new_tokens", None)) is not None:
-            if overrides.get("max_tokens") is not None:
-                raise ValueError("give max_tokens or max_new_tokens, not both")
-            overrides["max_tokens"] = most
-        given = {name: overrides.pop(name) for name in names if name in overrides}
-        own = {name: getattr(self, name) for name in ("rag", *names)}
-        chosen = EngineSettings.model_validate({**own, **given})
-        options: dict[str, Any] = {
-            "namespace": chosen.namespace,
-            "policy": chosen.policy,
-            "stop": (self.stop if stop is None else stop) or None,
-            "max_new_tokens": chosen.max_tokens,
-            "do_sample": bool(chosen.temperature),
-        }
-        if chosen.temperature:
-            sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": chosen.top_k}
-            options |= {name: value for name, value in sampling.items() if value is not None}
-        return {**options, **self.generate_kwargs, **overrides, **({"tools": tools} if tools else {})}
-
-    def _refuse(self, overrides: dict[str, Any]) -> None:
-        model = overrides.pop("model", None)
-        if model not in (None, self.model_name):
-            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
+        overrides = with_max_tokens(overrides)
         overrides.pop("stream", None)
+        if (model := overrides.pop("model", None)) not in (None, self.model_name):
+            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
+        tools = self._schemas(overrides.pop("tools", None), overrides.pop("tool_choice", None))
+        given = {name: overrides.pop(name) for name in SETTINGS if name in overrides}
+        own = {name: getattr(self, name) for name in ("rag", *SETTINGS)}
+        chosen = EngineSettings.model_validate({**own, **given, **({} if stop is None else {"stop": stop})})
+        options = generation_options({name: getattr(chosen, name) or None for name in SETTINGS})
+        return {**options, **self.generate_kwargs, **overrides, **({"tools": tools} if tools else {})}

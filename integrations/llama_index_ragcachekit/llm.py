@@ -25,10 +25,17 @@ from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import to_dicts
 from llama_index_ragcachekit.pickling import NotPickled
-from llama_index_ragcachekit.responses import as_chat, as_completion, same
-from ragcachekit import Answer, agenerate, astream
-
-DEFAULT_MAX_TOKENS = 256
+from llama_index_ragcachekit.responses import as_chat, as_completion
+from ragcachekit import agenerate, astream
+from ragcachekit.frameworks import (
+    DEFAULT_MAX_TOKENS,
+    SETTINGS,
+    check_arguments,
+    check_engine,
+    generation_options,
+    model_name,
+    with_max_tokens,
+)
 
 Response = TypeVar("Response")
 
@@ -73,23 +80,12 @@ class RagCacheLLM(NotPickled, CustomLLM):
     @model_validator(mode="before")
     @classmethod
     def _known_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if "max_new_tokens" in values:
-            if "max_tokens" in values:
-                raise ValueError("max_tokens and max_new_tokens are the same: give one of them")
-            values = {("max_tokens" if name == "max_new_tokens" else name): v for name, v in values.items()}
         # "class_name" is what LlamaIndex writes beside the fields when it serialises a component.
-        unknown = sorted(values.keys() - cls.model_fields.keys() - {"class_name"})
-        if unknown:
-            raise ValueError(
-                f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
-                "generate_kwargs={...}"
-            )
-        return values
+        return check_arguments(values, {*cls.model_fields, "class_name"})
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.cache, name, None)) for name in ("submit", "count_tokens")):
-            raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.cache!r}")
+        check_engine(type(self).__name__, self.cache)
         return self
 
     @classmethod
@@ -109,52 +105,50 @@ class RagCacheLLM(NotPickled, CustomLLM):
             context_window=self.context_window or limit,
             num_output=self.max_tokens,
             is_chat_model=chat,
-            model_name=str(getattr(config, "_name_or_path", "") or type(self.cache.model).__name__),
+            model_name=model_name(self.cache),
         )
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete one prompt."""
-        return as_completion(self._answer(self._completion(prompt, formatted), kwargs))
+        return self._answer(self._completion(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete one prompt piece by piece; the last response has the report."""
-        return self._pieces(self._completion(prompt, formatted), self._options(kwargs), same)
+        return self._pieces(self._completion(prompt, formatted), kwargs, lambda response: response)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """:meth:`complete` without blocking the loop."""
-        asked = self._completion(prompt, formatted)
-        return as_completion(await agenerate(self.cache, asked, **self._options(kwargs)))
+        return await self._aanswer(self._completion(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """:meth:`stream_complete` without blocking the loop."""
-        return self._apieces(self._completion(prompt, formatted), self._options(kwargs), same)
+        return self._apieces(self._completion(prompt, formatted), kwargs, lambda response: response)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return as_chat(as_completion(self._answer(self._chat(messages), kwargs)))
+        return as_chat(self._answer(self._chat(messages), kwargs))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has the report."""
-        return self._pieces(self._chat(messages), self._options(kwargs), as_chat)
+        return self._pieces(self._chat(messages), kwargs, as_chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """:meth:`chat` without blocking the loop."""
-        answer = await agenerate(self.cache, self._chat(messages), **self._options(kwargs))
-        return as_chat(as_completion(answer))
+        return as_chat(await self._aanswer(self._chat(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """:meth:`stream_chat` without blocking the loop."""
-        return self._apieces(self._chat(messages), self._options(kwargs), as_chat)
+        return self._apieces(self._chat(messages), kwargs, as_chat)
 
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
         return super()._get_messages(prompt, **_as_text(prompt_args))
@@ -176,17 +170,17 @@ class RagCacheLLM(NotPickled, CustomLLM):
         assert self.messages_to_prompt is not None  # LLM's validator fills it in
         return self.messages_to_prompt(messages)
 
-    def _answer(self, prompt: Any, overrides: dict[str, Any]) -> Answer:
-        answer: Answer = self._submit(prompt, self._options(overrides)).result()
-        return answer
+    def _answer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
+        request = self.cache.submit(prompt, **{"wait": True, **self._options(overrides)})
+        return as_completion(request.result())
 
-    def _submit(self, prompt: Any, options: dict[str, Any]) -> Any:
-        return self.cache.submit(prompt, **{"wait": True, **options})
+    async def _aanswer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
+        return as_completion(await agenerate(self.cache, prompt, **self._options(overrides)))
 
     def _pieces(
-        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+        self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> Generator[Response, None, None]:
-        text, request = "", self._submit(prompt, options)
+        text, request = "", self.cache.submit(prompt, **{"wait": True, **self._options(overrides)})
         with closing(request.stream()) as stream:
             for piece in stream:
                 text += piece
@@ -194,10 +188,10 @@ class RagCacheLLM(NotPickled, CustomLLM):
         yield form(as_completion(request.result(0), delta=""))
 
     async def _apieces(
-        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+        self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> AsyncGenerator[Response, None]:
         text = ""
-        async with astream(self.cache, prompt, **options) as stream:
+        async with astream(self.cache, prompt, **self._options(overrides)) as stream:
             async for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))
@@ -205,25 +199,10 @@ class RagCacheLLM(NotPickled, CustomLLM):
 
     def _options(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""
-        settings = {
-            name: getattr(self, name)
-            for name in ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
-        }
         if overrides.get("tools"):
             raise ValueError("RagCacheLLM does not call tools natively; let a ReActAgent prompt for them")
-        settings |= overrides
-        length, temperature = settings.pop("max_tokens"), settings.pop("temperature")
-        sampling = {name: settings.pop(name) for name in ("top_p", "top_k")}
-        options = {
-            "max_new_tokens": length,
-            "do_sample": bool(temperature),
-            **self.generate_kwargs,
-            **settings,
-        }
-        if temperature:
-            options |= {"temperature": temperature}
-            options |= {name: value for name, value in sampling.items() if value is not None}
-        return options
+        settings = {name: getattr(self, name) for name in SETTINGS} | with_max_tokens(overrides)
+        return {**self.generate_kwargs, **generation_options(settings)}
 
 
 def _as_text(prompt_args: dict[str, Any]) -> dict[str, Any]:

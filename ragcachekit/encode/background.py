@@ -19,7 +19,7 @@ from ragcachekit.model.kv import ChunkKV, with_token_ids
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.reports import EncodingStats
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)

@@ -11,25 +11,19 @@ from typing import Any, Literal
 from torch import nn
 
 from ragcachekit.background import flush_all
-from ragcachekit.config import StoreConfig, TreeConfig, check_type
+from ragcachekit.config import ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.encode.neighbours import by_namespace
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.active_requests import ActiveRequests, GiveWay
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.auto.check import PolicyCheck
-from ragcachekit.engine.auto.chooser import AutoPolicies
 from ragcachekit.engine.capture.row_capture import RowCapture
 from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
-from ragcachekit.engine.prompt_planner import PromptPlanner
-from ragcachekit.engine.shadow import Shadow, shadow_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -39,18 +33,23 @@ from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.neighbours import by_namespace
+from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
-from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibration import Budgets, Chosen
+from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prefix_tree.factory import open_tree
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
+from ragcachekit.prompt.parser import PromptParser
+from ragcachekit.quality.auto import AutoPolicies
+from ragcachekit.quality.budget import Budgets, ResolvedPolicy
+from ragcachekit.quality.check import PolicyCheck
+from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, StoreStats
-from ragcachekit.store.eviction.policies import weighs_cost
+from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
 
 
@@ -75,7 +74,6 @@ class EngineComponents:
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
         admit_once(model, rope, self.fingerprint, folder)
-        use_graphs(model, settings.graphs)
         with ExitStack() as opened:
             self._open(model, tokenizer, settings, rope, folder, opened)
             self._opened = opened.pop_all()
@@ -95,9 +93,10 @@ class EngineComponents:
         self.loads = LoadPath(self.store, load_config(settings.load), cost=cost, layout=layout)
         opened.callback(self.loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
-        self.prompts = PromptPlanner(
+        self.parser = PromptParser(tokenizer)
+        self.planner = Planner(
             model,
-            tokenizer,
+            self.parser,
             rope=rope,
             store=self.store,
             fingerprint=self.fingerprint,
@@ -107,13 +106,13 @@ class EngineComponents:
             fetch=self.loads.fetch,
             tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
         )
-        encodings, unchanged = self.prompts.encodings(self.policy), self.prompts.unchanged
+        encodings, unchanged = self.planner.encodings(self.policy), self.planner.unchanged
         if encodings.name == IN_PROMPT:
-            recall(self.prompts.variants, self.store, self.fingerprint)
+            recall(self.planner.variants, self.store, self.fingerprint)
         if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
-            self.prompts.variants.averages.recall(self.store.keys())
+            self.planner.variants.averages.recall(self.store.keys())
         free = isinstance(self.policy, Auto) and settings.encoder is None
-        if not encodings.neighbours and not free and self.prompts.neighbours:
+        if not encodings.neighbours and not free and self.planner.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder, self.active = ChunkEncoder(model, rope, ObservedCache), ActiveRequests()
         give_way = partial(GiveWay, self.active)
@@ -125,23 +124,26 @@ class EngineComponents:
             parts = encoder, store, unchanged, near, InPromptEncoder(model, rope), stored, forgets
             return BackgroundEncoder(*parts, settings.encode_after, give_way)
 
-        self.background_encoder = encoder_over(self.store, self.prompts.note_stored, self.forgets)
+        self.background_encoder = encoder_over(self.store, self.planner.note_stored, self.forgets)
         opened.callback(self.background_encoder.close)
         when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
         self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
         opened.callback(self.capture.close)
-        self.generator = Generator(model, rope, self.prompts)
-        self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged, give_way)
+        self.generator = Generator(model, rope, self.parser, rope.context)
+        shadow = settings.shadow
+        if not isinstance(shadow, ShadowConfig):
+            shadow = ShadowConfig(shadow or 0.0)
+        self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, give_way)
         opened.callback(self.shadow.close)
-        self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
+        self.budgets = Budgets(folder, self.fingerprint, self.planner.encodings(open_policy("full")).name)
         private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())
-        check = PolicyCheck(model, rope, self.prompts, private)
-        given = settings.encoder
-        self.auto = AutoPolicies(folder, self.fingerprint, given, self.prompts, check, self.active)
+        check = PolicyCheck(model, rope, self.planner, private)
+        wait, given = self.active.wait_for_none, settings.encoder
+        self.auto = AutoPolicies(folder, self.fingerprint, given, self.parser, self.planner, check, wait)
         opened.callback(self.auto.close)
         self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
-    def resolve(self, policy: SelectionPolicy, namespace: str) -> Chosen:
+    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
         """The concrete policy that a budget or ``auto`` stands for."""
         if isinstance(policy, Auto):
             return self.auto.resolve(namespace)
@@ -152,12 +154,12 @@ class EngineComponents:
         auto = isinstance(self.policy, Auto)
         return self.auto.to_encode(namespace, known) if auto else self.resolve(self.policy, namespace).policy
 
-    def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
+    def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
         asked = self.policy if policy is None else open_policy(policy)
         chosen = self.resolve(asked, namespace)
         why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
-        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
+        return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""

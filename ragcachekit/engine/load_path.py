@@ -13,7 +13,7 @@ from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
 from ragcachekit.plan.lookup import MEMORY_TIERS, Fetch
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.loading.loader import Loader
+from ragcachekit.store.loader import Loader
 from ragcachekit.types import KVKey
 
 MAX_JOBS = 64  # prefetches that may wait; further ones are dropped

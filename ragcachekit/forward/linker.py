@@ -16,7 +16,7 @@ from ragcachekit.forward.placing import Placing
 from ragcachekit.model.rope.rotation import Angles, Rope
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.policies.base import Observer
-from ragcachekit.store.loading.load import Pair
+from ragcachekit.store.load import Pair
 from ragcachekit_kernels.dispatch import uses_triton
 
 

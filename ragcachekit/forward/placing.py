@@ -12,7 +12,7 @@ from ragcachekit.model.kv import ChunkKV, TensorShape
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import LayerwisePolicy
-from ragcachekit.store.loading.load import Pair
+from ragcachekit.store.load import Pair
 from ragcachekit_kernels import dispatch
 
 _ALIGN = 256  # bytes, as of torch's own allocations

@@ -10,7 +10,7 @@ import torch
 
 from ragcachekit.forward.copy_streams import Event, Move, Streams
 from ragcachekit.model.tensor_block import TensorShape, carved, nbytes_of, offsets
-from ragcachekit.store.loading.load import AnyKV, LoadingKV
+from ragcachekit.store.load import AnyKV, LoadingKV
 from ragcachekit_kernels.dispatch import ChunkTensors
 
 RING_BYTES = 1 << 28

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import LinkReport
-from ragcachekit.store.loading.load import LoadFailed
+from ragcachekit.store.load import LoadFailed
 from ragcachekit.types import KVKey
 
 Replan = Callable[[PromptRequest, frozenset[KVKey]], LinkPlan]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.plan.row_cost import RowCost, ScoringPass
 from ragcachekit.plan.tier_speed import TierSpeed
-from ragcachekit.store.loading.load import LoadingKV
+from ragcachekit.store.load import LoadingKV
 
 LEAST_READS = 8
 """Reads before a tier's speed is trusted; until then everything is loaded, which measures it."""

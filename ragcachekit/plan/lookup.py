@@ -12,9 +12,9 @@ from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
 from ragcachekit.plan.row_cost import RowCost, ScoringPass
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.loading.load import Hit, LoadingKV
-from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.remote.deadlines import LookupBudget
+from ragcachekit.store.deadlines import LookupBudget
+from ragcachekit.store.load import Hit, LoadingKV
+from ragcachekit.store.loader import Loader
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)

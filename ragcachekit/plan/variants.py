@@ -15,7 +15,7 @@ from ragcachekit.plan.lookup import Entry, Fetch
 from ragcachekit.plan.stored_averages import StoredAverages
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
-from ragcachekit.store.loading.load import AnyKV
+from ragcachekit.store.load import AnyKV
 from ragcachekit.types import KVKey
 
 HALF_LIFE = 1000

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Root
-from ragcachekit.store.base import StoreStats
-from ragcachekit.store.counters import Counters
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.base import Counters, StoreStats
+from ragcachekit.store.forgets import ForgottenTexts
 
 LEAST_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""

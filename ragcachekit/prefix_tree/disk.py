@@ -20,10 +20,9 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, open_regular, parse_json, read_regular
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
-from ragcachekit.store.base import KVStore, StoreStats, concerns
-from ragcachekit.store.disk.folder import FolderBusy, FolderLock, LockFailed
-from ragcachekit.store.forgotten_texts import ForgottenTexts
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
+from ragcachekit.store.disk_files import FolderBusy, FolderLock, LockFailed
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey
 
 DISK = "tree:disk"

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import pathlib
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import RLock
 
 import torch
 
+from ragcachekit.config import TreeConfig
 from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Cost, Match, Path, Root, check_exact, documents_first, key_of
+from ragcachekit.prefix_tree.base import Cost, Match, Node, Path, Root, check_exact, documents_first, key_of
 from ragcachekit.prefix_tree.conversations import Turns
-from ragcachekit.prefix_tree.disk import Dropped, TreeDisk
-from ragcachekit.prefix_tree.levels import Levels
-from ragcachekit.prefix_tree.memory_tier import MemoryTier
-from ragcachekit.prefix_tree.node import Node
+from ragcachekit.prefix_tree.disk import FOLDER, Dropped, TreeDisk
+from ragcachekit.prefix_tree.levels import Levels, MemoryTier
 from ragcachekit.store.base import KVStore, StoreStats
-from ragcachekit.store.eviction.base import MISS, Access, EvictionPolicy
-from ragcachekit.store.eviction.policies import Lru
-from ragcachekit.store.forgotten_texts import ForgottenTexts
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.eviction import MISS, Access, EvictionPolicy, Lru, open_eviction
+from ragcachekit.store.forgets import ForgottenTexts
 
 
 class KnowledgeTree:
@@ -182,3 +183,31 @@ class KnowledgeTree:
                 self._levels.drop(node)
             self._disk.drop_pending(namespace, chunk_ids, texts)
         return Dropped(keys, turns, chunk_ids)
+
+
+def open_tree(
+    config: TreeConfig, device: torch.device, *, folder: pathlib.Path | None = None, cost: Cost | None = None
+) -> KnowledgeTree:
+    """A tree with the tiers that ``config`` asks for; no GPU tier where ``device`` is a CPU.
+
+    Its disk entries go to ``tree`` in ``folder``, which is that of the chunk store's disk tier. ValueError
+    for an unknown eviction policy or a disk tier without a folder, StoreError for an unusable folder.
+    """
+    policy = partial(open_eviction, config.eviction)
+    policy()  # a typo is an error even where no tier needs one
+    disk: KVStore | None = None
+    if config.disk_bytes:
+        if folder is None:
+            raise ValueError("the tree's disk_bytes need a StoreConfig with a disk_path")
+        disk = DiskStore(folder / FOLDER, config.disk_bytes)
+    on_gpu = device.type != "cpu"
+    return KnowledgeTree(
+        gpu_bytes=config.gpu_bytes if on_gpu else 0,
+        host_bytes=config.host_bytes,
+        device=device,
+        disk=disk,
+        policy=policy,
+        cost=cost,
+        keep_first=config.keep_first,
+        turns_bytes=config.turns_bytes,
+    )

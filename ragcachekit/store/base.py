@@ -1,10 +1,12 @@
-"""The contract of every storage tier."""
+"""The contract of every storage tier, its counters, and the store that keeps nothing."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -218,3 +220,63 @@ def concerns(key: KVKey, namespace: str, chunk_ids: AbstractSet[str] | None) -> 
 def quota_of(quotas: Mapping[str, int], namespace: str) -> int | None:
     """Bytes that a namespace may take: its own entry, else that of ``*``, else no limit."""
     return quotas.get(namespace, quotas.get("*"))
+
+
+_log = logging.getLogger(__name__)
+
+
+class Counters:
+    """Thread-safe event counts of one tier, and a log of its failures."""
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._lock = Lock()
+        self._warned: set[str] = set()
+        self._counts = {"hits": 0, "misses": 0, "evictions": 0, "damaged": 0, "failed_writes": 0}
+
+    def count(self, event: str, by: int = 1) -> None:
+        """Add to ``hits``, ``misses``, ``evictions``, ``damaged`` or ``failed_writes``."""
+        with self._lock:
+            self._counts[event] += by
+
+    def warn_once(self, kind: str, message: str, *args: object) -> None:
+        """Log a warning the first time, at debug level afterwards."""
+        with self._lock:
+            level = logging.DEBUG if kind in self._warned else logging.WARNING
+            self._warned.add(kind)
+        _log.log(level, f"%s tier: {message}", self._tier, *args)
+
+    def stats(self, *, entries: int, nbytes: int, budget: int, writable: bool = True) -> StoreStats:
+        """The counts together with the tier's present content."""
+        with self._lock:
+            return StoreStats(self._tier, entries, nbytes, budget, **self._counts, writable=writable)
+
+
+class NullStore(KVStore):
+    """Every ``get`` is a miss and every ``put`` is refused."""
+
+    def __init__(self) -> None:
+        self._counters = Counters("null")
+
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
+        self._counters.count("misses")
+        return None
+
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """Always False; not a failure, so not counted as one."""
+        return False
+
+    def __contains__(self, key: KVKey) -> bool:
+        return False
+
+    def discard(self, key: KVKey) -> None:
+        return
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+        return 0
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        return (self._counters.stats(entries=0, nbytes=0, budget=0),)
+
+    def close(self) -> None:
+        return

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.config import StoreConfig
-from ragcachekit.store.base import KVStore, Tier
-from ragcachekit.store.disk.volume import default_disk_bytes
-from ragcachekit.store.eviction.policies import open_eviction
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.memory.memory_store import Cost
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.base import KVStore, NullStore, Tier
+from ragcachekit.store.disk import default_disk_bytes
+from ragcachekit.store.eviction import open_eviction
+from ragcachekit.store.memory import Cost, GpuStore, HostStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import TieredStore
 
@@ -61,19 +58,19 @@ def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, Tier]]
         pinned, policy = bool(config.gpu_bytes) or config.pin_host, open_eviction(config.eviction)
         yield "host", HostStore(config.host_bytes, pinned=pinned, policy=policy, quotas=quotas, cost=cost)
     if config.disk_path is not None:
-        from ragcachekit.store.disk.disk_store import DiskStore
+        from ragcachekit.store.disk import DiskStore
 
         path = Path(config.disk_path)
         budget = default_disk_bytes(path) if config.disk_bytes is None else config.disk_bytes
         yield "disk", DiskStore(path, budget, quotas=quotas)
     signed: dict[str, Any] = {"key": config.remote_key, "quotas": quotas}
     if config.redis_url is not None:
-        from ragcachekit.store.remote.redis_store import RedisStore
+        from ragcachekit.store.redis_store import RedisStore
 
         limits: dict[str, Any] = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
         yield "redis", RedisStore(config.redis_url, config.redis_bytes, **signed, **limits)
     if config.bulk_url is not None:
-        from ragcachekit.store.remote.fsspec_store import FsspecStore
+        from ragcachekit.store.fsspec_store import FsspecStore
 
         deadline = config.bulk_deadline
         yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, deadline=deadline, **signed)

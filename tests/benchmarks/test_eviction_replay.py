@@ -9,8 +9,8 @@ from benchmarks.eviction.replay import CHUNKS, TREE, Plan, Prompt, plan, replay
 from benchmarks.eviction.tiers import GPU_COSTS, PREFILL, Tiers, replay_tiers
 from benchmarks.eviction.traces import TRACES, Trace, TraceShape, open_trace
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.eviction.policies import POLICIES, Lru, Pgdsf, open_eviction
-from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.eviction import POLICIES, Lru, Pgdsf, open_eviction
+from ragcachekit.store.ranking import Ranking
 
 PROFILE = PrefillProfile([0, 1000], [1, 1000], [[0.011, 1.01], [0.012, 2.01]])
 PROMPT = Prompt(system=50, question=10)

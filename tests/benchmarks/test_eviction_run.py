@@ -15,7 +15,7 @@ from benchmarks.eviction.report import plot, ratio_rows, safety_rows, tables, ti
 from benchmarks.eviction.run import ONE_TIER, PRODUCT, TWO_TIERS, EvictionSettings, run, steps
 from benchmarks.eviction.traces import TraceShape, open_trace
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.eviction.policies import open_eviction
+from ragcachekit.store.eviction import open_eviction
 
 SHAPE = TraceShape(documents=80, requests=200, mean_tokens=300)
 SETTINGS = EvictionSettings(

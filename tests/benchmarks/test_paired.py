@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.selection.paired import main, read, rows
+from benchmarks.selection.paired import read, rows
 
 
 def work_file(path, ways):
@@ -15,8 +15,7 @@ def work_file(path, ways):
     for policy, encoder, ratio, values in ways:
         for question, value in enumerate(values):
             result = {"ratio_spent": ratio, "answer_kl": value}
-            way = {"policy": policy, "encoder": encoder}
-            lines.append({"question": question, "way": way, "result": result})
+            lines.append({"question": question, "policy": policy, "encoder": encoder, "result": result})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -59,9 +58,8 @@ def test_intervals_are_of_the_differences(work):
     assert (found["lego:16"]["n"], row["n"]) == (30, 40)
 
 
-def test_the_command(work, tmp_path, capsys):
-    main([str(work), "--json", str(tmp_path / "out.json")])
-    assert "query:0.1" in capsys.readouterr().out
+def test_the_command(proofs, work, tmp_path):
+    assert "query:0.1" in proofs("paired", work, "--json", tmp_path / "out.json").output
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["bench"] == "paired"
     assert len(report["rows"]) == 2

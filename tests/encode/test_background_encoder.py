@@ -19,8 +19,8 @@ from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.forget_epochs import ForgetEpochs
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.memory import HostStore
 from store_kit import key_of, kv_of
 
 SPACE = key_of(0).namespace

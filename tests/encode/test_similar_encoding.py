@@ -16,8 +16,8 @@ from ragcachekit.forward.attention import install
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.store.forget_epochs import ForgetEpochs
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.memory import HostStore
 
 SYSTEM, CHUNK = tokens(9, 1), tokens(14, 2)
 NEAR = (tokens(13, 3), tokens(11, 4), tokens(12, 5))  # most similar first

@@ -13,11 +13,10 @@ from ragcachekit import RagCache
 from ragcachekit.prefix_tree.base import key_of
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import concerns
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.disk.entry_files import entry_files
-from ragcachekit.store.entry.file import entry_name, read_key
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.entry import entry_name, read_key
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey, chunk_id
 from speaking import byte_level, speaker
@@ -60,7 +59,7 @@ class Engine:
         )
 
     def chunk_ids(self, texts: Iterable[str], namespace: str = SPACE) -> frozenset[str]:
-        return frozenset(chunk_id(self.rag._prompts.chunk_ids(text), namespace) for text in texts)
+        return frozenset(chunk_id(self.rag._parser.chunk_ids(text), namespace) for text in texts)
 
     def left(self, gone: frozenset[str] | None, namespace: str = SPACE) -> list[str]:
         """Where something of these chunks, or (None) of the namespace, lies: looked at, not asked for."""
@@ -92,7 +91,7 @@ class Engine:
 
     def recognised(self, text: str, namespace: str = SPACE) -> bool:
         """Whether prompts are searched for it."""
-        return bool(self.rag._prompts.registry.find(namespace, prompt_of(text)).found)
+        return bool(self.rag._parser.registry.find(namespace, prompt_of(text)).found)
 
     def close(self) -> None:
         self.rag.close()

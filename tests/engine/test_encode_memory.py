@@ -11,7 +11,7 @@ from engine_kit import FOLDER
 from ragcachekit import RagCache
 from ragcachekit.encode import standalone as encoder
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from speaking import byte_level, speaker
 
 TEXTS = [f"Paragraph {number}: " + "the river Spree flows in Berlin. " * 4 for number in range(64)]

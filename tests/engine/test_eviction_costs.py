@@ -10,7 +10,7 @@ from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.model.prefill_timing import store_profile, stored_profile
 from ragcachekit.policies.craft import Impact
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
 from speaking import byte_level, speaker
 

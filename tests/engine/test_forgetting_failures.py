@@ -8,7 +8,7 @@ from engine_kit import chunk, rag_for, text
 from ragcachekit import Prompt
 from ragcachekit.errors import StoreError
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 
 PROMPT = Prompt([text(9, 1), chunk(33, 11), chunk(25, 12), text(6, 4)])
 

@@ -15,8 +15,8 @@ from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
 from ragcachekit.model.identity import fingerprint as fingerprints
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.reports import ChunkUse
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey, chunk_id
 

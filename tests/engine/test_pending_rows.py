@@ -11,7 +11,7 @@ from engine_kit import chunk, rag_for, text
 from ragcachekit import Cancelled, CancelScope, Prompt
 from ragcachekit.config import TreeConfig
 from ragcachekit.engine.capture import pending_rows
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 
 FIRST = Prompt([chunk(40, 2), text(6, 4)])
 SAME = Prompt([chunk(40, 2), text(7, 5)])

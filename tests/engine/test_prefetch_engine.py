@@ -12,8 +12,8 @@ from families import greedy, plain
 from loading_kit import WAIT, Gate, SlowStore
 from ragcachekit import LoadConfig, Prompt, RagCache
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import chunk_id
 

@@ -21,10 +21,10 @@ from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import NeighbourEncoding
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.file import read_key
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import read_key
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 from store_kit import read_entry
 

@@ -18,10 +18,10 @@ from ragcachekit.forward.linker import link
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.loader import Loader
+from ragcachekit.store.memory import HostStore
 
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 LAYERS = 3

@@ -19,11 +19,10 @@ from ragcachekit.forward import linker
 from ragcachekit.model.kv import ChunkKV, is_packed
 from ragcachekit.model.packed import PackedKV, unpack
 from ragcachekit.store.base import Found, LayerSource
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.loading.load import LoadingKV
-from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.loader import Loader
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.quantised import QuantisedStore, pack
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey

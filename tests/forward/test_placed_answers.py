@@ -13,9 +13,8 @@ from loading_kit import SlowStore, Spoil
 from placing_kit import entry
 from ragcachekit import Prompt
 from ragcachekit.forward import linker
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.types import KVKey
 from simulated import Simulated
 

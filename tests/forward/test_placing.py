@@ -31,7 +31,7 @@ from ragcachekit.forward.copy_streams import streams_of
 from ragcachekit.forward.placing import Placing
 from ragcachekit.plan.link_plan import Piece
 from ragcachekit.policies.cacheblend import CacheBlend
-from ragcachekit.store.memory.page_locked import in_slabs
+from ragcachekit.store.memory import in_slabs
 from ragcachekit_kernels import dispatch, reference
 from simulated import SCHEDULES, Simulated
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ragcachekit.forward.copy_streams import Streams
 from ragcachekit.forward.transfers import LEAST, MOST, Transfers
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.loading.load import Load, LoadFailed, LoadingKV
-from ragcachekit.store.memory import page_locked
+from ragcachekit.store import memory as page_locked
+from ragcachekit.store.load import Load, LoadFailed, LoadingKV
 from ragcachekit.store.quantised import pack
 from ragcachekit.threads import Condition
 from ragcachekit.types import KVKey

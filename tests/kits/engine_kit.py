@@ -10,7 +10,7 @@ import torch
 from families import tokens, wrapped
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 
 FOLDER = tempfile.TemporaryDirectory(prefix="ragcachekit-tests-")

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, StoreStats
-from ragcachekit.store.loading.load import LoadingKV
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 
 WAIT = 60

@@ -17,9 +17,9 @@ import pytest
 import redis
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
-from ragcachekit.store.remote.redis_store import RedisStore
-from ragcachekit.store.remote.remote_store import RemoteStore
+from ragcachekit.store.deadlines import DeadlineExecutor
+from ragcachekit.store.redis_store import RedisStore
+from ragcachekit.store.remote import RemoteStore
 from ragcachekit.threads import Job
 
 KEY_BYTES = b"a key for tests, nothing more"

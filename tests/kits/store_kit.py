@@ -12,8 +12,8 @@ import torch
 
 from ragcachekit import files
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.file import open_entry
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import open_entry
 from ragcachekit.types import KVKey
 
 DISK_BUDGET = 1 << 20

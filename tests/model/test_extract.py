@@ -24,7 +24,7 @@ from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.tensor_block import ALIGN
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing, Piece
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 from ragcachekit_kernels import dispatch
 

@@ -16,7 +16,7 @@ from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import concerns
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.store.entry.image import EntryImage
-from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.remote import deadlines
-from ragcachekit.store.remote.base import Usage
-from ragcachekit.store.remote.remote_store import RemoteStore
-from ragcachekit.store.remote.seal import Seal
+from ragcachekit.store import deadlines
+from ragcachekit.store.entry import EntryImage
+from ragcachekit.store.loader import Loader
+from ragcachekit.store.memory import HostStore
+from ragcachekit.store.remote import RemoteStore, Usage
+from ragcachekit.store.seal import Seal
 from ragcachekit.store.tiered import TieredStore
 from store_kit import key_of, kv_of
 

@@ -26,8 +26,8 @@ from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.forget_epochs import ForgetEpochs
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.memory import HostStore
 
 NAMES = [name for name in FAMILIES if name != "phi3-longrope"]
 S, Q, SEP = tokens(9, 1), tokens(6, 9), (7,)

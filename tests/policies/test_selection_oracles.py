@@ -23,7 +23,7 @@ from ragcachekit.generate.run import link_ahead
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.base import Look
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 
 NAMES = [name for name in FAMILIES if name != "phi3-longrope"]
 SYSTEM, QUESTION = tokens(5, 1), tokens(6, 9)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.prefix_tree.base import Root
+from ragcachekit.prefix_tree.base import Node, Root
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.prefix_tree.memory_tier import MemoryTier
-from ragcachekit.prefix_tree.node import Node
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.eviction.policies import open_eviction
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.prefix_tree.levels import MemoryTier
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.eviction import open_eviction
+from ragcachekit.store.memory import HostStore
 from tree_kit import ROOT, ROW, check, kv_of, nodes, path_of, request, same, tiers
 
 

@@ -12,7 +12,7 @@ from families import LONGROPE_THRESHOLD, oracle, plain, prefill
 from ragcachekit import Prompt, StoreConfig, TreeConfig
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from tree_kit import nodes
 
 FAMILIES = ["llama", "mistral-sliding", "gemma2", "gemma3", "gpt-oss", "qwen3", "phi3-longrope", "cohere"]

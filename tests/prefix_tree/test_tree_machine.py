@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ragcachekit.prefix_tree.base import Match, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from tree_kit import check, kv_of, path_of, same
 
 ROOTS = [Root("weights-1", "acme"), Root("weights-1", "globex"), Root("weights-1", "acme", "long")]

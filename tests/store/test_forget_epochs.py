@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ragcachekit.store import forget_epochs
-from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store import forgets as forget_epochs
+from ragcachekit.store.forgets import ForgetEpochs
 from store_kit import key_of
 
 SPACE = key_of(0).namespace

@@ -16,10 +16,10 @@ from loading_kit import Gate, SlowStore, start
 from store_kit import contents, key_of, kv_of
 from ragcachekit.errors import Closed
 from ragcachekit.background import Background
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.remote.fsspec_store import FsspecStore
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.loading.loader import Loader
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.fsspec_store import FsspecStore
+from ragcachekit.store.memory import HostStore
+from ragcachekit.store.loader import Loader
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.threads import Condition
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree

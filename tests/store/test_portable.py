@@ -38,8 +38,8 @@ warnings.simplefilter("ignore")  # filelock's, that it has no better lock
 from pathlib import Path
 from store_kit import contents, entry_size, key_of, kv_of
 from ragcachekit import StoreConfig
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.disk.check import repair, verify
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_check import repair, verify
 from ragcachekit.store.factory import open_store
 from ragcachekit.prefix_tree.disk import ForgetLog
 

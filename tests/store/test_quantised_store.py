@@ -12,8 +12,8 @@ import torch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.packed import unpack
 from ragcachekit.store.base import Found, LayerSource, Tier
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore, pack
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey

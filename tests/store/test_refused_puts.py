@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from store_kit import KEY, kv_of, opened
 

@@ -12,12 +12,10 @@ import torch
 
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import StoreError
-from ragcachekit.store.base import KVStore
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.base import KVStore, NullStore
+from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.null import NullStore
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, key_of, kv_of

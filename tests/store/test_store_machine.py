@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from store_kit import contents, kv_of

@@ -12,8 +12,8 @@ import pytest
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import InFlightMoves, TieredStore
 from ragcachekit.types import KVKey

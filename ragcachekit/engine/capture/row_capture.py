@@ -12,7 +12,7 @@ from ragcachekit.forward.own_rows import captured, turn_of, with_answer
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.store.forget_epochs import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
 
 MAX_WAITING = 8  # requests whose caches may wait to be copied from

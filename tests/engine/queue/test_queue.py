@@ -28,7 +28,7 @@ from ragcachekit import (
     agenerate,
 )
 from ragcachekit.errors import Closed, GenerationNotSupported, PromptTooLong
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 
 ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 from store_kit import contents, key_of, kv_of
 

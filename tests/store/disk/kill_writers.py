@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk.disk_store import STEPS, DiskStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import STEPS, DiskStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from store_kit import contents, key_of, kv_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.store.disk import folder
-from ragcachekit.store.entry.header import EntryDamaged
+from ragcachekit.store import disk_files as folder
+from ragcachekit.store.entry import EntryDamaged
 from store_kit import (
     agrees_with_files,
     entry_size,

@@ -13,11 +13,11 @@ import pytest
 
 from ragcachekit import files
 from ragcachekit.errors import StoreError
-from ragcachekit.store.disk import entry_files as disk_shelf
-from ragcachekit.store.disk import folder
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry import file as entry_file
-from ragcachekit.store.entry import image as entry_image
+from ragcachekit.store import disk_files as disk_shelf
+from ragcachekit.store import disk_files as folder
+from ragcachekit.store import entry as entry_file
+from ragcachekit.store import entry as entry_image
+from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 from store_kit import (
     DISK_BUDGET,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.disk import disk_store as disk
-from ragcachekit.store.disk import entry_files as disk_shelf
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store import disk
+from ragcachekit.store import disk_files as disk_shelf
+from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 from store_kit import agrees_with_files, failing, file_of, filled, holds, key_of, kv_of, opened
 

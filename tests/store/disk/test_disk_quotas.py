@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from store_kit import agrees_with_files, entry_size, filled, key_of, kv_of
 
 

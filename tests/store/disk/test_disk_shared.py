@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.disk import disk_store as disk
-from ragcachekit.store.disk import entry_files, folder
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.disk.folder import FolderLock
+from ragcachekit.store import disk
+from ragcachekit.store import disk_files as folder
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_files import FolderLock, entry_files
 from store_kit import (
     agrees_with_files,
     entry_size,
@@ -176,7 +176,7 @@ def test_stores_that_write_in_turn_keep_the_budget_together(tmp_path: Path) -> N
 def test_stores_that_write_in_turn_do_not_list_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, quota: int | None
 ) -> None:
-    path, listings, scan = tmp_path / "kv", [0], entry_files._scan
+    path, listings, scan = tmp_path / "kv", [0], folder._scan
     filled(tmp_path / "probe")
     size = entry_size(tmp_path / "probe") + 8  # later numbers have more digits
     quotas = {} if quota is None else {"*": quota * size}
@@ -190,7 +190,7 @@ def test_stores_that_write_in_turn_do_not_list_the_folder(
         assert store.put(key_of(number), kv_of(number))
     stores = [store, *(DiskStore(path, entries * size, quotas=quotas) for _ in range(2))]
     with monkeypatch.context() as patch:
-        patch.setattr(entry_files, "_scan", counted)
+        patch.setattr(folder, "_scan", counted)
         assert store.put(key_of(60), kv_of(60))
         listings[0] = 0
         for number in range(61, 81):
@@ -203,7 +203,7 @@ def test_stores_that_write_in_turn_do_not_list_the_folder(
     kept = [number for number in range(82) if key_of(number) in store]
     first = max(0, 81 - min(entries, quota or entries))
     assert kept == [number for number in range(first, 82) if number not in range(70, 75)]
-    sizes = sum(entry_files.entry_files(path).values())
+    sizes = sum(entry_files(path).values())
     assert json.loads((path / "writer").read_text())[0] == sizes
     for one in stores:
         assert agrees_with_files(one, path)
@@ -218,7 +218,7 @@ def test_at_no_moment_do_the_sums_miss_a_file(tmp_path: Path) -> None:
         if (path / "writer").exists():
             seen.add(step)
             total, _ = json.loads((path / "writer").read_text())
-            assert total >= sum(entry_files.entry_files(path).values()), step
+            assert total >= sum(entry_files(path).values()), step
 
     filled(tmp_path / "probe")
     store = DiskStore(path, 6 * entry_size(tmp_path / "probe"), at=at)

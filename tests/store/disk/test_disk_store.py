@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.disk import folder
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry import image as entry_image
+from ragcachekit.store import disk_files as folder
+from ragcachekit.store import entry as entry_image
+from ragcachekit.store.disk import DiskStore
 from store_kit import (
     KEY,
     agrees_with_files,

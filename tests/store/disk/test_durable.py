@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.entry.image import EntryImage, from_bytes
+from ragcachekit.store.entry import EntryImage, from_bytes
 from store_kit import KEY, contents, read_entry
 
 

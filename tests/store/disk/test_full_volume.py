@@ -16,8 +16,8 @@ from faults import Faults, injected
 from ragcachekit import StoreConfig
 from ragcachekit.errors import StoreError
 from ragcachekit.prefix_tree.disk import ForgetLog
-from ragcachekit.store.disk.volume import default_disk_bytes
-from ragcachekit.store.entry import image as entry_image
+from ragcachekit.store import entry as entry_image
+from ragcachekit.store.disk import default_disk_bytes
 from ragcachekit.store.factory import open_store
 from store_kit import entry_size, failing, filled, holds, key_of, kv_of, opened
 

@@ -16,11 +16,11 @@ from ragcachekit.errors import RetrievalError, StoreError
 from ragcachekit.files import OpenFile, make_folder, parse_json, read_regular
 from ragcachekit.model.identity.weights_digest import FileDigests
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.policies.budgets.calibration import read_record, record_path
 from ragcachekit.prefix_tree.disk import ForgetLog
+from ragcachekit.quality.records import calibration_path, read_calibration
 from ragcachekit.retrieval.index_files import read_index
-from ragcachekit.store.disk.check import verify
-from ragcachekit.store.entry.layout import read_layout
+from ragcachekit.store.disk_check import verify
+from ragcachekit.store.entry import read_layout
 from store_kit import file_of, filled, holds, key_of, kv_of, opened
 
 
@@ -120,10 +120,10 @@ def test_under_names_of_small_files(tmp_path: Path, odd: Callable[[Path], object
     os.utime(weights, (1, 1))
     odd(tmp_path / "digests.json")
     assert len(FileDigests(tmp_path / "digests.json").get(weights)) == 64
-    record = record_path(tmp_path, "model", "space")
+    record = calibration_path(tmp_path, "model", "space")
     make_folder(record.parent)
     odd(record)
-    assert read_record(tmp_path, "model", "space") is None
+    assert read_calibration(tmp_path, "model", "space") is None
     odd(tmp_path / "index")
     with pytest.raises(RetrievalError, match="cannot read the index"):
         read_index(tmp_path / "index")

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store import entry as entry_file
 from ragcachekit.store.base import Found, LayerSource
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry import file as entry_file
-from ragcachekit.store.entry.buffers import Buffers
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import Buffers, EntryDamaged
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from store_kit import KEY, contents, failing, file_of, filled, holds, key_of, kv_of, opened
 
@@ -214,7 +213,7 @@ def test_buffers_come_back_and_are_bounded() -> None:
 FORKS = """
 import os
 import torch
-from ragcachekit.store.entry.buffers import Buffers
+from ragcachekit.store.entry import Buffers
 
 torch.set_num_threads(1)  # the threads of a pool do not exist in the child
 buffers = Buffers(idle=8 << 20)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from soak_kit import figures
 from store_kit import agrees_with_files
 

@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk.check import verify
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.buffers import Buffers
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import EntryImage, from_bytes, key_in
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_check import verify
+from ragcachekit.store.entry import Buffers, EntryDamaged, EntryImage, from_bytes, key_in
 from ragcachekit.types import KVKey
 from store_kit import contents, file_of, holds, key_of, kv_of, opened
 

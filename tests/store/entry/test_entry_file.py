@@ -14,10 +14,15 @@ import torch
 from safetensors import safe_open
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.entry.file import read_key
-from ragcachekit.store.entry.header import EntryDamaged, EntryHeader, encode_header
-from ragcachekit.store.entry.image import EntryImage
-from ragcachekit.store.entry.layout import Layout, TensorSpec
+from ragcachekit.store.entry import (
+    EntryDamaged,
+    EntryHeader,
+    EntryImage,
+    Layout,
+    TensorSpec,
+    encode_header,
+    read_key,
+)
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, key_of, kv_of, read_entry
 

@@ -8,11 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from ragcachekit.store.eviction import window
-from ragcachekit.store.eviction.base import HIT, MISS, Access, EvictionPolicy
-from ragcachekit.store.eviction.policies import POLICIES, FrequencyReuse, Gdsf, Lfu, Lru, Pgdsf, open_eviction
-from ragcachekit.store.eviction.ranking import Ranking
-from ragcachekit.store.eviction.window import Seconds
+from ragcachekit.store import eviction as window
+from ragcachekit.store.eviction import (
+    HIT,
+    MISS,
+    POLICIES,
+    Access,
+    EvictionPolicy,
+    FrequencyReuse,
+    Gdsf,
+    Lfu,
+    Lru,
+    Pgdsf,
+    Seconds,
+    open_eviction,
+)
+from ragcachekit.store.ranking import Ranking
 
 ITEMS = "abcdefghijkl"
 GROUPS = ("acme", "globex")

@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcachekit.store.eviction.base import Access, Record
-from ragcachekit.store.eviction.policies import Lru
-from ragcachekit.store.eviction.ranking import Ranking
+from ragcachekit.store.eviction import Access, Lru, Record
+from ragcachekit.store.ranking import Ranking
 
 items = st.sampled_from("abcdefg")
 groups = st.sampled_from(["", "acme", "globex"])

@@ -14,12 +14,12 @@ import time
 from functools import partial
 from pathlib import Path
 
+from ragcachekit.store import deadlines
 from ragcachekit.store.base import Found, KVStore
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.loading.load import LoadingKV
-from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.remote import deadlines
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
+from ragcachekit.store.deadlines import DeadlineExecutor
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.loader import Loader
 from store_kit import contents, key_of, kv_of
 
 ENTRIES = 6

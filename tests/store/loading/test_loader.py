@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from loading_kit import WAIT, Gate, SlowStore, Spoil, start
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.loading import loader as loader_module
-from ragcachekit.store.loading.load import LoadFailed, LoadingKV
-from ragcachekit.store.loading.loader import Loader
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store import loader as loader_module
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.load import LoadFailed, LoadingKV
+from ragcachekit.store.loader import Loader
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from store_kit import contents, key_of, kv_of
 
@@ -407,7 +407,7 @@ import sys, time
 sys.path[:0] = {paths!r}
 from loading_kit import SlowStore, start
 from store_kit import key_of, kv_of
-from ragcachekit.store.loading.loader import Loader
+from ragcachekit.store.loader import Loader
 store = SlowStore(lambda key, layer: time.sleep(0.02))
 store.put(key_of(0), kv_of(0, layers=500))
 loader = Loader(store)

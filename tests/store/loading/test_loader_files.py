@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from loading_kit import WAIT, Gate, SlowStore, start
-from ragcachekit.store.disk.disk_store import DiskStore
-from ragcachekit.store.loading.loader import Loader
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.loader import Loader
 from store_kit import key_of, kv_of
 
 

@@ -14,10 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ragcachekit.config import StoreConfig
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found
-from ragcachekit.store.disk.disk_store import DiskStore
+from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.factory import open_store
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
+from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, key_of, kv_of
@@ -301,7 +300,7 @@ def test_gpu_and_page_locked_host_memory() -> None:
 def test_a_window_of_time_from_the_configuration(monkeypatch) -> None:
     """Popular an hour ago and used once since: that counts less than two uses just now."""
     now = [0.0]
-    monkeypatch.setattr("ragcachekit.store.eviction.window.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("ragcachekit.store.eviction.time", SimpleNamespace(monotonic=lambda: now[0]))
     left = {}
     for eviction in ("lfu:600s", "lfu:10000"):
         now[0] = 0.0

@@ -9,9 +9,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.memory.gpu import GpuStore
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.memory.memory_store import MemoryStore
+from ragcachekit.store.memory import GpuStore, HostStore, MemoryStore
 from store_kit import contents, key_of, kv_of
 
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.packed import PackedKV
-from ragcachekit.store.memory import host
-from ragcachekit.store.memory import page_locked as page_locked_module
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.memory.page_locked import give_back, in_slabs, slabs, taken, taken_by
+from ragcachekit.store import memory as host
+from ragcachekit.store import memory as page_locked_module
+from ragcachekit.store.memory import HostStore, give_back, in_slabs, slabs, taken, taken_by
 from ragcachekit.store.quantised import QuantisedStore, pack
 from store_kit import contents, key_of, kv_of
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ragcachekit.store.remote import deadlines
-from ragcachekit.store.remote.deadlines import DeadlineExecutor
+from ragcachekit.store import deadlines
+from ragcachekit.store.deadlines import DeadlineExecutor
 from redis_kit import failures_of
 
 SHORT, LONG = 0.02, 60.0

@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, rule
 from test_store_machine import BUDGET, KEYS, StoreMachine
 
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.remote.fsspec_store import FsspecStore
+from ragcachekit.store.fsspec_store import FsspecStore
 from ragcachekit.types import KVKey
 from redis_kit import KEY_BYTES
 

@@ -17,12 +17,12 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.entry.image import EntryImage
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.remote import deadlines
-from ragcachekit.store.remote.fsspec_store import FsspecBackend, FsspecStore
-from ragcachekit.store.remote.remote_store import RemoteStore
-from ragcachekit.store.remote.seal import OVERHEAD
+from ragcachekit.store import deadlines
+from ragcachekit.store.entry import EntryImage
+from ragcachekit.store.fsspec_store import FsspecBackend, FsspecStore
+from ragcachekit.store.memory import HostStore
+from ragcachekit.store.remote import RemoteStore
+from ragcachekit.store.seal import OVERHEAD
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from redis_kit import KEY_BYTES, failures_of, forget_at_last

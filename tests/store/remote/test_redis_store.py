@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.remote import deadlines
-from ragcachekit.store.remote.redis_store import RedisStore
+from ragcachekit.store import deadlines
+from ragcachekit.store.redis_store import RedisStore
 from redis_kit import (
     KEY_BYTES,
     REDIS_BUDGET,

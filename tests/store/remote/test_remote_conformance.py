@@ -25,8 +25,8 @@ from test_store_conformance import (  # noqa: F401
 )
 
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.memory.host import HostStore
-from ragcachekit.store.remote.fsspec_store import FsspecStore
+from ragcachekit.store.fsspec_store import FsspecStore
+from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from redis_kit import KEY_BYTES, RedisServer, redis_store, running_server
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.entry.image import EntryImage, from_bytes
-from ragcachekit.store.remote.fsspec_store import FsspecStore
-from ragcachekit.store.remote.remote_store import RemoteStore
-from ragcachekit.store.remote.seal import Seal
+from ragcachekit.store.entry import EntryImage, from_bytes
+from ragcachekit.store.fsspec_store import FsspecStore
+from ragcachekit.store.remote import RemoteStore
+from ragcachekit.store.seal import Seal
 from redis_kit import KEY_BYTES, redis_store, running_server
 from store_kit import contents, key_of, kv_of
 

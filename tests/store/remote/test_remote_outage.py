@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ragcachekit.store.remote import deadlines
-from ragcachekit.store.remote.remote_store import RemoteStore
+from ragcachekit.store import deadlines
+from ragcachekit.store.remote import RemoteStore
 from ragcachekit.types import KVKey
 from redis_kit import RedisServer, failures_of, redis_store, running_server
 from store_kit import contents, key_of, kv_of

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from ragcachekit.store.entry.header import EntryDamaged
-from ragcachekit.store.entry.image import EntryImage, from_bytes, key_in
-from ragcachekit.store.remote.seal import OVERHEAD, OtherKey, Seal, body
+from ragcachekit.store.entry import EntryDamaged, EntryImage, from_bytes, key_in
+from ragcachekit.store.seal import OVERHEAD, OtherKey, Seal, body
 from store_kit import KEY, contents, key_of, kv_of
 
 SECRET = b"sixteen bytes...and more"

@@ -1,0 +1,167 @@
+"""What was forgotten: epochs that outdate running work, and texts found in token ids."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
+from threading import Lock
+
+from ragcachekit.types import KVKey, whole_id
+
+LEAST_OVERLAP = 3
+"""Characters of a forgotten text with which a kept beginning may end: fewer say nothing of it."""
+
+
+class ForgottenTexts:
+    """Finds texts in decoded token ids.
+
+    Whitespace does not count: chains strip texts and wrap their lines, and tokenizers add blanks. A text that
+    a tokenizer normalises should be given in its decoded form as well.
+
+    Parameters
+    ----------
+    texts : iterable of str
+        Blank ones are ignored: every prompt would hold them.
+    decode : callable
+        Token ids to text, special tokens shown and nothing cleaned up.
+    """
+
+    def __init__(self, texts: Iterable[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._texts = tuple(dict.fromkeys(filter(None, map(_squeezed, texts))))
+        self._decode = decode
+
+    def in_text(self, text: str) -> bool:
+        """Whether a text holds one of them."""
+        text = _squeezed(text)
+        return any(one in text for one in self._texts)
+
+    def within(self, token_ids: Sequence[int]) -> bool:
+        """Whether the decoded ids hold one of them."""
+        return self.in_text(self._decode(token_ids))
+
+    def begin_in(self, token_ids: Sequence[int]) -> bool:
+        """As :meth:`within`, or the ids end inside one."""
+        return self._start(_squeezed(self._decode(token_ids))) is not None
+
+    def first_part(self, parts: Sequence[Sequence[int]]) -> int | None:
+        """Number of the part in which the first of them begins, or that a text at the end begins in."""
+        ids = [token for part in parts for token in part]
+        start = self._start(_squeezed(self._decode(ids)))
+        if start is None:
+            return None
+        ends = list(accumulate(map(len, parts)))
+        after = bisect_right(ends, start, key=lambda end: len(_squeezed(self._decode(ids[:end]))))
+        return min(after, len(parts) - 1)
+
+    def _start(self, text: str) -> int | None:
+        places = [place for one in self._texts if (place := text.find(one)) >= 0]
+        for one in self._texts:
+            sizes = range(min(len(one), len(text)), LEAST_OVERLAP - 1, -1)
+            places += [len(text) - size for size in sizes if text.endswith(one[:size])][:1]
+        return min(places, default=None)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+MOST_NAMES = 100_000
+MOST_TEXTS = 64  # forgets of texts
+
+
+@dataclass
+class _Namespace:
+    whole: int = 0  # epoch of the last forget of everything
+    last: OrderedDict[str, int] = field(default_factory=OrderedDict)  # name to that epoch, oldest first
+    texts: deque[tuple[int, ForgottenTexts]] = field(default_factory=deque)  # with their epochs
+
+
+class ForgetEpochs:
+    """A count of forgets, and for each chunk the count at its last one. Thread safe.
+
+    Work takes :meth:`now` before its first lookup, and stores a result inside ``storing`` if nothing it
+    depends on was forgotten since. A forget is added inside ``storing`` and ``storing_in_tree`` when it has
+    reached every tier. :data:`MOST_NAMES` names and the texts of :data:`MOST_TEXTS` forgets of one namespace
+    are remembered; beyond that the whole namespace counts as forgotten, which costs work in progress.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._namespaces: dict[str, _Namespace] = {}
+        self._lock = Lock()
+        self.storing = Lock()
+        """Around storing, and around forgetting in every tier."""
+        self.storing_in_tree = Lock()
+        """The same for the knowledge tree, whose disk would delay encoding; taken second."""
+
+    def now(self) -> int:
+        """The number of forgets so far."""
+        return self._epoch
+
+    def add(
+        self,
+        namespace: str,
+        chunk_ids: Iterable[str] | None = None,
+        texts: Iterable[str] = (),
+        within: ForgottenTexts | None = None,
+    ) -> None:
+        """Count a forget of chunks and texts; without ids, of the whole namespace.
+
+        ``within`` finds the texts where they are part of what was computed.
+        """
+        names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
+        with self._lock:
+            epoch = self._epoch + 1
+            known = self._namespaces.setdefault(namespace, _Namespace())
+            if names is None:
+                known.whole = epoch
+                known.last.clear()
+                known.texts.clear()
+            if within is not None:
+                known.texts.append((epoch, within))
+            while len(known.texts) > MOST_TEXTS:
+                known.whole = max(known.whole, known.texts.popleft()[0])
+            for name in names or ():
+                known.last[name] = epoch
+                known.last.move_to_end(name)
+            while len(known.last) > MOST_NAMES:
+                known.whole = max(known.whole, known.last.popitem(last=False)[1])
+            self._epoch = epoch
+
+    def forgot(self, key: KVKey, since: int) -> bool:
+        """Whether the chunk, or one of its context, was forgotten after ``since``."""
+        return self.forgot_any(key.namespace, (key.chunk_id, *key.context), since)
+
+    def forgot_text(self, namespace: str, text: str, since: int) -> bool:
+        """As :meth:`forgot`, for a chunk's text without outer whitespace."""
+        return self.forgot_any(namespace, (_name(text),), since)
+
+    def forgot_any(self, namespace: str, names: Iterable[str], since: int) -> bool:
+        """As :meth:`forgot`, for any of several chunk ids."""
+        if self._epoch == since:
+            return False
+        with self._lock:
+            known = self._namespaces.get(namespace)
+            if known is None:
+                return False
+            return known.whole > since or any(known.last.get(whole_id(name), 0) > since for name in names)
+
+    def forgot_within(self, namespace: str, token_ids: Sequence[int], since: int) -> bool:
+        """Whether KV of these token ids holds a text that was forgotten after ``since``."""
+        if self._epoch == since:
+            return False
+        with self._lock:
+            known = self._namespaces.get(namespace)
+            if known is None:
+                return False
+            whole, later = known.whole, [within for epoch, within in known.texts if epoch > since]
+        return whole > since or any(within.within(token_ids) for within in later)
+
+
+def _name(text: str) -> str:
+    """The digest of a text; no chunk id has this form."""
+    return "text:" + blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,0 +1,409 @@
+"""The memory tiers: entries by reference, ranked by an eviction policy."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from threading import RLock
+from typing import TypedDict, Unpack
+
+import torch
+
+from ragcachekit.forks import refuse_after_fork
+from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
+from ragcachekit.model.tensor_block import carved, offsets
+from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
+from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Lru
+from ragcachekit.store.ranking import Ranking
+from ragcachekit.types import KVKey
+
+_WASTE = 8
+"""A tensor is copied if more than 1/8 of the storage that it keeps alive is not the entry's."""
+
+
+def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
+    """``kv``, copied where its tensors keep much more memory alive than they use, and its bytes of memory.
+
+    At least its ``nbytes``: tensors that share memory do not once they are copied.
+    """
+    held: dict[int, int] = {}
+    used: Counter[int] = Counter()
+    tensors = (*kv.keys, *kv.values, *kv.sums.values())
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        used[storage.data_ptr()] += tensor.nbytes
+    wasteful = {at for at, nbytes in held.items() if nbytes > used[at] + used[at] // _WASTE}
+    if not wasteful:
+        return kv, max(kv.nbytes, sum(held.values()))
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        shared = tensor.untyped_storage().data_ptr() in wasteful
+        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
+
+    sums = {name: own(tensor) for name, tensor in kv.sums.items()}
+    kv = replace(kv, keys=tuple(map(own, kv.keys)), values=tuple(map(own, kv.values)), sums=sums)
+    return kv, sum(held[at] for at in held.keys() - wasteful) + sum(used[at] for at in wasteful)
+
+
+_SLAB_WASTE = 16
+"""A slab is divided if rounding it up would waste more than this part of it."""
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """Memory from torch's host allocator, which takes :func:`taken` bytes and caches them when freed."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def taken(nbytes: int) -> int:
+    """Bytes that torch's host allocator takes for so many: the next power of two.
+
+    It rounds less where ``PYTORCH_ALLOC_CONF`` sets ``pinned_max_round_threshold_mb``: then this is too much.
+    """
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def slabs(sizes: Sequence[int]) -> list[int]:
+    """Number of layers per slab, for consecutive layers of these sizes.
+
+    An entry a little larger than a power of two would take twice its bytes in one slab. The layers that fill
+    the lower power of two get one slab, and the rest another.
+    """
+    ends = list(accumulate(sizes))
+    whole = taken(ends[-1])
+    fit = sum(end <= whole // 2 for end in ends)
+    if fit and whole - ends[-1] > ends[-1] // _SLAB_WASTE:
+        rest = slabs(sizes[fit:])
+        if taken(ends[fit - 1]) + _taken_by(sizes[fit:], rest) < whole:
+            return [fit, *rest]
+    return [len(sizes)]
+
+
+def taken_by(kv: ChunkKV) -> int:
+    """Bytes that an entry takes, once it is :func:`in_slabs`."""
+    sizes = [offsets(shapes)[-1] for shapes in kv.stored_shapes]
+    stored = sum(t.nbytes for layer in range(kv.layers) for t in kv.stored_layer(layer))
+    return _taken_by(sizes, slabs(sizes)) + kv.nbytes - stored  # sums stay where they are
+
+
+def in_slabs(kv: ChunkKV) -> ChunkKV:
+    """A copy in page-locked memory with contiguous layers (:attr:`ChunkKV.stretches`)."""
+    shapes = kv.stored_shapes
+    sizes = [offsets(specs)[-1] for specs in shapes]
+    layers, first = list[list[torch.Tensor]](), 0
+    for count in slabs(sizes):
+        slab, at = page_locked(sum(sizes[first : first + count])), 0
+        for layer in range(first, first + count):
+            layers.append(carved(slab[at : at + sizes[layer]], shapes[layer]))
+            for into, source in zip(layers[layer], kv.stored_layer(layer), strict=True):
+                into.copy_(source)
+            at += sizes[layer]
+        first += count
+    keys, values, *scales = zip(*layers, strict=True)
+    sums = dict(kv.sums)
+    for name, tensors in zip((SCALE_OF_KEYS, SCALE_OF_VALUES), scales, strict=False):
+        sums |= {f"{name}{layer}": scale for layer, scale in enumerate(tensors)}
+    return replace(kv, keys=keys, values=values, sums=sums)
+
+
+def give_back(spare: int) -> None:
+    """Free torch's cached page-locked memory if it is more than ``spare`` bytes; waits for the GPU."""
+    stats = torch.cuda.host_memory_stats()
+    kept = stats.get("allocated_bytes.current", 0)
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None and kept - stats.get("active_bytes.current", kept) > spare:
+        empty()
+
+
+def _taken_by(sizes: Sequence[int], counts: Sequence[int]) -> int:
+    ends = list(accumulate(counts))
+    begins = [end - count for end, count in zip(ends, counts, strict=True)]
+    return sum(taken(sum(sizes[begin:end])) for begin, end in zip(begins, ends, strict=True))
+
+
+Cost = Callable[[ChunkKV], float]
+"""Cost of computing an entry, in any unit; 0 if unknown."""
+
+
+class MemoryOptions(TypedDict, total=False):
+    """Options of every memory tier, as in :class:`MemoryStore`."""
+
+    policy: EvictionPolicy | None
+    quotas: Mapping[str, int] | None
+    cost: Cost | None
+
+
+class MemoryStore(Tier):
+    """Chunk KV in memory, by reference. Views of much more memory than the entry are copied.
+
+    An entry that ``get`` returned is not evicted until the caller drops it, as that would free no memory. A
+    put that would need its bytes is refused.
+
+    Parameters
+    ----------
+    tier : str
+        Its name in reports.
+    budget : int
+        Bytes of memory that all entries together keep alive; > 0.
+    policy : EvictionPolicy, optional
+        This tier's own; default least recently used.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take (``*``: every other one).
+    cost : callable, optional
+        Cost of an entry for cost-aware policies; default its number of tokens.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        budget: int,
+        *,
+        policy: EvictionPolicy | None = None,
+        quotas: Mapping[str, int] | None = None,
+        cost: Cost | None = None,
+    ) -> None:
+        self._tier = tier
+        self._budget = budget
+        self._quotas = dict(quotas or {})
+        self._cost = cost or (lambda kv: float(kv.tokens))
+        self._entries: dict[KVKey, ChunkKV] = {}
+        self._ranking: Ranking[KVKey] = Ranking(policy or Lru(), groups=bool(self._quotas))
+        self._lent: dict[KVKey, weakref.ref[ChunkKV]] = {}
+        self._returned: deque[tuple[KVKey, weakref.ref[ChunkKV]]] = deque()
+        self._closed = False
+        self._lock = RLock()
+        self._counters = Counters(tier)
+        refuse_after_fork(self)
+
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
+        """The entry under ``key``, or None."""
+        with self._lock:
+            kv = self._entries.get(key)
+            if weight:
+                self._counters.count("misses" if kv is None else "hits")
+            if kv is None:
+                return None
+            view = self._lend(key, kv)
+            if weight:
+                self._ranking.touch(key, HIT if weight == 1 else Access(weight=weight))
+            return Found(view, self._tier)
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """Keep ``kv``, evicting the lowest-ranked entries; False if it cannot fit."""
+        with self._lock:
+            if self._closed or not self._may_fit(key, self._least(kv)):
+                return False, ()
+        kv, nbytes = self._placed(kv)
+        with self._lock:
+            if self._closed or not self._may_fit(key, nbytes):
+                return False, ()
+            self._release(key)
+            self._entries[key] = kv
+            access = Access(False, self._cost(kv), kv.tokens)
+            # Ranked before others are evicted: it starts from the clock at its put (RAGCache, Algorithm 1).
+            self._ranking.add(key, nbytes, key.namespace, access, hold=True)
+            return True, self._make_room(key)
+
+    def __contains__(self, key: KVKey) -> bool:
+        with self._lock:
+            return key in self._entries
+
+    def in_memory(self, key: KVKey) -> bool:
+        return key in self
+
+    def discard(self, key: KVKey) -> None:
+        """Drop an unusable entry and count it as damaged."""
+        with self._lock:
+            if key in self._entries:
+                self._remove(key)
+                self._counters.count("damaged")
+
+    def keys(self) -> Iterator[KVKey]:
+        """Keys of all entries, the last put first."""
+        with self._lock:
+            return reversed(list(self._entries))
+
+    def memory_keys(self) -> Iterator[KVKey]:
+        return self.keys()
+
+    def evict(self, key: KVKey) -> None:
+        """Drop the entry under ``key`` and count an eviction."""
+        with self._lock:
+            if key in self._entries:
+                self._remove(key)
+                self._counters.count("evictions")
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        with self._lock:
+            doomed = [key for key in self._entries if concerns(key, namespace, chunk_ids)]
+            for key in doomed:
+                self._remove(key)
+        return frozenset(key.digest() for key in doomed)
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        with self._lock:
+            entries, nbytes = len(self._entries), self._ranking.nbytes
+        return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self._budget),)
+
+    def close(self) -> None:
+        """Drop all entries; further calls are misses."""
+        with self._lock:
+            self._closed = True
+            for table in (self._entries, self._ranking, self._lent, self._returned):
+                table.clear()
+
+    def _remove(self, key: KVKey) -> None:
+        self._release(key)
+        del self._entries[key]
+        self._ranking.remove(key)
+
+    def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
+        """The KV in this tier's memory, and its bytes."""
+        return in_own_memory(kv)
+
+    def _least(self, kv: ChunkKV) -> int:
+        """Bytes that the entry takes at least, known before it is copied."""
+        return kv.nbytes
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _may_fit(self, key: KVKey, nbytes: int) -> bool:
+        """Whether it would fit if all entries not in use were evicted."""
+        self._release_unused()
+        quota = quota_of(self._quotas, key.namespace)
+        held = {k: self._ranking.size(k) for k in self._lent if k != key}
+        own = sum(size for k, size in held.items() if k.namespace == key.namespace)
+        for what, limit, kept in (("budget", self._budget, sum(held.values())), ("quota", quota, own)):
+            if limit is not None and kept + nbytes > limit:
+                self._counters.count("failed_writes")
+                why = "entry of %d bytes does not fit into the %s of %d beside the %d in use"
+                self._counters.warn_once(what, why, nbytes, what, limit, kept)
+                return False
+        return True
+
+    def _make_room(self, key: KVKey) -> list[tuple[KVKey, ChunkKV]]:
+        """Evict until quota and budget hold; not the entry under ``key``, which is released."""
+        evicted: list[tuple[KVKey, ChunkKV]] = []
+        namespace, quota = key.namespace, quota_of(self._quotas, key.namespace)
+        while quota is not None and self._ranking.nbytes_of(namespace) > quota:
+            evicted += self._evict(namespace)
+        while self._ranking.nbytes > self._budget:
+            evicted += self._evict()
+        self._ranking.release(key)
+        return evicted
+
+    def _evict(self, namespace: str | None = None) -> list[tuple[KVKey, ChunkKV]]:
+        victim = self._ranking.evict(namespace)
+        assert victim is not None, "_may_fit counted the evictable entries"
+        self._counters.count("evictions")
+        return [(victim, self._entries.pop(victim))]
+
+    # -- entries in use ----------------------------------------------------------------------------
+
+    def _lend(self, key: KVKey, kv: ChunkKV) -> ChunkKV:
+        """A view of the entry; it is in use as long as the view lives."""
+        self._release_unused()
+        known = self._lent.get(key)
+        view = known() if known is not None else None
+        if view is None:
+            self._release(key)
+            view = copy.copy(kv)  # shares the tensors
+            # The callback may run at any moment, so it only appends.
+            self._lent[key] = weakref.ref(view, lambda ref: self._returned.append((key, ref)))
+            self._ranking.hold(key)
+        return view
+
+    def _release_unused(self) -> None:
+        """Release the entries whose views are gone."""
+        while self._returned:
+            key, ref = self._returned.popleft()
+            if self._lent.get(key) is ref:
+                self._release(key)
+
+    def _release(self, key: KVKey) -> None:
+        if self._lent.pop(key, None) is not None:
+            self._ranking.release(key)
+
+
+class GpuStore(MemoryStore):
+    """Chunk KV in the memory of the model's ``device``; parameters as in :class:`MemoryStore`."""
+
+    def __init__(
+        self, budget: int, device: str | torch.device = "cuda", **options: Unpack[MemoryOptions]
+    ) -> None:
+        super().__init__("gpu", budget, **options)
+        self._device = torch.device(device)
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`, with the evicted entries; False if the device has no memory for it."""
+        try:
+            return super().admit(key, kv)
+        except torch.OutOfMemoryError as error:
+            self._counters.count("failed_writes")
+            self._counters.warn_once("memory", "no room on %s: %s", self._device, error)
+            return False, ()
+
+    def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
+        kv = kv.to(self._device)
+        if not all(tensor.is_contiguous() for tensor in (*kv.keys, *kv.values)):
+            kv = kv.each(torch.Tensor.contiguous)
+        kv, nbytes = in_own_memory(kv)
+        _ = kv.planes.formats, kv.planes.entries  # computed here and not at every use
+        return kv, nbytes
+
+
+log = logging.getLogger(__name__)
+
+SPARE = 8
+"""Torch may cache freed page-locked memory of this part (1/8) of the budget, beyond the budget."""
+
+
+class HostStore(MemoryStore):
+    """Chunk KV in main memory; parameters as in :class:`MemoryStore`.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes; > 0. A page-locked entry counts with the powers of two that torch allocates for its slabs.
+        Torch caches freed memory beyond that: up to 1/8 of the budget, and at least one entry.
+    pinned : bool
+        Page-lock the tensors, so that a GPU can copy them without waiting, for a copy at every put and
+        memory that no other process can use. Without CUDA it does nothing. If False, page-locked tensors are
+        copied to ordinary memory.
+    """
+
+    def __init__(self, budget: int, *, pinned: bool = False, **options: Unpack[MemoryOptions]) -> None:
+        super().__init__("host", budget, **options)
+        self._pinned = pinned and torch.cuda.is_available()
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        kept, evicted = super().admit(key, kv)
+        if evicted and self._pinned:
+            give_back(max(self._budget // SPARE, taken_by(kv.unpacked())))
+        return kept, evicted
+
+    def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
+        kv, nbytes = self._in_memory(kv.unpacked())
+        _ = kv.shapes, kv.stretches  # cached now, for all later uses
+        return kv, nbytes
+
+    def _in_memory(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
+        if self._pinned:
+            try:
+                return in_slabs(kv), taken_by(kv)
+            except RuntimeError as error:  # the system limits how much may be page-locked
+                log.warning("host tier: cannot page-lock, going on without: %s", error)
+                self._pinned = False
+        kv = kv.to("cpu")
+        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if begun and kv.keys[0].is_pinned():
+            kv = kv.each(torch.Tensor.clone)
+        return in_own_memory(kv)
+
+    def _least(self, kv: ChunkKV) -> int:
+        return taken_by(kv.unpacked()) if self._pinned else kv.nbytes

@@ -1,0 +1,255 @@
+"""A tier on a service that may be slow, dead or hostile."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import NamedTuple, Protocol
+
+from ragcachekit.errors import StoreError
+from ragcachekit.forks import refuse_after_fork
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
+from ragcachekit.store.deadlines import DeadlineExecutor
+from ragcachekit.store.entry import EntryDamaged, EntryImage, from_bytes, storable
+from ragcachekit.store.seal import OtherKey, Seal
+from ragcachekit.types import KVKey
+
+
+class Usage(NamedTuple):
+    """Entries and their bytes."""
+
+    entries: int
+    nbytes: int
+
+
+class Backend(Protocol):
+    """Named byte strings within a byte budget, least recently used first out.
+
+    Methods may block and raise anything: they run with a deadline, in several threads, and may end after the
+    caller has given up. Implementations promise:
+
+    - an entry is whole, missing, or its seal does not match;
+    - an entry saved late never survives a ``forget`` called after its ``save``, or that ``forget`` raises.
+    """
+
+    def open(self) -> None:
+        """Evict what exceeds the budget."""
+        ...
+
+    def load(self, key: KVKey) -> bytes | None:
+        """Return the entry under ``key``, now the most recently used one, or None."""
+        ...
+
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile.
+
+        Return how many entries were evicted for it, or None if it is not kept.
+        """
+        ...
+
+    def delete(self, key: KVKey) -> None:
+        """Drop the entry under ``key``."""
+        ...
+
+    def exists(self, key: KVKey) -> bool:
+        """Whether there is an entry under ``key``."""
+        ...
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+        """As :meth:`~ragcachekit.store.base.KVStore.forget`, adding digests to ``dropped``."""
+        ...
+
+    def usage(self) -> Usage:
+        """Return the present content."""
+        ...
+
+    def close(self) -> None:
+        """Close connections; does not wait."""
+        ...
+
+
+def hashed(text: str) -> str:
+    """A name of 32 hexadecimal digits for a namespace or chunk id."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+FORGET_DEADLINES = 10
+"""Deadlines that ``forget`` and opening may take: no answer waits for them."""
+
+
+class RemoteStore(Tier):
+    """Sealed chunk KV on a :class:`~ragcachekit.store.remote.Backend`, with deadlines.
+
+    If the service does not answer within the deadline, methods return a miss, False or nothing; ``forget``
+    takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in this process,
+    and are not put, until a forget of them succeeds.
+
+    Parameters
+    ----------
+    tier : str
+        Its name in reports.
+    budget : int
+        Bytes that all sealed entries may take together; > 0.
+    key : bytes, str or None
+        Signs entries: bytes, or the name of an environment variable.
+    deadline : float
+        Seconds per operation, enough to read and verify an entry.
+    largest : int or None
+        Bytes of the largest entry; a put of a larger one is False and counts as no failure.
+    quotas : mapping of str to int
+        Bytes that single namespaces may take; ``*`` stands for every other one.
+    """
+
+    shared = True
+    remote = True
+
+    def __init__(
+        self,
+        tier: str,
+        backend: Backend,
+        budget: int,
+        *,
+        key: bytes | str | None,
+        deadline: float,
+        largest: int | None = None,
+        quotas: Mapping[str, int] | None = None,
+    ) -> None:
+        self._tier, self._backend, self._seal = tier, backend, Seal(key)
+        self._executor = DeadlineExecutor(tier, deadline)
+        self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
+        self._counters = Counters(tier)
+        self._closed = False
+        self._forgets = 0
+        self._unconfirmed: dict[str, frozenset[str] | None] = {}  # namespace to ids; None is all of it
+        self._lock = Lock()  # around changes of both
+        refuse_after_fork(self)
+        self._executor.run(backend.open, None, FORGET_DEADLINES * deadline)
+
+    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
+        """The verified entry under ``key``, now the most recently used one, or None."""
+        kv = self._executor.look(lambda: self._load(key), None) if self._is_served(key) else None
+        if kv is None:
+            self._counters.count("misses")
+            return None
+        self._counters.count("hits")
+        return Found(kv, self._tier)
+
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        """Seal and keep ``kv``, evicting least recently used entries.
+
+        False if the entry is too large, something is forgotten meanwhile, a forget of it was not confirmed,
+        or the service does not answer in time: then it may arrive later. TypeError for KV of a dtype without
+        a safetensors name.
+        """
+        for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
+            storable(tensor.dtype)
+        if self._closed:
+            return False
+        limit = min(self._budget, quota_of(self._quotas, key.namespace) or self._budget)
+        if kv.nbytes > limit:
+            self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", kv.nbytes, limit)
+        elif self._largest is not None and kv.nbytes > self._largest:
+            return False
+        elif (evicted := self._save(key, kv, limit)) is not None:
+            self._counters.count("evictions", evicted)
+            return True
+        self._counters.count("failed_writes")
+        return False
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        return self.put(key, kv), ()
+
+    def __contains__(self, key: KVKey) -> bool:
+        return self._is_served(key) and self._executor.look(lambda: self._backend.exists(key), False)
+
+    def discard(self, key: KVKey) -> None:
+        """Delete an unusable entry and count it as damaged."""
+        if key in self:
+            self._counters.count("damaged")
+            self._executor.run(lambda: self._backend.delete(key), None)
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        """Drop entries; StoreError if the service does not confirm it: then some may be left."""
+        if self._closed or (chunk_ids is not None and not chunk_ids):
+            return frozenset()
+        self._hide(namespace, chunk_ids)  # before: what is being saved is refused, or deleted
+        dropped: set[str] = set()
+
+        def forget() -> str:
+            try:
+                self._backend.forget(namespace, chunk_ids, dropped)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        failure = self._executor.run(forget, "no answer in time", FORGET_DEADLINES * self._executor.deadline)
+        if failure:
+            self._hide(namespace, chunk_ids)  # another forget may have been confirmed meanwhile
+            raise StoreError(
+                f"the {self._tier} tier may hold what was to be forgotten; forget again: {failure}"
+            )
+        self._show(namespace, chunk_ids)
+        return frozenset(dropped)
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """One record; sizes come from the service, 0 if it does not answer."""
+        usage = Usage(0, 0)
+        if not self._closed:
+            usage = self._executor.run(self._backend.usage, usage)
+        return (self._counters.stats(entries=usage.entries, nbytes=usage.nbytes, budget=self._budget),)
+
+    def close(self) -> None:
+        """Close connections; further calls are misses."""
+        self._closed = True
+        self._executor.close()
+        self._backend.close()
+
+    def _is_served(self, key: KVKey) -> bool:
+        """Whether the store is open and no forget of the entry is unconfirmed."""
+        hidden = self._unconfirmed.get(key.namespace, frozenset())
+        return not self._closed and not concerns(key, key.namespace, hidden)
+
+    def _hide(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        """Refuse puts of entries to be forgotten, and look none of them up."""
+        with self._lock:
+            hidden = self._unconfirmed.get(namespace, frozenset())
+            self._unconfirmed[namespace] = None if hidden is None or chunk_ids is None else hidden | chunk_ids
+            self._forgets += 1  # last: a put that reads the new count finds the entry hidden
+
+    def _show(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        """Undo :meth:`_hide` for a confirmed forget; of single chunks only if not all are hidden."""
+        with self._lock:
+            hidden = self._unconfirmed.get(namespace)
+            if chunk_ids is None or (hidden is not None and hidden <= chunk_ids):
+                self._unconfirmed.pop(namespace, None)
+            elif hidden is not None:
+                self._unconfirmed[namespace] = hidden - chunk_ids
+
+    def _load(self, key: KVKey) -> ChunkKV | None:
+        blob = self._backend.load(key)
+        if blob is None:
+            return None
+        try:
+            return from_bytes(self._seal.opened(key.digest(), blob), key)
+        except OtherKey:
+            self._counters.warn_once("key", "holds entries that were signed with another key; not used")
+        except EntryDamaged as error:
+            self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
+            self._counters.count("damaged")
+            self._backend.delete(key)
+        return None
+
+    def _save(self, key: KVKey, kv: ChunkKV, limit: int) -> int | None:
+        forgets = self._forgets
+        if not self._is_served(key):
+            return None
+
+        def save() -> int | None:
+            blob = self._seal.sealed(key.digest(), EntryImage(key, kv).parts())
+            if len(blob) > limit:  # with header and seal
+                return None
+            return self._backend.save(key, blob, lambda: self._forgets == forgets)
+
+        return self._executor.run(save, None)
