@@ -1,0 +1,310 @@
+"""What an engine is given as chunks and told to forget: registered, ordered, prefetched, encoded, dropped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from tqdm.auto import tqdm
+
+from ragcachekit.background import attempt
+from ragcachekit.config import check_type
+from ragcachekit.engine.components import EngineComponents
+from ragcachekit.errors import ModelChanged, StoreError
+from ragcachekit.model.kv import token_ids_of
+from ragcachekit.plan.planner import MODEL_CHANGED
+from ragcachekit.plan.prefetch_keys import is_chunk_id
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptLike
+from ragcachekit.prompt.registry import forms
+from ragcachekit.quality.check import CheckPrompt
+from ragcachekit.quality.records import TuneReport
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
+from ragcachekit.store.base import KVStore, NullStore, concerns
+from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.types import KVKey, chunk_id, whole_id
+
+log = logging.getLogger(__name__)
+
+NOT_KEPT = (
+    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
+)
+
+_Item = TypeVar("_Item")
+
+
+class Chunks:
+    """The chunks of one engine; its methods are those of :class:`ragcachekit.RagCache`.
+
+    What a :meth:`forget` drops while other work goes on is neither stored nor registered by that work.
+    """
+
+    def __init__(self, components: EngineComponents) -> None:
+        self._parts, self._parser, self._planner = components, components.parser, components.planner
+        self.query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
+        self.registering = Lock()  # held while a forget ends
+        self._warned = False
+
+    def register(self, texts: Sequence[str], namespace: str, sources: Sequence[str | None] | None) -> int:
+        """Search prompts for these texts; returns how many can be found."""
+        since = self._parts.forgets.now()
+        self._note_sources(texts, sources, namespace, since)
+        self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
+        return self._unless_forgotten(self._parser.register, texts, namespace, since)
+
+    def order(
+        self, document: str, texts: Sequence[str], starts: Sequence[int] | None, namespace: str
+    ) -> None:
+        """Note which chunks of a document follow each other."""
+        since = self._parts.forgets.now()
+        if starts is not None and len(starts) != len(texts):
+            raise ValueError(f"{len(starts)} starts for {len(texts)} texts")
+        places = dict(zip(reversed(texts), reversed(starts), strict=True)) if starts is not None else None
+
+        def note(namespace: str, texts: Sequence[str]) -> None:
+            known = None if places is None else [places[text] for text in texts]
+            self._planner.neighbours.order(namespace, document, texts, known)
+
+        self._unless_forgotten(note, texts, namespace, since)
+
+    def prefetch(self, chunks: Sequence[str], namespace: str, system: str | None) -> None:
+        """Begin to load chunks from slow tiers, in the background."""
+        since, policy = self._parts.forgets.now(), self._parts.choose_policy(None, namespace).policy
+        texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
+        self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
+        if policy.reads_cache:
+            find = self._planner.prefetch_keys
+            self._parts.loads.prefetch(lambda: find(chunks, namespace, policy, system))
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        namespace: str,
+        system: str | None,
+        prompt: PromptLike | None,
+        sources: Sequence[str | None] | None,
+        progress: bool,
+    ) -> list[str]:
+        """Register chunks and compute their KV now, except what is stored already; returns their ids."""
+        encoder, since = self._parts.background_encoder, self._parts.forgets.now()
+        if not self._planner.unchanged():
+            raise ModelChanged(MODEL_CHANGED)
+        self._note_sources(texts, sources, namespace, since)
+        self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
+        if prompt is not None:
+            if system is not None:
+                raise ValueError("give encode system= or prompt=, not both: the prompt has the system text")
+            self._unless_forgotten(self._parser.register, texts, namespace, since)
+            self._planner.observe(self._parser.parse(prompt, namespace))
+        policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
+        items = self._planner.missing(texts, namespace, policy, system, since)
+        self._unless_forgotten(self._parser.register, texts, namespace, since)
+        todo = encoder.complete(item for item in items if item.key not in self._parts.store)
+        if isinstance(self._parts.store, NullStore):
+            self._warn(
+                "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
+            )
+        with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
+            encoder.now(todo, lambda tokens: self._encoded(tokens, bar.update))
+        if lost := encoder.refused(item.key for item in todo):
+            self._warn(f"encode: {lost} of {len(todo)} entries {NOT_KEPT}")
+        return [item.key.chunk_id for item in items]
+
+    def tune(
+        self,
+        texts: Iterable[str] | None,
+        prompts: Iterable[PromptLike] | None,
+        system: str | None,
+        namespace: str,
+        progress: bool,
+    ) -> TuneReport:
+        """Choose encoder and policy of ``auto`` now."""
+        if not self._planner.unchanged():
+            raise ModelChanged(MODEL_CHANGED)
+        given = None if texts is None else strings(texts, "texts")
+        before = None if system is None else self._parser.system_ids(system)
+        asked = None if prompts is None else [self._check_prompt(prompt, namespace) for prompt in prompts]
+        return self._parts.auto.tune(given, asked, before, namespace, progress)
+
+    def forget(
+        self, namespace: str, ids: Iterable[str] | None = None, texts: Iterable[str] | None = None
+    ) -> int:
+        """Drop chunks and texts, and KV that was computed behind them, from all tiers; with neither, all."""
+        if ids is None and texts is None:
+            self._forget_results(namespace, None)
+            return self._forget(namespace, None, ())
+        ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
+        named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
+        chunk_ids = self._parser.chunk_ids
+
+        def is_forgotten(text: str) -> bool:
+            if text.strip() in bare:
+                return True
+            return bool(named) and any(chunk_id(chunk_ids(form), namespace) in named for form in forms(text))
+
+        self._forget_results(namespace, is_forgotten)
+        every = [form for text in texts for form in forms(text)]
+        named |= {chunk_id(chunk_ids(form), namespace) for form in every}
+        if not every:
+            return self._forget(namespace, named, ())
+        decode = partial(self._parser.tokens.decode, special=True)
+        decoded = [decode(self._parser.tokens.plain(form)) for form in every]
+        return self._forget(namespace, named, texts, ForgottenTexts([*every, *decoded], decode))
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _check_prompt(self, prompt: PromptLike, namespace: str) -> CheckPrompt:
+        parsed = self._parser.parse(prompt, namespace)
+        self._planner.prepare(parsed, open_policy("full"))  # notes the prompt, and refuses one too long
+        return CheckPrompt(parsed.segments, parsed.texts)
+
+    def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
+        update(tokens)
+        if self._parts.loads.cost.needed:  # no request waits here
+            attempt(lambda _: self._parts.loads.measure(), None)
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", message)
+
+    def _unless_forgotten(
+        self, use: Callable[[str, list[str]], _Item], texts: Sequence[str], namespace: str, since: int
+    ) -> _Item:
+        """Apply ``use`` to the texts that were not forgotten since; no forget ends meanwhile."""
+        forgot = self._parts.forgets.forgot_text
+        with self.registering:
+            return use(namespace, [text for text in texts if not forgot(namespace, text, since)])
+
+    def _note_sources(
+        self, texts: Sequence[str], sources: Sequence[str | None] | None, namespace: str, since: int
+    ) -> None:
+        if sources is None:
+            return
+        if isinstance(sources, str) or len(sources) != len(texts):
+            raise ValueError(
+                "sources must be a list with the source of each text, None where it is not known"
+            )
+        note = self._planner.neighbours.note_source
+        for source in dict.fromkeys(sources):
+            if source is not None:
+                of_it = [text for text, own in zip(texts, sources, strict=True) if own == source]
+                self._unless_forgotten(partial(note, source), of_it, namespace, since)
+
+    def _forget_results(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
+        # Before the registry: a retriever registers what it found only while nothing was forgotten since.
+        for cache in list(self.query_caches):
+            try:
+                cache.forget_texts(namespace, is_forgotten)
+            except Exception:  # the KV is dropped all the same
+                log.exception("cached search results could not be forgotten; clear the retriever's cache")
+
+    def _forget(
+        self,
+        namespace: str,
+        ids: frozenset[str] | None,
+        texts: Sequence[str],
+        within: ForgottenTexts | None = None,
+    ) -> int:
+        """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
+        forgets = self._parts.forgets
+        with forgets.storing, forgets.storing_in_tree:
+            try:
+                return self._drop(namespace, ids, within)
+            finally:  # also where a tier raised
+                with self.registering:
+                    try:  # before the epoch: work that begins with the next one has no such neighbour
+                        self._planner.forget(namespace, ids, texts, within)
+                        self._parser.forget(namespace, None if ids is None else texts)
+                    finally:
+                        forgets.add(namespace, ids, texts, within)
+                        self._parts.auto.forget(namespace, ids is None, within)
+
+    def _drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:
+        """Drop entries from every tier; where one raises, the others have dropped theirs."""
+        if ids is None or within is None:
+            return self._drop_ids(namespace, ids)
+        unread: Exception | None = None
+        try:
+            ids |= self._holding(namespace, ids, within)
+        except Exception as error:
+            unread = error
+        dropped = self._drop_ids(namespace, ids, within)
+        if unread is not None:
+            raise StoreError(
+                f"the store could not be searched for the texts, and may hold them; forget again: {unread}"
+            ) from unread
+        return dropped
+
+    def _drop_ids(
+        self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None = None
+    ) -> int:
+        from_tree, parts = 0, self._parts
+        self._planner.variants.forget(namespace, ids)
+        parts.background_encoder.misses.forget(namespace, ids)
+        try:
+            from_store = parts.store.forget(namespace, ids)
+        finally:
+            parts.loads.forget(namespace, ids)  # after the store: what is opened in between goes too
+            if parts.tree is not None:
+                texts = () if within is None else (within,)
+                from_tree = parts.tree.forget(namespace, ids, *texts)
+        return from_tree + from_store
+
+    def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
+        """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded behind."""
+        parser, store = self._parser, self._parts.store
+        found = {
+            chunk_id(parser.chunk_ids(text), namespace)
+            for text in parser.registry.texts(namespace)
+            if within.in_text(text)
+        }
+        system = self._planner.last_prompts.last(namespace)
+        if system is not None and within.within(system):
+            found.add(chunk_id(system, namespace))
+        keys, unlisted = list(store.keys()), max((record.entries for record in store.stats()), default=0)
+        # Those with the shortest context first: their ids account for what stands behind them.
+        for key in sorted((key for key in keys if key.namespace == namespace), key=lambda k: len(k.context)):
+            if not concerns(key, namespace, gone | found) and _may_hold(store, key, within):
+                found.add(whole_id(key.chunk_id))
+        if unlisted > len(keys):
+            log.warning(
+                "a tier does not list its entries: of %d, those that hold a forgotten text are known where "
+                "they are registered or in other tiers; forget the namespace to be sure",
+                unlisted,
+            )
+        return frozenset(found)
+
+
+def _may_hold(store: KVStore, key: KVKey, within: ForgottenTexts) -> bool:
+    """Whether an entry holds a forgotten text, or nobody can tell."""
+    token_ids = token_ids_of(store.sums(key) or {})
+    return token_ids is None or within.within(token_ids)
+
+
+def several(items: Iterable[_Item], what: str) -> list[_Item]:
+    """The items as a list; TypeError for one string, which would be taken for its letters."""
+    if isinstance(items, str):
+        raise TypeError(f"{what} must be a list of strings, not one string")
+    check_type(what, items, Iterable, "a list")
+    return list(items)
+
+
+def strings(items: Iterable[str], what: str) -> list[str]:
+    """As :func:`several`, but TypeError unless each is a string; of a document it names the text's field."""
+    listed: list[str] = [items] if _own_text(items) else several(items, what)  # type: ignore[list-item]
+    for number, item in enumerate(listed):
+        own = _own_text(item)
+        give = f"a string; give the {type(item).__name__}'s {own}" if own else "a string"
+        check_type(f"{what}[{number}]", item, str, give)
+    return listed
+
+
+def _own_text(item: object) -> str | None:
+    """Where a LangChain document, or a LlamaIndex node, has its text."""
+    named = {"page_content": "page_content", "get_content": "get_content()"}
+    return next((name for attribute, name in named.items() if hasattr(item, attribute)), None)
