@@ -8,7 +8,7 @@ import transformers as tf
 from torch import nn
 
 from engine_kit import PROMPT, chunk, ids, rag_for, stored_in, text, warmed
-from families import SIZES, build, greedy
+from families import SIZES, build, greedy, plain
 from ragcachekit import (
     LoadConfig,
     ModelNotSupported,
