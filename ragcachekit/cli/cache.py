@@ -96,7 +96,7 @@ def _reading() -> Iterator[Callable[[int, int], None]]:
 
 def _list(what: str, found: Sequence[BadEntry]) -> None:
     for bad in found:
-        typer.echo(f"{what}: {bad.name[:16]}: {bad.reason}")
+        typer.echo(f"{what}: {bad.name}: {bad.reason}")
 
 
 def clear(

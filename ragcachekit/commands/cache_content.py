@@ -19,7 +19,7 @@ from ragcachekit.prefix_tree.disk import FOLDER, FORGETS, Dropped, TreeDisk
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.disk_check import is_disk_tier
 from ragcachekit.store.disk_files import entry_files
-from ragcachekit.store.entry import EntryDamaged, entry_name, read_key
+from ragcachekit.store.entry import EntryDamaged, read_key
 
 DAMAGED = "(damaged)"
 
@@ -55,8 +55,8 @@ class Tier:
     def usage(self) -> tuple[Usage, ...]:
         """Entries by namespace, read from their headers."""
         sizes = defaultdict[str, list[int]](list)
-        for digest, size in entry_files(self.path).items():
-            path = self.path / entry_name(digest)
+        for name, size in entry_files(self.path).items():
+            path = self.path / name
             try:
                 sizes[read_key(path).namespace].append(size)
             except FileNotFoundError:  # evicted just now

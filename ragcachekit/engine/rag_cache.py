@@ -16,7 +16,6 @@ from ragcachekit.engine.inspect.methods import InspectMethods
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.request_path import Asked
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer_stream import AnswerStream
 from ragcachekit.generate.detokenizer import Detokenizer, stop_strings
@@ -24,6 +23,7 @@ from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Answer, EncodingStats, ShadowReport
+from ragcachekit.threads import refuse_after_fork
 
 
 class RagCache(InspectMethods):

@@ -12,11 +12,10 @@ from importlib import import_module
 from typing import Any, Self
 
 from ragcachekit.cancellation import raise_if_cancelled
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, TokenQueue
 from ragcachekit.reports import Answer
 from ragcachekit.reports.base import text_html
-from ragcachekit.threads import DaemonPool, Job
+from ragcachekit.threads import DaemonPool, Job, refuse_after_fork
 
 
 class AnswerStream:

@@ -13,6 +13,7 @@ import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.reports import Report
+from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey, whole_id
 
 
@@ -119,8 +120,6 @@ class KVStore:
     - ``nbytes`` never exceeds the budget after a call returns; a new entry never evicts itself
       (one larger than the budget, or than its namespace's quota, is not kept).
     - An entry is not evicted from memory while a caller holds what ``get`` returned.
-
-    Neither a Protocol nor an ABC: :mod:`ragcachekit.forks` can replace the class of no such object.
     """
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
@@ -232,6 +231,7 @@ class Counters:
         self._tier = tier
         self._lock = Lock()
         self._warned: set[str] = set()
+        refuse_after_fork(self)
         self._counts = {"hits": 0, "misses": 0, "evictions": 0, "damaged": 0, "failed_writes": 0}
 
     def count(self, event: str, by: int = 1) -> None:

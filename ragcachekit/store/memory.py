@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
 from threading import RLock
 from typing import TypedDict, Unpack
 
 import torch
 
-from ragcachekit.forks import refuse_after_fork
-from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
-from ragcachekit.model.tensor_block import carved, offsets
+from ragcachekit.errors import Closed
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
 from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Lru
 from ragcachekit.store.ranking import Ranking
+from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 _WASTE = 8
@@ -49,81 +48,6 @@ def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
     sums = {name: own(tensor) for name, tensor in kv.sums.items()}
     kv = replace(kv, keys=tuple(map(own, kv.keys)), values=tuple(map(own, kv.values)), sums=sums)
     return kv, sum(held[at] for at in held.keys() - wasteful) + sum(used[at] for at in wasteful)
-
-
-_SLAB_WASTE = 16
-"""A slab is divided if rounding it up would waste more than this part of it."""
-
-
-def page_locked(nbytes: int) -> torch.Tensor:
-    """Memory from torch's host allocator, which takes :func:`taken` bytes and caches them when freed."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def taken(nbytes: int) -> int:
-    """Bytes that torch's host allocator takes for so many: the next power of two.
-
-    It rounds less where ``PYTORCH_ALLOC_CONF`` sets ``pinned_max_round_threshold_mb``: then this is too much.
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
-
-def slabs(sizes: Sequence[int]) -> list[int]:
-    """Number of layers per slab, for consecutive layers of these sizes.
-
-    An entry a little larger than a power of two would take twice its bytes in one slab. The layers that fill
-    the lower power of two get one slab, and the rest another.
-    """
-    ends = list(accumulate(sizes))
-    whole = taken(ends[-1])
-    fit = sum(end <= whole // 2 for end in ends)
-    if fit and whole - ends[-1] > ends[-1] // _SLAB_WASTE:
-        rest = slabs(sizes[fit:])
-        if taken(ends[fit - 1]) + _taken_by(sizes[fit:], rest) < whole:
-            return [fit, *rest]
-    return [len(sizes)]
-
-
-def taken_by(kv: ChunkKV) -> int:
-    """Bytes that an entry takes, once it is :func:`in_slabs`."""
-    sizes = [offsets(shapes)[-1] for shapes in kv.stored_shapes]
-    stored = sum(t.nbytes for layer in range(kv.layers) for t in kv.stored_layer(layer))
-    return _taken_by(sizes, slabs(sizes)) + kv.nbytes - stored  # sums stay where they are
-
-
-def in_slabs(kv: ChunkKV) -> ChunkKV:
-    """A copy in page-locked memory with contiguous layers (:attr:`ChunkKV.stretches`)."""
-    shapes = kv.stored_shapes
-    sizes = [offsets(specs)[-1] for specs in shapes]
-    layers, first = list[list[torch.Tensor]](), 0
-    for count in slabs(sizes):
-        slab, at = page_locked(sum(sizes[first : first + count])), 0
-        for layer in range(first, first + count):
-            layers.append(carved(slab[at : at + sizes[layer]], shapes[layer]))
-            for into, source in zip(layers[layer], kv.stored_layer(layer), strict=True):
-                into.copy_(source)
-            at += sizes[layer]
-        first += count
-    keys, values, *scales = zip(*layers, strict=True)
-    sums = dict(kv.sums)
-    for name, tensors in zip((SCALE_OF_KEYS, SCALE_OF_VALUES), scales, strict=False):
-        sums |= {f"{name}{layer}": scale for layer, scale in enumerate(tensors)}
-    return replace(kv, keys=keys, values=values, sums=sums)
-
-
-def give_back(spare: int) -> None:
-    """Free torch's cached page-locked memory if it is more than ``spare`` bytes; waits for the GPU."""
-    stats = torch.cuda.host_memory_stats()
-    kept = stats.get("allocated_bytes.current", 0)
-    empty = getattr(torch.accelerator, "empty_host_cache", None)
-    if empty is not None and kept - stats.get("active_bytes.current", kept) > spare:
-        empty()
-
-
-def _taken_by(sizes: Sequence[int], counts: Sequence[int]) -> int:
-    ends = list(accumulate(counts))
-    begins = [end - count for end, count in zip(ends, counts, strict=True)]
-    return sum(taken(sum(sizes[begin:end])) for begin, end in zip(begins, ends, strict=True))
 
 
 Cost = Callable[[ChunkKV], float]
@@ -196,7 +120,7 @@ class MemoryStore(Tier):
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         """Keep ``kv``, evicting the lowest-ranked entries; False if it cannot fit."""
         with self._lock:
-            if self._closed or not self._may_fit(key, self._least(kv)):
+            if self._closed or not self._may_fit(key, kv.nbytes):
                 return False, ()
         kv, nbytes = self._placed(kv)
         with self._lock:
@@ -252,7 +176,7 @@ class MemoryStore(Tier):
 
     def close(self) -> None:
         """Drop all entries; further calls are misses."""
-        with self._lock:
+        with suppress(Closed), self._lock:
             self._closed = True
             for table in (self._entries, self._ranking, self._lent, self._returned):
                 table.clear()
@@ -265,10 +189,6 @@ class MemoryStore(Tier):
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         """The KV in this tier's memory, and its bytes."""
         return in_own_memory(kv)
-
-    def _least(self, kv: ChunkKV) -> int:
-        """Bytes that the entry takes at least, known before it is copied."""
-        return kv.nbytes
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -357,20 +277,13 @@ class GpuStore(MemoryStore):
         return kv, nbytes
 
 
-log = logging.getLogger(__name__)
-
-SPARE = 8
-"""Torch may cache freed page-locked memory of this part (1/8) of the budget, beyond the budget."""
-
-
 class HostStore(MemoryStore):
     """Chunk KV in main memory; parameters as in :class:`MemoryStore`.
 
     Parameters
     ----------
     budget : int
-        Bytes; > 0. A page-locked entry counts with the powers of two that torch allocates for its slabs.
-        Torch caches freed memory beyond that: up to 1/8 of the budget, and at least one entry.
+        Bytes; > 0. A page-locked tensor counts with the power of two that torch allocates for it.
     pinned : bool
         Page-lock the tensors, so that a GPU can copy them without waiting, for a copy at every put and
         memory that no other process can use. Without CUDA it does nothing. If False, page-locked tensors are
@@ -381,29 +294,21 @@ class HostStore(MemoryStore):
         super().__init__("host", budget, **options)
         self._pinned = pinned and torch.cuda.is_available()
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        kept, evicted = super().admit(key, kv)
-        if evicted and self._pinned:
-            give_back(max(self._budget // SPARE, taken_by(kv.unpacked())))
-        return kept, evicted
-
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
-        kv, nbytes = self._in_memory(kv.unpacked())
-        _ = kv.shapes, kv.stretches  # cached now, for all later uses
-        return kv, nbytes
-
-    def _in_memory(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
+        kv = kv.unpacked().to("cpu")
         if self._pinned:
             try:
-                return in_slabs(kv), taken_by(kv)
+                kv = kv.each(lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor))
+                return kv, sum(map(_page_locked_bytes, (*kv.keys, *kv.values, *kv.sums.values())))
             except RuntimeError as error:  # the system limits how much may be page-locked
-                log.warning("host tier: cannot page-lock, going on without: %s", error)
+                self._counters.warn_once("pin", "cannot page-lock, going on without: %s", error)
                 self._pinned = False
-        kv = kv.to("cpu")
         begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if begun and kv.keys[0].is_pinned():
             kv = kv.each(torch.Tensor.clone)
         return in_own_memory(kv)
 
-    def _least(self, kv: ChunkKV) -> int:
-        return taken_by(kv.unpacked()) if self._pinned else kv.nbytes
+
+def _page_locked_bytes(tensor: torch.Tensor) -> int:
+    """What torch's host allocator takes for a tensor: the next power of two."""
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0

@@ -232,7 +232,7 @@ class PrecomputeRun:
     def _is_stored(self, chunk: Missing) -> bool:
         if self._shared is not None:
             return chunk.key in self._shared
-        return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
+        return (self._settings.folder.kv / entry_name(chunk.key)).is_file()
 
 
 def _check_room(needed: int, room: int, folder: CacheFolder | None) -> None:

@@ -14,13 +14,12 @@ import torch
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_number
 from ragcachekit.engine.request_path import Asked
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
 from ragcachekit.observers import Watch, attempt
 from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer
-from ragcachekit.threads import Condition
+from ragcachekit.threads import Condition, refuse_after_fork
 
 State = Literal["waiting", "running", "done"]
 

@@ -15,9 +15,8 @@ from ragcachekit.engine.queue.order import CacheAwareOrder
 from ragcachekit.engine.queue.request import Request
 from ragcachekit.engine.queue.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.reports import Answer, QueueStats
-from ragcachekit.threads import Condition, DaemonPool, Job
+from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
 
 log = logging.getLogger(__name__)
 
