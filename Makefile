@@ -46,32 +46,29 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks query-cache-lookup --json $(RESULTS)/query-cache-lookup.json
 	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --policies $(SPEED) --runs 3 \
 		--json $(RESULTS)/ttft-policies-1-thread.json
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs \
 		--json $(RESULTS)/serve.json --plot docs/serve.png
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs --systems auto \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs --systems auto \
 		--rates 0.4,0.8,1.6,3.2 --requests 48 --max-waiting 16 --deadline 30 --json $(RESULTS)/serve-overload.json
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/decode_step.py --json $(RESULTS)/decode-step.json
-	$(BIN)/python benchmarks/cluster/routing.py --json $(RESULTS)/routing.json --plot docs/routing.png
-	$(BIN)/python benchmarks/cluster/serve_routing.py --json $(RESULTS)/serve-routing.json
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench serve --model sample --corpus docs --systems auto --caches half \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks decode-step --json $(RESULTS)/decode-step.json
+	$(BIN)/python -m benchmarks routing --json $(RESULTS)/routing.json --plot docs/routing.png
+	$(BIN)/python -m benchmarks serve-routing --json $(RESULTS)/serve-routing.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs --systems auto --budget 0.5 \
 		--orders cache-aware,fifo --rates none --requests 40 --runs 3 --json $(RESULTS)/serve-order.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --encoders standalone,system,similar:1 \
 		--neighbours document --json $(RESULTS)/fidelity.json --plot docs/selection.png
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse \
 		--encoders standalone,similar:1,similar:3,similar:10 --json $(RESULTS)/fidelity-similar.json
-	for sweep in needle chunks; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --sweep $$sweep \
-		--policies full,reuse,deep:0.1 --encoders standalone,similar:1 --neighbours document \
-		--questions-per-type 10 --json $(RESULTS)/fidelity-$$sweep.json --plot docs/$$sweep.png || exit 1; done
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/selection/craft_in_prompt.py --json $(RESULTS)/craft-in-prompt.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks craft-in-prompt --json $(RESULTS)/craft-in-prompt.json
 	for encoder in standalone similar:1; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks budget \
 		--encoders $$encoder --json $(RESULTS)/budget-$${encoder%:*}.json || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse,lego:1,deep:0.1 \
 		--encoders standalone,standalone+int8,standalone+fp8,similar:1,similar:1+int8,similar:1+fp8 \
 		--neighbours document --json $(RESULTS)/fidelity-quantised.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks store --json $(RESULTS)/store.json --plot docs/store.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks store --json $(RESULTS)/store.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks eviction --json $(RESULTS)/eviction.json \
 		--plot docs/eviction.png
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks planner --json $(RESULTS)/planner.json --plot docs/planner.png
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks planner --json $(RESULTS)/planner.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks families --json $(RESULTS)/families.json \
 		--markdown docs/models.md
 

@@ -1,27 +1,23 @@
-"""One decoding step of several requests together, beside a token of ``model.generate``, in milliseconds.
-
-Every request has ``--rows`` rows of made-up KV. The sizes of the batch take turns, so that a drifting machine
-hits all alike. Before timing, a step of two requests must give the logits of each alone.
-
-    OMP_NUM_THREADS=1 python benchmarks/decode_step.py --json out.json
-"""
+"""``python -m benchmarks decode-step``: one decoding step of several requests, beside ``model.generate``."""
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from ragcachekit.cli.console import quiet_loading, show
+from benchmarks.serve.systems import TokenTimes
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.attention import install
@@ -30,19 +26,37 @@ from ragcachekit.forward.batch.request_kv import RequestKV
 from ragcachekit.generate.batch.check import why_not_together
 from ragcachekit.model.pretrained import load_model
 
-GENERATE = "model.generate"
 
+def decode_step(
+    model: str = "sample",
+    rows: Annotated[int, typer.Option(min=1, help="Of made-up KV per request.")] = 1000,
+    batches: Annotated[str, typer.Option(help="Sizes, with commas.")] = "1,4,8,16",
+    steps: Annotated[int, typer.Option(min=1, help="Timed per round.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    json: opt.Json = None,
+) -> None:
+    """Milliseconds of one decoding step of several requests together, beside a token of model.generate.
 
-class _Times:
-    """A streamer that notes when each token came."""
-
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def put(self, _: Any) -> None:
-        self.at.append(time.perf_counter())
-
-    def end(self) -> None: ...
+    The sizes of the batch take turns, so that a drifting machine hits all alike.
+    """
+    quiet_loading()
+    lm, _ = load_model(resolve_model(model), "cpu", dtype=torch.float32)
+    install(lm)
+    if (why := why_not_together(lm)) is not None:
+        raise RagCacheError(why)
+    spent = defaultdict[tuple[str, int], list[float]](list)
+    for _ in tqdm(range(rounds), unit="round"):
+        spent["model.generate", 1] += generated(lm, rows, steps)
+        for size in opt.numbers("--batches", batches):
+            spent["batch", int(size)] += stepped(lm, int(size), rows, steps)
+    found = []
+    for (way, size), seconds in spent.items():
+        low, median, high = statistics.quantiles([1e3 * s for s in seconds], n=4)
+        figures = {"step_ms": median, "step_ms_p25": low, "step_ms_p75": high, "token_ms": median / size}
+        found.append({"way": way, "batch": size, **figures, "n": len(seconds)})
+    report = BenchReport("decode-step", f"{model}, {rows} rows per request", 0, tuple(found))
+    show(report.table(f"Decoding steps: {report.model}"))
+    written(report, json)
 
 
 def made_up(model: Any, rows: int) -> DynamicCache:
@@ -56,65 +70,26 @@ def made_up(model: Any, rows: int) -> DynamicCache:
 
 
 def generated(model: Any, rows: int, tokens: int) -> Iterator[float]:
-    """Seconds of each token of ``model.generate`` behind made-up KV, the first two left out."""
-    ids, times = torch.randint(100, 1000, (1, rows + 1)), _Times()
-    asked = {"max_new_tokens": tokens + 2, "min_new_tokens": tokens + 2, "do_sample": False}
+    """Seconds of each token of ``model.generate`` over made-up KV, the first two left out."""
+    ids, times = torch.randint(100, 1000, (1, rows + 1)), list[float]()
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=made_up(model, rows),
-        streamer=times,
+        streamer=TokenTimes(times),
         pad_token_id=0,
-        **asked,
+        max_new_tokens=tokens + 2,
+        min_new_tokens=tokens + 2,
+        do_sample=False,
     )
-    yield from (b - a for a, b in zip(times.at[2:], times.at[3:], strict=False))
+    yield from (b - a for a, b in itertools.pairwise(times[1:]))
 
 
 def stepped(model: Any, batch: int, rows: int, steps: int) -> Iterator[float]:
     """Seconds of each step of a batch, the first left out."""
     kvs = [RequestKV(made_up(model, rows), rows, steps + 1) for _ in range(batch)]
     for step in range(steps + 1):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         decode(model, kvs, [100 + step] * batch).argmax(-1).tolist()
         if step:
-            yield time.perf_counter() - begun
-
-
-def run(given: argparse.Namespace) -> BenchReport:
-    """A row per size of the batch, and one for ``model.generate``."""
-    model, _ = load_model(resolve_model(given.model), "cpu", dtype=torch.float32)
-    install(model)
-    if (why := why_not_together(model)) is not None:
-        raise RagCacheError(why)
-    spent = defaultdict[tuple[str, int], list[float]](list)
-    sizes = [int(size) for size in given.batches.split(",")]
-    for _ in tqdm(range(given.rounds), unit="round"):
-        spent[GENERATE, 1] += generated(model, given.rows, given.steps)
-        for size in sizes:
-            spent["batch", size] += stepped(model, size, given.rows, given.steps)
-    rows = []
-    for (way, size), seconds in spent.items():
-        low, median, high = statistics.quantiles([1e3 * s for s in seconds], n=4)
-        figures = {"step_ms": median, "step_ms_p25": low, "step_ms_p75": high, "token_ms": median / size}
-        rows.append({"way": way, "batch": size, **figures, "n": len(seconds)})
-    return BenchReport("decode-step", f"{given.model}, {given.rows} rows per request", 0, tuple(rows))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="sample")
-    parser.add_argument("--rows", type=int, default=1000, help="of KV per request")
-    parser.add_argument("--batches", default="1,4,8,16", help="sizes, with commas")
-    parser.add_argument("--steps", type=int, default=8, help="timed per round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    quiet_loading()
-    report = run(given)
-    show(report.table(f"Decoding steps: {report.model}"))
-    if given.json:
-        report.write_json(given.json)
-
-
-if __name__ == "__main__":
-    main()
+            yield time.perf_counter() - start

@@ -5,7 +5,7 @@
 #
 # PYTHON names the interpreter (default: python3). It needs what pyproject.toml asks for, pytest and hypothesis;
 # nothing is installed, the packages of this checkout are put on PYTHONPATH. PARTS chooses among
-#     smoke     a small model through graphs, transfers and tiers: run it first, it takes a minute
+#     smoke     a small model through kernels, copies and tiers: run it first, it takes a minute
 #     tune      tile sizes of the attention kernel for this GPU; the parts behind it use them
 #     kernels   every kernel beside what the GPU can do and beside torch's own attentions
 #     ttft-8k ttft-32k   time to the first token, Llama 3.1 8B's shape
@@ -40,7 +40,7 @@ speed() {
 }
 run() {
     case $1 in
-    smoke) checked tests/forward/test_graph_capture_gpu.py tests/forward/test_on_a_gpu.py tests/forward/test_placing.py \
+    smoke) checked tests/forward/test_on_a_gpu.py tests/forward/test_placing.py \
         tests/model/test_extract.py -k gpu ;;
     tune) "$python" -m benchmarks kernels --tune "$tuning" ;;
     kernels)

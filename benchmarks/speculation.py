@@ -1,33 +1,25 @@
-"""Speculative pipelining over an IVF search (RAGCache, section 7.4, table 3): search time that is not hidden.
-
-Every question is asked in three ways, in turn: its request is submitted after the search; a pipeline submits
-provisional documents; the same where all provisional documents are wrong. All documents are cached
-beforehand, and answers must be the same. ``search_share`` is the search's time over that of the prefill
-behind it. ``exposed_ms`` is the part of the search during which the final request was not submitted yet.
-
-    python benchmarks/speculation.py --model sample --dataset squad:dev-v2.0.json --json out.json
-"""
+"""``python -m benchmarks speculation``: speculative pipelining over an IVF search (RAGCache, section 7.4)."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from tqdm.auto import tqdm
 
+from benchmarks.query_cache.workload import Workload, of_dataset
+from benchmarks.serve.workload import Documents, text_documents
 from ragcachekit import RagCache, SpeculativePipeline
-from ragcachekit.cli.console import quiet_loading, show
-from ragcachekit.commands.bench.query_cache.workload import Workload, of_dataset
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.serve.workload import Documents, text_documents
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model
@@ -41,21 +33,70 @@ LISTS = 256
 Ids = tuple[Any, ...]
 
 
+def speculation(
+    dataset: Annotated[str, typer.Option(help="squad:FILE, ...: its passages are searched.")],
+    model: str = "sample",
+    policy: opt.Policy = "impact:0.1",
+    vectors: Annotated[int, typer.Option(help="Passages and noisy copies of them.")] = 250_000,
+    shares: Annotated[str, typer.Option(help="Of the lists that are searched.")] = "0.125,0.25,0.5,1",
+    stages: int = 8,
+    results: int = 2,
+    documents: int = 64,
+    chunk_tokens: int = 190,
+    questions: int = 30,
+    json: opt.Json = None,
+) -> None:
+    """Search time that speculative pipelining does not hide (RAGCache, table 3).
+
+    Every question is asked in three ways, in turn: its request is submitted after the search; a pipeline
+    submits provisional documents; the same where all provisional documents are wrong. All documents are
+    cached beforehand, and answers must be the same. ``search_share`` is the search's time over that of the
+    prefill after it. ``exposed_ms`` is the part of the search before the final request was submitted.
+    """
+    quiet_loading()
+    lm, tokenizer = load_model(resolve_model(model), "cpu", dtype=torch.float32)
+    lm.generation_config.eos_token_id = None
+    workload = of_dataset(dataset, questions, wordings=1, vectors=vectors, progress=True)
+    texts = text_documents(tokenizer, documents, chunk_tokens, dataset=dataset)
+    found: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcachekit-bench-") as folder,
+        RagCache(lm, tokenizer, policy=policy, encode_after=1, cache_dir=folder) as rag,
+    ):
+        for prompt in texts.each_once(results):
+            rag.generate(prompt, max_new_tokens=1)
+        rag.flush()
+        searched = opt.numbers("--shares", shares)
+        with tqdm(total=len(searched) * questions, unit="question") as bar:
+            for share in searched:
+                probes = max(1, round(share * LISTS))
+                index = open_index("faiss-ivf", workload.chunks.shape[1], lists=LISTS, probes=probes)
+                index.add(range(len(workload.chunks)), workload.chunks)
+                asker = Asker(TimedEngine(rag), texts, workload, index, results, stages)
+                asker.ask(0, None)
+                found += rows(asker, questions, probes, bar)
+                del asker, index  # two large ones at once may not fit
+    name = f"{model}, {policy}; {workload.name}; {results} results in {stages} stages"
+    report = BenchReport("speculation", name, 0, tuple(found))
+    show(report.table(f"Speculative pipelining: {name}"))
+    written(report, json)
+
+
 class TimedEngine:
     """Passes requests on to an engine and notes when the newest one was submitted."""
 
     def __init__(self, rag: RagCache) -> None:
-        self.queue, self._rag, self._begun = rag.queue, rag, dict[Any, float]()
+        self.queue, self._rag, self._started = rag.queue, rag, dict[Any, float]()
 
     def submit(self, prompt: Any, **options: Any) -> Any:
-        begun = time.perf_counter()
+        submitted_at = time.perf_counter()
         request = self._rag.submit(prompt, **options)
-        self._begun = {request: begun}
+        self._started = {request: submitted_at}
         return request
 
-    def begun(self, request: Any) -> float:
+    def started(self, request: Any) -> float:
         """When a request was submitted; it is the newest one."""
-        return self._begun[request]
+        return self._started[request]
 
 
 @dataclass(frozen=True)
@@ -97,16 +138,16 @@ class Asker:
             places = dict.fromkeys(one % len(self.documents.chunks) for one in ids)
             return self.documents.prompt(list(places), at % len(self.documents.questions))
 
-        begun = time.perf_counter()
+        submitted_at = time.perf_counter()
         if pipeline is None:
             found = self.index.search(self.workload.questions[at], self.results).ids
             ended.append(time.perf_counter())
             request = self.engine.submit(prompt(found), **OPTIONS)
         else:
             request = pipeline.submit(staged(), prompt, **OPTIONS)
-        answer, submitted = request.result(), self.engine.begun(request)
+        answer, submitted = request.result(), self.engine.started(request)
         first = max(ended[0], submitted + answer.report.ttft_ms / 1e3)
-        times = (ended[0] - begun, min(submitted, ended[0]) - begun, first - begun)
+        times = (ended[0] - submitted_at, min(submitted, ended[0]) - submitted_at, first - submitted_at)
         search, exposed, ttft = (seconds * 1e3 for seconds in times)
         return Asked(search, answer.report.ttft_ms, exposed, ttft, answer.token_ids)
 
@@ -144,62 +185,3 @@ def rows(asker: Asker, questions: int, probes: int, bar: tqdm[Any]) -> Iterator[
             "right": stats.right if stats else None,
             "n": questions,
         }
-
-
-def _index(workload: Workload, probes: int) -> VectorIndex:
-    index = open_index("faiss-ivf", workload.chunks.shape[1], lists=LISTS, probes=probes)
-    index.add(range(len(workload.chunks)), workload.chunks)
-    return index
-
-
-def run(given: argparse.Namespace) -> BenchReport:
-    """All rows: per number of probed lists, three ways."""
-    model, tokenizer = load_model(resolve_model(given.model), "cpu", dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    workload = of_dataset(given.dataset, given.questions, wordings=1, vectors=given.vectors, progress=True)
-    documents = text_documents(tokenizer, given.documents, given.chunk_tokens, dataset=given.dataset)
-    found: list[dict[str, Any]] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="ragcachekit-bench-") as folder,
-        RagCache(model, tokenizer, policy=given.policy, encode_after=1, cache_dir=folder) as rag,
-    ):
-        for prompt in documents.each_once(given.results):
-            rag.generate(prompt, max_new_tokens=1)
-        rag.flush()
-        shares = [float(share) for share in given.shares.split(",")]
-        with tqdm(total=len(shares) * given.questions, unit="question") as bar:
-            for share in shares:
-                probes = max(1, round(share * LISTS))
-                bar.set_description(f"index of {len(workload.chunks)} vectors, {probes} of {LISTS} lists")
-                index = _index(workload, probes)
-                asker = Asker(TimedEngine(rag), documents, workload, index, given.results, given.stages)
-                asker.ask(0, None)
-                found += rows(asker, given.questions, probes, bar)
-                del asker, index  # two large ones at once may not fit
-    name = f"{given.model}, {given.policy}; {workload.name}; {given.results} results in {given.stages} stages"
-    return BenchReport("speculation", name, 0, tuple(found))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="sample")
-    parser.add_argument("--dataset", required=True, help="squad:FILE, ...: its passages are searched")
-    parser.add_argument("--policy", default="impact:0.1")
-    parser.add_argument("--vectors", type=int, default=250_000, help="passages and noisy copies of them")
-    parser.add_argument("--shares", default="0.125,0.25,0.5,1", help="of the lists that are searched")
-    parser.add_argument("--stages", type=int, default=8)
-    parser.add_argument("--results", type=int, default=2)
-    parser.add_argument("--documents", type=int, default=64)
-    parser.add_argument("--chunk-tokens", type=int, default=190)
-    parser.add_argument("--questions", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    quiet_loading()
-    report = run(given)
-    show(report.table(f"Speculative pipelining: {report.model}"))
-    if given.json:
-        report.write_json(given.json)
-
-
-if __name__ == "__main__":
-    main()

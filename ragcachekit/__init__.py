@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ragcachekit.config import GraphConfig, LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -28,7 +28,6 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
-    from ragcachekit.encode.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.inspect.diagnosis import Diagnosis
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
+    from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
@@ -71,7 +71,6 @@ __all__ = [
     "EncodingStats",
     "EngineError",
     "GenerateReport",
-    "GraphConfig",
     "Identity",
     "IndexChange",
     "JsonStore",
@@ -124,7 +123,7 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
-    "ragcachekit.encode.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
+    "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.auto.record": ("TuneReport",),
     "ragcachekit.engine.inspect.diagnosis": ("Diagnosis",),

@@ -1,5 +1,5 @@
 """``python -m ragcachekit``."""
 
-from ragcachekit.cli import main
+from ragcachekit.commands.app import main
 
 main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from numbers import Integral, Real
@@ -271,27 +271,3 @@ class QueueConfig:
         _check_numbers(self, ("window",))
         if self.batch_bytes is not None:
             _check_numbers(self, ("batch_bytes",), positive=True)
-
-
-@dataclass(frozen=True)
-class GraphConfig:
-    """Linked forwards that run as CUDA graphs, captured once and replayed for every request.
-
-    - ``max_rows``: Most computed rows of a graph; larger forwards keep the GPU busier than the host that
-      launches.
-    - ``max_coming``: Most bytes of chunk KV outside the GPU that a graph waits for; behind more of them an
-      ordinary forward runs layer by layer, as they arrive.
-    - ``capture``: Replaces CUDA graph capture (for tests, and devices with graphs of their own): takes a
-      function over fixed memory and returns one that repeats its work.
-    """
-
-    max_rows: int = 1024
-    max_coming: int = 256 << 20
-    capture: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
-
-    def __post_init__(self) -> None:
-        _check_fields(self)
-        if self.max_rows < 1:
-            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}; use graphs='off' for none")
-        if self.max_coming < 0:
-            raise ValueError(f"max_coming must be >= 0, got {self.max_coming}")

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from threading import current_thread, main_thread
 from typing import Any, Literal
 
@@ -152,3 +153,11 @@ def attempt(call: Callable[..., object], *arguments: object) -> object:
             raise
         log.warning("an observer, callback or streamer failed", exc_info=True)
         return None
+
+
+def model_name(model: Any) -> str:
+    """What metrics and traces call a model: its hub id, the name of its folder, or its class."""
+    name = str(getattr(model.config, "name_or_path", "") or "")
+    if PurePath(name).is_absolute() or name.startswith("."):
+        name = PurePath(name).name
+    return name or type(model).__name__

@@ -7,6 +7,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+Ids = tuple[int, ...]
+"""Token ids."""
+
 ENCODING_PREFIX = "prefix"  # encoding of text at the very start of a prompt: exact wherever it is reused
 
 
@@ -76,15 +79,13 @@ class Prompt:
     """
 
     segments: tuple[Segment, ...]
-    notes: tuple[str, ...] = ()
 
-    def __init__(self, segments: Iterable[Segment], notes: Iterable[str] = ()) -> None:
+    def __init__(self, segments: Iterable[Segment]) -> None:
         parts = tuple(segments)
         for part in parts:
             if not isinstance(part, Text | Chunk):
                 raise TypeError(f"a prompt holds Text and Chunk segments, not {type(part).__name__}")
         object.__setattr__(self, "segments", parts)
-        object.__setattr__(self, "notes", tuple(notes))
 
 
 @dataclass(frozen=True)

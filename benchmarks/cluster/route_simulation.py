@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from ragcachekit.cluster.balancer import Balancer
-from ragcachekit.cluster.chunk_filter import ChunkFilter
+from ragcachekit.cluster.balancer import Balancer, routing_stats
 
 Request = dict[str, int]
 """Chunk ids in the order of the prompt, and their tokens."""
@@ -183,7 +182,7 @@ class ChunkSets:
         return int(chosen)
 
     def publish(self, replicas: Sequence[Replica]) -> None:
-        self._balancer.update({str(n): ChunkFilter.of(one.cache).stats() for n, one in enumerate(replicas)})
+        self._balancer.update({str(n): routing_stats(one.cache) for n, one in enumerate(replicas)})
 
 
 ROUTERS: Mapping[str, type[RoundRobin] | type[ChunkSets]] = {

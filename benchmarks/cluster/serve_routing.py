@@ -1,17 +1,7 @@
-"""Which replica gets a request: routers measured with two replicas behind Ray Serve.
-
-Random weights with the sample model's tokenizer answer requests over HTTP, each with chunks of one topic in
-random order, topics by Zipf. A replica's memory holds ``--cache`` of the corpus. ``hit_rate`` is the share
-of chunk tokens that were cached, over the last two thirds of the requests. ``ceiling`` is that of replicas
-that hold the topics that are asked most, from the start and without overlap. All routers get the same
-requests.
-
-    python benchmarks/cluster/serve_routing.py --json out.json
-"""
+"""``python -m benchmarks serve-routing``: routers measured with two replicas behind Ray Serve."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import socket
@@ -21,26 +11,54 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import openai
 import ray
 import torch
+import typer
 from ray import serve
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.cluster.ray_routers import PLACE
-from benchmarks.cluster.route_simulation import ROUTERS, zipf
-from ragcachekit.cli.console import show
+from benchmarks.cluster.route_simulation import ROUTERS
+from benchmarks.cluster.route_simulation import zipf as zipf_draws
 from ragcachekit.cluster.app import AppSettings, build_app
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import show, written
 from ragcachekit.commands.sample_model import resolve_model
 
 WORDS = "river town bridge market stone winter letter engine harbour garden window paper road night council"
 QUESTION = "Which of these is the oldest?"
 CONNECTIONS = 4
 OURS, EVEN = "chunk sets", "round robin"
+
+
+def serve_routing(
+    requests: Annotated[int, typer.Option(min=3)] = 900,
+    zipf: float = 0.8,
+    cache: Annotated[float, typer.Option(help="A replica's memory, as a share of the corpus.")] = 0.1,
+    routers: Annotated[str, typer.Option(help="With commas.")] = ",".join(ROUTERS),
+    runs: Annotated[int, typer.Option(min=1)] = 3,
+    json: opt.Json = None,
+) -> None:
+    """Hit rate and load of two replicas under Ray Serve, by router.
+
+    Random weights with the sample model's tokenizer answer requests over HTTP, each with chunks of one topic
+    in random order, topics by Zipf. ``hit_rate`` is the share of chunk tokens that were cached, over the last
+    two thirds of the requests. ``ceiling`` is that of replicas that hold the topics that are asked most, from
+    the start and without overlap. All routers get the same requests.
+    """
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        report = run(Workload(requests=requests, zipf=zipf, cache=cache), opt.names(routers), runs)
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+    show(report.table("Routing with two replicas"))
+    written(report, json)
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class Workload:
     def asked(self, seed: int) -> Iterator[list[str]]:
         """The documents of each request, in its order."""
         corpus, draw = self.corpus(), random.Random(seed)
-        topics = zipf(self.topics, self.zipf, draw)
+        topics = zipf_draws(self.topics, self.zipf, draw)
         return (draw.sample(corpus[next(topics)], self.chunks) for _ in range(self.requests))
 
     def ceiling(self, replicas: int) -> float:
@@ -182,28 +200,3 @@ def run(workload: Workload, routers: Sequence[str], runs: int) -> BenchReport:
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     return {name: statistics.mean(values), f"{name}_min": min(values), f"{name}_max": max(values)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--requests", type=int, default=Workload.requests)
-    parser.add_argument("--zipf", type=float, default=Workload.zipf)
-    parser.add_argument("--cache", type=float, default=Workload.cache)
-    parser.add_argument("--routers", default=",".join(ROUTERS))
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    workload = Workload(requests=given.requests, zipf=given.zipf, cache=given.cache)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        report = run(workload, given.routers.split(","), given.runs)
-    finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-        ray.shutdown()
-    show(report.table("Routing with two replicas"))
-    if given.json:
-        report.write_json(given.json)
-
-
-if __name__ == "__main__":
-    main()

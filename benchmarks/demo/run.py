@@ -8,15 +8,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from transformers import AutoModelForCausalLM
 
 import ragcachekit
 from benchmarks.demo import corpus, first_token, plot, query_hits, show
 from benchmarks.demo.answers import Answering, answer
 from benchmarks.demo.chain import build_chain
-from benchmarks.demo.corpus import Corpus, Settings
+from benchmarks.demo.corpus import QUICK, Corpus, Settings
 from benchmarks.demo.engines import LIBRARY, main_engine
 from benchmarks.demo.manual_search import CHUNK
 from benchmarks.demo.questions import Question
@@ -24,12 +25,33 @@ from benchmarks.demo.score import PART, Answered, quality
 from benchmarks.demo.work import Work
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import quiet_loading
 from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 
 RESULTS, WORK, PICTURE = "demo.json", "work.jsonl", "demo.png"
+
+
+def demo(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three questions: shows that all works, its figures mean nothing.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="All of the documentation, not its first 600 chunks.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for results, picture and embeddings.")] = Path("demo-out"),
+) -> None:
+    """SmolLM2 answers from Python's documentation: answers, first-token times, query cache, one picture.
+
+    An interrupted demo continues where it stopped.
+    """
+    if quick and full:
+        raise ValueError("give --quick or --full, not both")
+    quiet_loading()
+    settings = QUICK if quick else Settings()
+    run(replace(settings, chunks=None) if full else settings, out)
 
 
 def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
@@ -40,7 +62,7 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     Raises RagCacheError if the library's answers are not the model's own where they must be, or the
     documentation answers no question; OSError if ``out`` cannot be written.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     model, kv = Path(resolve_model(settings.model)), out / "kv"
     read = corpus.read(settings, out / "cache", progress)
     show.corpus(len(read.texts), settings.vectors, read.asked, read.missing)
@@ -57,7 +79,7 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     show.answers(answered)
     show.figures(report)
     plot.draw(report, out / PICTURE)
-    show.end(time.monotonic() - begun, out, (RESULTS, PICTURE))
+    show.end(time.monotonic() - start, out, (RESULTS, PICTURE))
     return report
 
 

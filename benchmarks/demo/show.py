@@ -12,8 +12,8 @@ from rich.table import Table
 from benchmarks.demo import first_token, query_hits
 from benchmarks.demo.questions import Question
 from benchmarks.demo.score import Answered
-from ragcachekit.cli.console import show
 from ragcachekit.commands.bench.report import BenchReport, machine
+from ragcachekit.commands.console import show
 
 NAMES = {
     first_token.FULL: "full prefill",

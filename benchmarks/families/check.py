@@ -1,4 +1,4 @@
-"""families: every causal LM family of the installed transformers, one row each."""
+"""``python -m benchmarks families``: every causal LM family of the installed transformers, one row each."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import track
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.families.families import Family, build, families
+from benchmarks.families.families import Family, all_families, build
 from benchmarks.families.second_check import compare
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.report import BenchReport, versions
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.engine.admission import admit
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.rope.probe import describe_rope
@@ -26,21 +30,33 @@ EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
 LONGEST_REASON = 240
 
 
+def families(
+    json: opt.Json = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the table here.")] = None,
+) -> None:
+    """Check a tiny random model of every family of the installed transformers.
+
+    Ends with 1 if any family was admitted and came out wrong.
+    """
+    quiet_loading()
+    checks = run()
+    found = BenchReport("check-model", "tiny random models of all families", 0, tuple(map(vars, checks)))
+    show(found.table("Families of causal language models, tiny random models"))
+    typer.echo(summary(checks))
+    written(found, json)
+    if markdown is not None:
+        markdown.write_text(page(checks))
+    raise typer.Exit(1 if any(check.status == WRONG for check in checks) else 0)
+
+
 @dataclass(frozen=True)
 class FamilyCheck:
     """Whether the library gives what a tiny random model of the family computes.
 
-    Attributes
-    ----------
-    family : str
-        ``model_type``, with the variant in brackets.
-    status : str
-        ``exact``: passed the admission check and the second one; ``refused``: the library will not
-        link it, or no tiny model could be built; ``wrong``: admitted, and the second check failed.
-    reason : str
-        Why not, else empty.
-    max_abs_diff : float or None
-        Greatest difference seen in both checks, relative to the greatest value of its tensor.
+    ``family`` is the ``model_type``, with the variant in brackets. ``status`` is ``exact`` (passed the
+    admission check and the second one), ``refused`` (the library will not link it, or no tiny model could be
+    built) or ``wrong`` (admitted, and the second check failed). ``max_abs_diff`` is the greatest difference
+    of both checks, relative to the greatest value of its tensor.
     """
 
     family: str
@@ -51,7 +67,7 @@ class FamilyCheck:
 
 def run(chosen: Sequence[Family] | None = None, *, progress: bool = True) -> tuple[FamilyCheck, ...]:
     """Check the families (default: all), with a progress bar on the standard error."""
-    chosen = families() if chosen is None else chosen
+    chosen = all_families() if chosen is None else chosen
     console = Console(stderr=True)
     with _quiet():
         return tuple(
@@ -81,18 +97,13 @@ def check_family(family: Family) -> FamilyCheck:
     return FamilyCheck(family.name, EXACT, "", worst)
 
 
-def report(checks: Sequence[FamilyCheck]) -> BenchReport:
-    """The JSON frame, one row per family."""
-    return BenchReport("check-model", "tiny random models of all families", 0, tuple(map(vars, checks)))
-
-
 def summary(checks: Sequence[FamilyCheck]) -> str:
     """How many of each status."""
     counts = Counter(check.status for check in checks)
     return ", ".join(f"{counts[status]} {status}" for status in (EXACT, REFUSED, WRONG))
 
 
-def markdown(checks: Sequence[FamilyCheck]) -> str:
+def page(checks: Sequence[FamilyCheck]) -> str:
     """The table as a page of the documentation."""
     lines = [
         "# Which models can be linked",

@@ -22,18 +22,11 @@ ATTENTION = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table.
+    """One row of the table: the ``model_type`` (a variant in brackets) and its tiny configuration.
 
-    Attributes
-    ----------
-    name : str
-        The family's ``model_type``; for a variant, with what it varies in brackets.
-    config : type of PreTrainedConfig
-    special : mapping
-        What its tiny configuration must have beside the common sizes.
-    oracle : mapping
-        What differs in the copy that the library is compared with: frequencies that depend on the
-        prompt's length cannot be had from the same model one row at a time.
+    ``special`` is what that has beside the common sizes; ``oracle`` what differs in the copy that the library
+    is compared with: frequencies that depend on the prompt's length cannot be had from the same model one row
+    at a time.
     """
 
     name: str
@@ -42,7 +35,7 @@ class Family:
     oracle: Mapping[str, Any] = field(default_factory=dict)
 
 
-def families() -> tuple[Family, ...]:
+def all_families() -> tuple[Family, ...]:
     """Every configuration class of ``MODEL_FOR_CAUSAL_LM_MAPPING``, sorted by name, variants behind it."""
     kinds = {config.model_type: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     found = []
@@ -55,13 +48,7 @@ def families() -> tuple[Family, ...]:
 
 
 def build(family: Family, *, oracle: bool = False) -> Any:
-    """The family's model, the same weights at every call.
-
-    Raises
-    ------
-    Exception
-        Whatever the family's code raises; ValueError if it does not come out tiny.
-    """
+    """The family's model, the same weights at every call; raises what the family's code raises."""
     special = family.oracle if oracle and family.oracle else family.special
     config = tiny(family.config, special)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[family.config]
@@ -82,13 +69,7 @@ def build(family: Family, *, oracle: bool = False) -> Any:
 
 
 def tiny(kind: type[PreTrainedConfig], special: Mapping[str, Any]) -> PreTrainedConfig:
-    """A configuration with the common sizes, of whatever names the class has for them.
-
-    Raises
-    ------
-    Exception
-        Whatever the configuration's own checks raise.
-    """
+    """A configuration with the common sizes, of whatever names the class has for them."""
     known = {f.name: f.default for f in dataclasses.fields(kind)}
     usual = _usual(kind)
     given = {name: value for name, value in SIZES.items() if name in known or name in kind.attribute_map}

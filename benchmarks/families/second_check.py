@@ -34,14 +34,7 @@ partly recomputed prompts, whose keys are rotated twice and pass through all lay
 
 @dataclass(frozen=True)
 class Difference:
-    """One comparison.
-
-    Attributes
-    ----------
-    what : str
-    found, allowed : float
-        Relative to the largest value of the oracle's tensor; for tokens, 1 if any differs.
-    """
+    """One comparison, relative to the largest value of the oracle's tensor; for tokens, 1 if any differs."""
 
     what: str
     found: float
@@ -63,13 +56,7 @@ class _Run:
 
 @torch.no_grad()
 def compare(model: Any, oracle: Any, seed: int = 3) -> tuple[Difference, ...]:
-    """Every comparison of ``model`` under the library with ``oracle``, its untouched copy.
-
-    Raises
-    ------
-    ModelNotSupported
-        The library refuses the model.
-    """
+    """Compare ``model`` under the library with ``oracle``, its untouched copy; raises ModelNotSupported."""
     vocab = model.config.get_text_config().vocab_size
     drawn = torch.randint(3, vocab, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
     parts = [tuple(part.tolist()) for part in torch.split(drawn, list(LENGTHS))]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from benchmarks.demo.questions import calibration_questions, questions
 from benchmarks.near_misses.alterations import ALTERATIONS, names_in
-from ragcachekit.commands.bench.query_cache.wordings import variants
+from benchmarks.query_cache.workload import variants
 from ragcachekit.commands.embedding import MiniLM
 
 ADVERSARIAL = "by crowd workers"

@@ -1,4 +1,4 @@
-"""Does a quality budget hold? Calibrated on a few questions about the sample world, checked on the others."""
+"""``python -m benchmarks budget``: does a quality budget hold on questions that it was not calibrated on?"""
 
 from __future__ import annotations
 
@@ -7,45 +7,60 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from tqdm.auto import tqdm
 
 from benchmarks.world.questions import KINDS, held_out_world, world_questions
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.fidelity.engines import FULL, needs_neighbours
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.calibrate.losses import Loss, Panel
 from ragcachekit.commands.calibrate.race import ROUND, WITHIN, Bounds, decision, race
 from ragcachekit.commands.calibrate.run import candidates
-from ragcachekit.encode.neighbours import PrecedingChunks
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.model.pretrained import load_model
+from ragcachekit.plan.neighbours import PrecedingChunks
 from ragcachekit.policies.budgets.budget import Budget
 
 Row = dict[str, Any]
 
 
+def budget(
+    budgets: Annotated[str, typer.Option("--budgets", help="With commas between.")] = "0.05,0.1,0.2,0.4",
+    encoders: opt.Encoders = "standalone,similar:1",
+    policies: opt.Policies = None,
+    questions: Annotated[int, typer.Option(min=1, help="Asked of every candidate.")] = 150,
+    calibrate_on: Annotated[int, typer.Option("--calibrate-on", help="Questions of a calibration.")] = 30,
+    repeats: Annotated[int, typer.Option(min=1, help="Calibrations.")] = 200,
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+) -> None:
+    """Whether quality budgets hold: calibrated on some questions, checked on others."""
+    quiet_loading()
+    settings = CheckSettings(
+        budgets=opt.numbers("--budgets", budgets),
+        encoders=opt.names(encoders),
+        policies=opt.names(policies),
+        questions=questions,
+        calibrate_on=calibrate_on,
+        repeats=repeats,
+        seed=seed,
+    )
+    report = run(settings, progress=True)
+    show(report.part("budget").table(f"Budgets, checked on other questions: {report.model}"))
+    show(report.part("losses").table("Loss per question, nats per token of full's answer"))
+    written(report, json)
+
+
 @dataclass(frozen=True)
 class CheckSettings:
-    """What is measured and how often it is calibrated.
+    """What is measured: ``budgets`` in nats per token of the answer, for the ``policies`` over each encoder.
 
-    Attributes
-    ----------
-    budgets : tuple of float
-        Nats per token of the answer.
-    encoders : tuple of str
-        ``similar:n`` gets the chunks before in the article as neighbours.
-    policies : tuple of str
-        Candidates; default: those of this version.
-    questions : int
-        Asked of every candidate, once.
-    calibrate_on : int
-        Questions of one calibration, at most, drawn from them; the others check it.
-    repeats : int
-        Calibrations per budget.
-    seed : int
-        Of the sample world, the draws and the bootstrap.
+    Each of ``repeats`` calibrations draws at most ``calibrate_on`` of the ``questions``; the others check it.
     """
 
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
@@ -68,17 +83,9 @@ class CheckSettings:
 def run(settings: CheckSettings | None = None, *, progress: bool = False) -> BenchReport:
     """Ask every candidate every question, then calibrate on many draws of them.
 
-    Returns
-    -------
-    BenchReport
-        One row per encoder and budget: ``held`` is the share of calibrations whose policy lost at most the
-        budget on the questions that were not drawn (``full`` loses nothing); ``chosen`` counts policies.
-        And the mean losses, ``part`` = ``losses``.
-
-    Raises
-    ------
-    ValueError
-        For bad budgets, encoders or policies, or more questions than the world has.
+    One row per encoder and budget: ``held`` is the share of calibrations whose policy lost at most the budget
+    on the questions that were not drawn (``full`` loses nothing); ``chosen`` counts policies. And the mean
+    losses, ``part`` = ``losses``. ValueError for bad settings, or more questions than the world has.
     """
     chosen = settings or CheckSettings()
     rows: list[Row] = []
@@ -134,13 +141,8 @@ def _row(
     rng, bounds = np.random.default_rng(settings.seed), Bounds(settings.seed)
     losses = np.array([[loss.loss for loss in row] for row in table])
     column = {policy: at for at, policy in enumerate(policies)}
-    names, lost, asked, answers, ratios = (
-        Counter[str](),
-        list[float](),
-        list[int](),
-        list[int](),
-        list[float](),
-    )
+    names, lost, ratios = Counter[str](), list[float](), list[float]()
+    asked, answers = list[int](), list[int]()
     for _ in range(settings.repeats):
         order = rng.permutation(len(table))
         drawn, others = order[: settings.calibrate_on].tolist(), order[settings.calibrate_on :]

@@ -1,40 +1,46 @@
-"""Cache-Craft over chunks that were encoded inside other prompts: exact match and ratio spent.
+"""``python -m benchmarks craft-in-prompt``: Cache-Craft over chunks that were encoded inside other prompts.
 
 Every question's chunks are first encoded in a prompt that holds them in another context, then asked. With
 ``whole`` contexts an article's chunks stand together in both; with ``scattered`` ones the first prompts
-hold them in any order. ``--json benchmarks/results/craft-in-prompt.json`` writes the figures.
+hold them in any order.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo.score import wilson
-from benchmarks.world.reader_folder import READER
+from benchmarks.world.reader_folder import READER, READER_NAME, one_thread
 from benchmarks.world.world import Question, make_world, messages
 from ragcachekit import RagCache
-from ragcachekit.cli.console import show
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.console import show, written
 
 POLICIES = (
-    "full",
-    "reuse",
-    "craft:0.5",
-    "craft:1",
-    "craft:2",
-    "craft-focused:1",
-    "query:0.1",
-    "deep:0.1",
+    *("full", "reuse", "craft:0.5", "craft:1", "craft:2", "craft-focused:1", "query:0.1", "deep:0.1"),
 )
 ARTICLES = 4
+
+
+def craft_in_prompt(
+    questions: Annotated[int, typer.Option(min=3)] = 120, seed: opt.Seed = 0, json: opt.Json = None
+) -> None:
+    """Cache-Craft over chunks that were encoded inside other prompts: exact match and ratio spent."""
+    rows = []
+    with one_thread():
+        for name in ("whole", "scattered"):
+            rows += measure(name, contexts(seed, questions, name == "scattered"))
+    report = BenchReport("craft-in-prompt", READER_NAME, seed, tuple(rows))
+    show(report.table("Chunks encoded in another prompt, then asked"))
+    written(report, json)
 
 
 def contexts(seed: int, count: int, scattered: bool) -> list[tuple[Question, list[str], list[str]]]:
@@ -84,26 +90,3 @@ def measure(name: str, asked: Sequence[tuple[Question, list[str], list[str]]]) -
             | {"exact_match": fmean(right), "low": low, "high": high, "n": len(right)}
         )
     return rows
-
-
-def main() -> None:
-    """Measure, show, write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--questions", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = [
-        row
-        for name in ("whole", "scattered")
-        for row in measure(name, contexts(options.seed, options.questions, name == "scattered"))
-    ]
-    report = BenchReport("craft-in-prompt", "the trained reader of the package", options.seed, tuple(rows))
-    show(report.table("Chunks encoded in another prompt, then asked"))
-    if options.json:
-        report.write_json(options.json)
-
-
-if __name__ == "__main__":
-    main()

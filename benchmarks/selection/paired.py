@@ -1,25 +1,24 @@
-"""Differences per question between one policy and the others over the same encoding, at equal cost.
+"""``python -m benchmarks paired``: differences per question between one policy and the others, at equal cost.
 
-Reads the work file of ``bench fidelity --resume FILE``. Each other way is compared with the policy at the
-ratio that spends most, yet at most one percent of the cached rows more than that way. Differences per
-question have narrower intervals than two means: all ways answer the same questions.
-
-    python benchmarks/selection/paired.py squad.work --policy impact
+Each other way is compared with the policy at the ratio that spends most, yet at most one percent of the
+cached rows more than that way. Differences per question have narrower intervals than two means: all ways
+answer the same questions.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Mapping, Sequence
+import json as json_format
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
-from ragcachekit.cli.console import show
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.bench.resample import Bootstrap
+from ragcachekit.commands.console import show, written
 
 MORE = 0.01
 """Share of the cached rows that the policy may spend more than the way it is compared with."""
@@ -30,13 +29,26 @@ Results = Mapping[Way, Mapping[int, Mapping[str, Any]]]
 """Per way the measurements by question."""
 
 
+def paired(
+    work: Annotated[Path, typer.Argument(help="Work file of bench fidelity.")],
+    policy: str = "impact",
+    metric: Annotated[str, typer.Option(help="Of which less is better.")] = "answer_kl",
+    model: Annotated[str, typer.Option(help="As the work file was made with.")] = "sample",
+    json: opt.Json = None,
+) -> None:
+    """Differences per question between one policy and the others over the same encoding, at equal cost."""
+    report = BenchReport("paired", model, 0, tuple(rows(read(work), policy, metric)))
+    show(report.table(f"{metric} of {policy}, less than that of others"))
+    written(report, json)
+
+
 def read(path: Path) -> dict[Way, dict[int, dict[str, Any]]]:
     """Results of a work file; ValueError if it is none."""
     header, *lines = path.read_text(encoding="utf-8").splitlines()
-    if "fidelity" not in json.loads(header):
+    if "fidelity" not in json_format.loads(header):
         raise ValueError(f"{path} is no work file of bench fidelity")
     found: dict[Way, dict[int, dict[str, Any]]] = {}
-    for line in map(json.loads, lines):
+    for line in map(json_format.loads, lines):
         way = line["way"]["policy"], line["way"]["encoder"]
         found.setdefault(way, {})[line["question"]] = line["result"]
     return found
@@ -81,22 +93,3 @@ def _kind(way: Way) -> str:
 
 def _ratio(found: Mapping[int, Mapping[str, Any]]) -> float:
     return float(np.mean([one["ratio_spent"] for one in found.values()]))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, show, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--policy", default="impact")
-    parser.add_argument("--metric", default="answer_kl", help="of which less is better")
-    parser.add_argument("--model", default="sample", help="as the work file was made with")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
-    report = BenchReport("paired", given.model, 0, tuple(rows(read(given.work), given.policy, given.metric)))
-    show(report.table(f"{given.metric} of {given.policy}, less than that of others"))
-    if given.json:
-        report.write_json(given.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.world.world import TRAINING_SEEDS, Article, Question, World, make_world
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
@@ -14,37 +11,24 @@ KINDS = ("a", "b", "c")
 ARTICLES = 4  # eight chunks; the reader was trained on two to five articles
 
 
-@dataclass(frozen=True)
-class WorldQuestion(FidelityQuestion):
-    """A question about the sample world; ``cell`` is its cell of a sweep, as (name, value) pairs."""
-
-    cell: tuple[tuple[str, Any], ...] = ()
-
-
-def world_questions(seed: int, per_type: int) -> list[WorldQuestion]:
+def world_questions(seed: int, per_type: int) -> list[FidelityQuestion]:
     """``per_type`` questions of each kind about a world that the reader was not trained on.
 
-    Each prompt holds the articles that are needed and random others, four in all, in random order.
-
-    Raises
-    ------
-    ValueError
-        For a seed that training used, or more questions than the world has.
+    Each prompt holds the articles that are needed and random others, four in all, in random order. Raises
+    ValueError for a seed that training used, or more questions than the world has.
     """
     rng = random.Random(seed)
     world = held_out_world(seed)
-    questions = choose_questions(world, per_type * len(KINDS), rng)
-    return [world_question(q, shuffled(world, q, ARTICLES, rng)) for q in questions]
+    out = []
+    for question in choose_questions(world, per_type * len(KINDS), rng):
+        articles = shuffled(world, question, ARTICLES, rng)
+        chunks = tuple(chunk for article in articles for chunk in article.chunks)
+        out.append(FidelityQuestion(question.text, chunks, question.answer, question.kind))
+    return out
 
 
 def choose_questions(world: World, number: int, rng: random.Random) -> list[Question]:
-    """``number`` questions, as many of each kind as can be, in random order.
-
-    Raises
-    ------
-    ValueError
-        If the world has too few of a kind.
-    """
+    """``number`` questions, evenly of each kind, in random order; ValueError if there are too few."""
     chosen = []
     for at, kind in enumerate(KINDS):
         pool = [question for question in world.questions if question.kind == kind]
@@ -70,11 +54,3 @@ def shuffled(world: World, question: Question, articles: int, rng: random.Random
     picked = needed + rng.sample(others, articles - len(needed))
     rng.shuffle(picked)
     return picked
-
-
-def world_question(
-    question: Question, articles: Sequence[Article], cell: Sequence[tuple[str, Any]] = ()
-) -> WorldQuestion:
-    """A question over whole articles, in this order."""
-    chunks = tuple(chunk for article in articles for chunk in article.chunks)
-    return WorldQuestion(question.text, chunks, question.answer, question.kind, cell=tuple(cell))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
@@ -15,17 +14,16 @@ from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.tools import BaseTool
 from pydantic import BaseModel
 
-from langchain_ragcachekit.messages import to_dicts
+from langchain_ragcachekit.messages import as_schemas, to_dicts, tool_fields
 from langchain_ragcachekit.settings import EngineSettings, together
 from langchain_ragcachekit.structured_output import parsed, parser_of, with_instructions
-from langchain_ragcachekit.tools import as_schemas, tool_fields
 from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate
 
 UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
 """Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
 
 
-class ChatRagCache(EngineSettings, BaseChatModel):
+class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _stream names its prompt
     """Chat model that reuses the KV of chunks which it finds inside the prompt.
 
     Chunks that a :class:`RagCacheRetriever` returned, or that ``rag.encode`` was given, are recognised in the
@@ -91,10 +89,10 @@ class ChatRagCache(EngineSettings, BaseChatModel):
             llm = self.bind(**tracing)
         elif method == "json_schema":
 
-            def asked(prompt: LanguageModelInput) -> list[BaseMessage]:
+            def instructed(prompt: LanguageModelInput) -> list[BaseMessage]:
                 return with_instructions(self._convert_input(prompt).to_messages(), schema)
 
-            llm = RunnableLambda(asked) | self.bind(**tracing)
+            llm = RunnableLambda(instructed) | self.bind(**tracing)
         else:
             raise ValueError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
         return parsed(llm, parser_of(schema, method == "function_calling"), include_raw)
@@ -107,45 +105,19 @@ class ChatRagCache(EngineSettings, BaseChatModel):
         return CancelScope().run(super().batch, inputs, together(config, len(inputs)), **options)
 
     def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         options = {"wait": True, **self._call_options(stop, kwargs)}
-        return self._result(self.rag.submit(self._dicts(messages), **options).result(), options)
+        return self._result(self.rag.submit(self._prompt(messages), **options).result(), options)
 
     async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, messages: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         options = self._call_options(stop, kwargs)
-        return self._result(await agenerate(self.rag, self._dicts(messages), **options), options)
+        return self._result(await agenerate(self.rag, self._prompt(messages), **options), options)
 
-    def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
-        return self._chunks(self._dicts(messages), stop, run_manager, kwargs)
-
-    def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        return self._achunks(self._dicts(messages), stop, run_manager, kwargs)
-
-    def _dicts(self, messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-        return to_dicts(messages, lambda: bool(self.rag.renders_tools))
+    def _prompt(self, prompt: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+        return to_dicts(prompt, lambda: bool(self.rag.renders_tools))
 
     def _schemas(self, tools: Any, choice: Any) -> list[dict[str, Any]]:
         schemas = as_schemas(tools or (), choice)

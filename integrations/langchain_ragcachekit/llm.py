@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
@@ -30,25 +28,17 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     def with_structured_output(self, schema: Any, **kwargs: Any) -> Runnable[Any, Any]:
         """NotImplementedError: a text prompt has no template for a schema."""
         raise NotImplementedError(
-            "RagCacheLLM completes text: put a parser behind it (llm | PydanticOutputParser(...)), or use "
+            "RagCacheLLM completes text: put a parser after it (llm | PydanticOutputParser(...)), or use "
             "ChatRagCache"
         )
 
     def _generate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompts: list[str], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> LLMResult:
         return self._result(self.rag.generate_batch(prompts, **self._call_options(stop, kwargs)))
 
     async def _agenerate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        self, prompts: list[str], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> LLMResult:
         options = self._call_options(stop, kwargs)
         tasks = [asyncio.ensure_future(agenerate(self.rag, prompt, **options)) for prompt in prompts]
@@ -58,24 +48,6 @@ class RagCacheLLM(EngineSettings, BaseLLM):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[GenerationChunk]:
-        return self._chunks(prompt, stop, run_manager, kwargs)
-
-    def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[GenerationChunk]:
-        return self._achunks(prompt, stop, run_manager, kwargs)
 
     def _chunk(
         self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None

@@ -1,4 +1,4 @@
-"""LangChain messages as the dicts that the engine's chat templates take."""
+"""LangChain messages and tools as the engine's chat templates take them, and calls of tools in answers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.messages.tool import invalid_tool_call, tool_call
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from ragcachekit import ToolCallReader
 
 ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (SystemMessage, "system"),
@@ -31,7 +35,7 @@ def to_dicts(
 ) -> list[dict[str, Any]]:
     """Convert messages; content blocks with one of :data:`MARKS` are marked as chunks.
 
-    ``renders_tools`` tells whether the chat template has tools. Without, messages of tools and with tool
+    ``renders_tools``: whether the chat template has tools. Without, messages of tools and with tool
     calls are a ValueError, as are content blocks that are not text; it names the block's type.
     """
     fields = [_tool_fields(message) for message in messages]
@@ -89,3 +93,23 @@ def _block(block: str | dict[str, Any]) -> dict[str, Any] | None:
     marked = any(block.get(mark) or extras.get(mark) for mark in MARKS)
     plain = {"type": "text", "text": block["text"]}
     return {**plain, "chunk": True} if marked else plain
+
+
+def as_schemas(tools: Sequence[Any], choice: Any = None) -> list[dict[str, Any]]:
+    """JSON schemas of tools; ValueError for a ``tool_choice`` that an unconstrained model cannot follow."""
+    if choice not in (None, False, "auto", "none"):
+        raise ValueError(
+            f"tool_choice={choice!r} cannot be promised: the model is free to answer without a call; leave "
+            "it away, and ask for the call in the prompt"
+        )
+    return [] if choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
+
+
+def tool_fields(reader: ToolCallReader) -> dict[str, Any]:
+    """A message's fields of the calls that were read, and of what looks like one."""
+    return {
+        "tool_calls": [tool_call(name=c.name, args=dict(c.arguments), id=c.id) for c in reader.calls],
+        "invalid_tool_calls": [
+            invalid_tool_call(name=None, args=c.text, id=c.id, error=c.error) for c in reader.invalid
+        ],
+    }

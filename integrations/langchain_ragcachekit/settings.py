@@ -16,17 +16,15 @@ from ragcachekit import Answer, CancelScope, ToolCallReader, astream
 DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
-MOST_THREADS = 64
+MAX_THREADS = 64
+"""Prompts of a batch at a time by default: these threads only wait for the engine."""
 
 
 def together(config: Any, count: int) -> list[RunnableConfig]:
-    """Configs of ``count`` prompts: all at a time, up to :data:`MOST_THREADS`, unless they say how many.
-
-    LangChain's own number of threads goes by the processor's cores; these threads only wait for the engine.
-    """
+    """Configs of ``count`` prompts that run at once, up to :data:`MAX_THREADS`."""
     configs = get_config_list(config, count)
     if configs and configs[0].get("max_concurrency") is None:
-        configs[0]["max_concurrency"] = min(count, MOST_THREADS)
+        configs[0]["max_concurrency"] = min(count, MAX_THREADS)
     return configs
 
 
@@ -79,7 +77,7 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "stream")):
+        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "count_tokens")):
             raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
         return self
 
@@ -123,6 +121,10 @@ class EngineSettings(BaseModel):
             **settings,
         }
 
+    def _prompt(self, prompt: Any) -> Any:
+        """A prompt of LangChain's as the engine takes it."""
+        return prompt
+
     def _chunk(self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None) -> Any:
         """A piece of an answer in LangChain's form; with the answer, the last one."""
         raise NotImplementedError
@@ -133,12 +135,12 @@ class EngineSettings(BaseModel):
             raise ValueError(f"{type(self).__name__} does not call tools; ChatRagCache does")
         return []
 
-    def _chunks(
-        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    def _stream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> Iterator[Any]:
         options = {"wait": True, **self._call_options(stop, kwargs)}
         reader = ToolCallReader(options.get("tools", ()))
-        request = self.rag.submit(prompt, **options)
+        request = self.rag.submit(self._prompt(prompt), **options)
         with closing(request.stream()) as stream:
             for piece in filter(None, map(reader.push, stream)):
                 chunk = self._chunk(piece)
@@ -147,12 +149,12 @@ class EngineSettings(BaseModel):
                 yield chunk
             yield self._chunk(reader.rest(), request.result(), reader)
 
-    async def _achunks(
-        self, prompt: Any, stop: list[str] | None, run_manager: Any, kwargs: dict[str, Any]
+    async def _astream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
         options = self._call_options(stop, kwargs)
         reader = ToolCallReader(options.get("tools", ()))
-        async with astream(self.rag, prompt, **options) as stream:
+        async with astream(self.rag, self._prompt(prompt), **options) as stream:
             async for raw in stream:
                 if not (piece := reader.push(raw)):
                     continue
@@ -165,7 +167,9 @@ class EngineSettings(BaseModel):
     def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
         overrides = dict(overrides)
-        self._refuse(overrides)
+        overrides.pop("stream", None)
+        if (model := overrides.pop("model", None)) not in (None, self.model_name):
+            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
         tools = self._schemas(overrides.pop("tools", None), overrides.pop("tool_choice", None))
         names = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
         if (most := overrides.pop("max_new_tokens", None)) is not None:
@@ -186,9 +190,3 @@ class EngineSettings(BaseModel):
             sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": chosen.top_k}
             options |= {name: value for name, value in sampling.items() if value is not None}
         return {**options, **self.generate_kwargs, **overrides, **({"tools": tools} if tools else {})}
-
-    def _refuse(self, overrides: dict[str, Any]) -> None:
-        model = overrides.pop("model", None)
-        if model not in (None, self.model_name):
-            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
-        overrides.pop("stream", None)

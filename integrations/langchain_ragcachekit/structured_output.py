@@ -21,9 +21,9 @@ INSTRUCTIONS = (
 
 
 def with_instructions(messages: Sequence[BaseMessage], schema: Any) -> list[BaseMessage]:
-    """The messages with the schema at their end, behind the chunks: what is cached stays cached."""
-    asked = HumanMessage(INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False))
-    return [*messages[:-1], *merge_message_runs([*messages[-1:], asked], chunk_separator="")]
+    """The messages with the schema at their end, after the chunks: what is cached stays cached."""
+    instructions = HumanMessage(INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False))
+    return [*messages[:-1], *merge_message_runs([*messages[-1:], instructions], chunk_separator="")]
 
 
 def parser_of(schema: Any, by_tools: bool) -> BaseOutputParser[Any]:

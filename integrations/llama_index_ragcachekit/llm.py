@@ -25,8 +25,8 @@ from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import to_dicts
 from llama_index_ragcachekit.pickling import NotPickled
-from llama_index_ragcachekit.responses import as_chat, as_completion, same
-from ragcachekit import Answer, agenerate, astream
+from llama_index_ragcachekit.responses import as_chat, as_completion
+from ragcachekit import agenerate, astream
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -115,46 +115,44 @@ class RagCacheLLM(NotPickled, CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete one prompt."""
-        return as_completion(self._answer(self._completion(prompt, formatted), kwargs))
+        return self._answer(self._completion(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete one prompt piece by piece; the last response has the report."""
-        return self._pieces(self._completion(prompt, formatted), self._options(kwargs), same)
+        return self._pieces(self._completion(prompt, formatted), kwargs, lambda response: response)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """:meth:`complete` without blocking the loop."""
-        asked = self._completion(prompt, formatted)
-        return as_completion(await agenerate(self.cache, asked, **self._options(kwargs)))
+        return await self._aanswer(self._completion(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """:meth:`stream_complete` without blocking the loop."""
-        return self._apieces(self._completion(prompt, formatted), self._options(kwargs), same)
+        return self._apieces(self._completion(prompt, formatted), kwargs, lambda response: response)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return as_chat(as_completion(self._answer(self._chat(messages), kwargs)))
+        return as_chat(self._answer(self._chat(messages), kwargs))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece; the last response has the report."""
-        return self._pieces(self._chat(messages), self._options(kwargs), as_chat)
+        return self._pieces(self._chat(messages), kwargs, as_chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """:meth:`chat` without blocking the loop."""
-        answer = await agenerate(self.cache, self._chat(messages), **self._options(kwargs))
-        return as_chat(as_completion(answer))
+        return as_chat(await self._aanswer(self._chat(messages), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """:meth:`stream_chat` without blocking the loop."""
-        return self._apieces(self._chat(messages), self._options(kwargs), as_chat)
+        return self._apieces(self._chat(messages), kwargs, as_chat)
 
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
         return super()._get_messages(prompt, **_as_text(prompt_args))
@@ -176,17 +174,17 @@ class RagCacheLLM(NotPickled, CustomLLM):
         assert self.messages_to_prompt is not None  # LLM's validator fills it in
         return self.messages_to_prompt(messages)
 
-    def _answer(self, prompt: Any, overrides: dict[str, Any]) -> Answer:
-        answer: Answer = self._submit(prompt, self._options(overrides)).result()
-        return answer
+    def _answer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
+        request = self.cache.submit(prompt, **{"wait": True, **self._options(overrides)})
+        return as_completion(request.result())
 
-    def _submit(self, prompt: Any, options: dict[str, Any]) -> Any:
-        return self.cache.submit(prompt, **{"wait": True, **options})
+    async def _aanswer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
+        return as_completion(await agenerate(self.cache, prompt, **self._options(overrides)))
 
     def _pieces(
-        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+        self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> Generator[Response, None, None]:
-        text, request = "", self._submit(prompt, options)
+        text, request = "", self.cache.submit(prompt, **{"wait": True, **self._options(overrides)})
         with closing(request.stream()) as stream:
             for piece in stream:
                 text += piece
@@ -194,10 +192,10 @@ class RagCacheLLM(NotPickled, CustomLLM):
         yield form(as_completion(request.result(0), delta=""))
 
     async def _apieces(
-        self, prompt: Any, options: dict[str, Any], form: Callable[[CompletionResponse], Response]
+        self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> AsyncGenerator[Response, None]:
         text = ""
-        async with astream(self.cache, prompt, **options) as stream:
+        async with astream(self.cache, prompt, **self._options(overrides)) as stream:
             async for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 
 from llama_index_ragcachekit.events import ChunkReuseEvent
-from ragcachekit import Answer, GenerateReport
+from ragcachekit import Answer
 
 dispatcher = get_dispatcher(__name__)
-
-ADVICE = {
-    "no chunk is registered": (  # of the engine's note where nobody told it what the chunks are
-        "LlamaIndex: RagCacheRetriever(retriever, embed_model=..., cache=rag), or "
-        "RagCachePostprocessor(cache=rag) in the node_postprocessors of any engine, registers the nodes"
-    ),
-    "stands verbatim in the prompt": (  # of the engine's note where the prompt has none of the chunks
-        "LlamaIndex: if this prompt holds nodes, response_synthesizer=RagCacheSynthesizer(llm) registers "
-        "them as postprocessors left them and puts them whole into the prompt; in chat engines, "
-        "RagCachePostprocessor(cache=rag) as the last of node_postprocessors registers them"
-    ),
-    "do not stand there whole": (  # of its note on chunks that begin in the prompt
-        "LlamaIndex: its prompt helper cuts nodes where a prompt is full; "
-        "response_synthesizer=RagCacheSynthesizer(llm), or elsewhere "
-        "Settings.prompt_helper = RagCachePromptHelper.from_llm(llm), leaves them whole"
-    ),
-}
-"""What to set in LlamaIndex, by a part of the engine's note."""
 
 REPORTED = (
     *("namespace", "policy", "fallback", "notes"),
@@ -38,8 +18,7 @@ REPORTED = (
 
 def as_completion(answer: Answer, delta: str | None = None) -> CompletionResponse:
     """An answer with its report and token counts; sends a :class:`ChunkReuseEvent`."""
-    report = _advised(answer.report)
-    link, output = report.link, report.output_tokens
+    report, link, output = answer.report, answer.report.link, answer.report.output_tokens
     hits = sum(use.source != "computed" for use in link.chunks)
     dispatcher.event(
         ChunkReuseEvent(
@@ -60,11 +39,6 @@ def as_completion(answer: Answer, delta: str | None = None) -> CompletionRespons
     return CompletionResponse(text=answer.text, delta=delta, raw=report.to_dict(), additional_kwargs=counts)
 
 
-def same(response: CompletionResponse) -> CompletionResponse:
-    """The response itself."""
-    return response
-
-
 def as_chat(response: CompletionResponse) -> ChatResponse:
     """The same as a message of the assistant."""
     return ChatResponse(
@@ -73,9 +47,3 @@ def as_chat(response: CompletionResponse) -> ChatResponse:
         raw=response.raw,
         additional_kwargs=response.additional_kwargs,
     )
-
-
-def _advised(report: GenerateReport) -> GenerateReport:
-    notes = report.link.notes
-    advice = [text for part, text in ADVICE.items() if any(part in note for note in notes)]
-    return replace(report, link=replace(report.link, notes=(*notes, *advice)))

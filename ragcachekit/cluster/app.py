@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from transformers import AutoTokenizer
 
-from ragcachekit.cluster.chunk_reader import ChunkReader, Fields, Headers
-from ragcachekit.cluster.ingress import Ingress
+from ragcachekit.cluster.ingress import ChunkReader, Ingress
 from ragcachekit.cluster.replica import Opened, Replica
 from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server.keys import ApiKeys
-from ragcachekit.server.tenants import Tenant
+from ragcachekit.server.keys import ApiKeys, Tenant
 
 
 class AppSettings(BaseModel):
@@ -36,9 +35,8 @@ class AppSettings(BaseModel):
       alone, which then could not read each other's entries.
     - ``cpus``, ``gpus``: Of each engine.
     - ``max_ongoing``: Requests that an engine takes at once; further ones wait in the ingress.
-    - ``publish_seconds``: How often replicas say what they hold.
-    - ``router``, ``router_options``: Ray's request router, and its arguments; of ours the fields of
-      :class:`~ragcachekit.cluster.balancer.Weights`.
+    - ``publish_seconds``: How often replicas report what they hold.
+    - ``router``, ``router_options``: Ray's request router, and its arguments; ours has none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -119,7 +117,7 @@ def open_reader(settings: AppSettings) -> tuple[ChunkReader, ApiKeys]:
     """The reader of requests' chunks, with the model's tokenizer alone, and the API keys."""
     keys = ApiKeys(settings.keys, Tenant("open", settings.namespace))
 
-    def namespace(headers: Headers, fields: Fields) -> str:
+    def namespace(headers: Mapping[str, str], fields: Mapping[str, Any]) -> str:
         return keys.tenant(headers).partition(fields.get("cache_salt"), fields.get("prompt_cache_key"))
 
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)

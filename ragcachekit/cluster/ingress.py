@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,20 +17,92 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ragcachekit.cluster.chunk_reader import ChunkReader
 from ragcachekit.engine.asyncio_api import to_thread
-from ragcachekit.server.body_limit import BodyLimit
-from ragcachekit.server.connection import api_path
+from ragcachekit.prompt.parser import PromptParser
+from ragcachekit.server.contexts import NAME
 from ragcachekit.server.errors import ApiError, overloaded
 from ragcachekit.server.keys import ApiKeys
-from ragcachekit.server.responses import response
+from ragcachekit.server.middleware import BodyLimit, disconnected
+from ragcachekit.server.responses import api_path, response
+from ragcachekit.types import chunk_id
+
+HEADER = "x-ragcachekit-chunks"
+"""Header with chunk ids and commas between them, for clients that know them."""
+
+MAX_CHUNKS = 256
+"""Chunks of a request by which it is routed."""
 
 log = logging.getLogger(__name__)
 
+_MAX_ID = 128  # characters
+_USUAL_TOKENS = 200  # of a chunk that is known by its id alone
 _FIELDS = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path"),
     *("query_string", "headers", "client", "server"),
 )
+
+Namespace = Callable[[Mapping[str, str], Mapping[str, Any]], str]
+"""Gives a request's namespace from its headers, by lower-case names, and the fields of its body."""
+
+
+class ChunkReader:
+    """Reads chunk ids and token counts from requests of the server's API, without a model.
+
+    Chunks are ``documents``, content parts with ``cache_control`` or ``prompt_cache_breakpoint``,
+    ``chunk_ids``, and the ids in the header ``X-RagCacheKit-Chunks``. The name in ``cached_content`` counts
+    as a chunk, and is the only one with a slash. A request that cannot be read has none: the server will
+    refuse it.
+
+    Parameters
+    ----------
+    tokenizer : transformers.PreTrainedTokenizerBase
+        The model's.
+    namespace : callable
+        As :data:`Namespace`; its errors count as no chunks.
+    """
+
+    def __init__(self, tokenizer: Any, namespace: Namespace) -> None:
+        self._parser, self._namespace = PromptParser(tokenizer), namespace
+
+    def chunks(self, headers: Mapping[str, str], body: bytes) -> dict[str, int]:
+        """Ids of the request's chunks, with their tokens."""
+        found = dict.fromkeys(_ids(headers.get(HEADER, "").split(",")), _USUAL_TOKENS)
+        try:
+            fields = json.loads(body) if body else {}
+            if isinstance(fields, dict):
+                found |= dict.fromkeys(_ids(fields.get("chunk_ids")), _USUAL_TOKENS)
+                if NAME.fullmatch(name := fields.get("cached_content") or fields.get("cachedContent") or ""):
+                    found[name] = _USUAL_TOKENS
+                texts = list(_texts(fields))[:MAX_CHUNKS]
+                namespace = self._namespace(headers, fields) if texts else ""
+                for ids in map(self._parser.chunk_ids, texts):
+                    found[chunk_id(ids, namespace)] = len(ids)
+        except Exception:  # the server refuses what is wrong; here it is only routed
+            log.debug("no chunks could be read from a request", exc_info=True)
+        return dict(list(found.items())[:MAX_CHUNKS])
+
+
+def _ids(found: object) -> Iterator[str]:
+    """What can be an id in a list."""
+    if isinstance(found, list):
+        ids = (one.strip() for one in found if isinstance(one, str))
+        yield from (one for one in ids if 0 < len(one) <= _MAX_ID and "/" not in one)
+
+
+def _texts(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of the documents and of the marked parts of messages."""
+    for document in fields.get("documents") or ():
+        if isinstance(document, str):
+            yield document
+        elif title := document.get("title"):
+            yield f"{title}\n{document['text']}"
+        else:
+            yield document["text"]
+    for message in fields.get("messages") or ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part.get("cache_control") or part.get("prompt_cache_breakpoint"):
+                yield part["text"]
 
 
 class Front:
@@ -81,7 +154,7 @@ class Ingress:
         chunks = await to_thread(self._reader.chunks, Headers(scope=scope), body)
         fields = {name: scope[name] for name in _FIELDS if name in scope}
         messages: Any = self._replicas.remote(fields, body, chunks=chunks)
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         gone.add_done_callback(lambda task: None if task.cancelled() else messages.cancel())
         started = False
         try:
@@ -95,15 +168,9 @@ class Ingress:
             log.error("a replica failed", exc_info=error)
             if started:
                 raise
-            await response(overloaded("The engine is gone; please try again.", 1.0), scope)(
-                scope, receive, send
-            )
+            refused = overloaded("The engine is gone; please try again.", 1.0)
+            await response(refused, scope)(scope, receive, send)
         finally:
             gone.cancel()
             with suppress(asyncio.CancelledError):
                 await gone
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

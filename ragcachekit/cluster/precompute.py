@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import pyarrow as pa
 import ray
-from pyarrow.fs import FileSelector, FileSystem
-from pyarrow.parquet import read_table
+from pyarrow.fs import FileSystem
 from ray.data import ActorPoolStrategy, Dataset
 from ray.data.checkpoint import CheckpointConfig
-from tqdm.auto import tqdm
 
-from ragcachekit.cluster.slices import Counter, RowCount, Slices
+from ragcachekit.cluster.slices import RowCount, Slices
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
@@ -79,10 +76,12 @@ def encode_chunks(
         Folder for the ids of finished batches, or a url of pyarrow's file systems; all machines must see it.
         It is deleted when the run succeeds.
     stored : container of str, optional
-        Ids of chunks that the tier has: batches of such chunks alone are left out, and a checkpoint that
-        names others is deleted.
+        Ids of chunks that the tier has: batches of such chunks alone are left out, and an earlier run's
+        checkpoint is not needed.
     cpus, gpus : float, optional
         Of each actor. By default the cluster's, shared evenly, with one CPU left for reading and writing.
+    progress : bool
+        Whether to show Ray Data's progress bars.
 
     Raises
     ------
@@ -98,29 +97,19 @@ def encode_chunks(
     if not todo:
         return 0
     checkpoint = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
-    if stored is not None:
-        _delete_stale(checkpoint, stored)
-    with _session(), _context(checkpoint), _bar(sum(map(len, todo)), progress) as counter:
+    if stored is not None:  # then a checkpoint adds nothing
+        files, folder = FileSystem.from_uri(checkpoint)
+        with suppress(FileNotFoundError):
+            files.delete_dir(folder)
+    with _session(), _context(checkpoint, progress):
         data = ray.data.read_datasource(
             Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
         )
-        return _run(data, job, actors, _resources(actors, cpus, gpus), RowCount(counter))
+        return _run(data, job, actors, _resources(actors, cpus, gpus))
 
 
-def _delete_stale(checkpoint: str, stored: Container[str]) -> None:
-    """Delete a checkpoint that names chunks without KV, or that a killed driver left damaged."""
-    files, folder = FileSystem.from_uri(checkpoint)
-    parts = files.get_file_info(FileSelector(folder, allow_not_found=True))
-    try:
-        ids = [read_table(one.path, columns=["chunk_id"], filesystem=files)["chunk_id"] for one in parts]
-        stale = any(one not in stored for part in ids for one in part.to_pylist())
-    except (pa.ArrowException, OSError):
-        stale = True
-    if stale:
-        files.delete_dir(folder)
-
-
-def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any], sink: RowCount) -> int:
+def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any]) -> int:
+    sink = RowCount()
     encoded = data.map_batches(
         EncodingActor,
         fn_constructor_args=(job,),
@@ -195,42 +184,15 @@ def _session() -> Iterator[None]:
 
 
 @contextmanager
-def _context(checkpoint: str) -> Iterator[None]:
+def _context(checkpoint: str, progress: bool) -> Iterator[None]:
     """Ray Data's settings for one run."""
     context, log = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
     before = context.checkpoint_config, context.enable_progress_bars, log.level
     context.checkpoint_config = CheckpointConfig("chunk_id", checkpoint, delete_checkpoint_on_success=True)
-    context.enable_progress_bars = False
+    context.enable_progress_bars = progress
     log.setLevel(logging.WARNING)
     try:
         yield
     finally:
         context.checkpoint_config, context.enable_progress_bars = before[:2]
         log.setLevel(before[2])
-
-
-@contextmanager
-def _bar(chunks: int, progress: bool) -> Iterator[Any]:
-    """An actor that counts stored chunks, shown with the time that is left; None without ``progress``."""
-    if not progress:
-        yield None
-        return
-    counter: Any = ray.remote(num_cpus=0)(Counter).remote()
-    ended = Event()
-
-    def stored() -> int:
-        return int(ray.get(counter.add.remote(0)))
-
-    def follow() -> None:
-        with tqdm(total=chunks, unit="chunk") as bar:
-            while not ended.wait(0.5):
-                bar.update(stored() - bar.n)
-            bar.update(stored() - bar.n)
-
-    thread = Thread(target=follow, name="ragcachekit-progress")
-    thread.start()
-    try:
-        yield counter
-    finally:
-        ended.set()
-        thread.join()

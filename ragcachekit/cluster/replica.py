@@ -10,15 +10,15 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Message, Scope
 
-from ragcachekit.cluster.chunk_filter import ChunkFilter
+from ragcachekit.cluster.balancer import routing_stats
 from ragcachekit.engine.asyncio_api import to_thread
 from ragcachekit.engine.rag_cache import RagCache
-from ragcachekit.server.contexts.store import NAME
+from ragcachekit.server.contexts import NAME
 
 Opened = tuple[RagCache, FastAPI]
 """An engine and the server's application around it."""
 
-_CONTEXTS = 4096  # names of contexts that a replica remembers
+_MAX_CONTEXTS = 4096  # names that a replica remembers
 
 
 class Replica:
@@ -37,7 +37,7 @@ class Replica:
     async def answer(self, scope: Scope, body: bytes, chunks: Mapping[str, int]) -> AsyncIterator[Message]:
         """Run one HTTP request through the application; yields its ASGI messages.
 
-        Ended early, as when the client goes away, it tells the application so.
+        Closing it early, as when the client goes away, disconnects the request.
         """
         self._answered += 1
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -71,9 +71,9 @@ class Replica:
                     await task
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What the replica holds, for the router, and how many requests it has had."""
-        held = ChunkFilter.of([*self._rag.chunks_in_memory(), *self._names])
-        return {**held.stats(), "answered": self._answered}
+        """What the replica holds, for the router, and how many requests it has had; Serve calls this."""
+        held = routing_stats([*self._rag.chunks_in_memory(), *self._names])
+        return {**held, "answered": self._answered}
 
     def __del__(self) -> None:
         """Write what is to be kept, and close the engine; Serve calls this after the last answer."""
@@ -82,10 +82,10 @@ class Replica:
             rag.close()
 
     def _note(self, chunks: Mapping[str, int]) -> None:
-        """Remember names of contexts, which the engine does not know."""
+        """Remember names of contexts: the engine has only their chunks."""
         for name in chunks:
             if NAME.fullmatch(name):
                 self._names.pop(name, None)
                 self._names[name] = None
-        while len(self._names) > _CONTEXTS:
+        while len(self._names) > _MAX_CONTEXTS:
             del self._names[next(iter(self._names))]

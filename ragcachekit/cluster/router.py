@@ -14,7 +14,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from ragcachekit.cluster.balancer import Balancer, Weights
+from ragcachekit.cluster.balancer import Balancer
 
 CHUNKS = "chunks"
 """Keyword argument of a request with its chunk ids and their tokens."""
@@ -23,14 +23,13 @@ CHUNKS = "chunks"
 class ChunkRouter(LocalityMixin, MultiplexMixin, RequestRouter):
     """Sends requests to replicas that hold their chunks, unless those have too much to do.
 
-    A request names its chunks in the keyword argument ``chunks``, replicas theirs by a
-    :class:`~ragcachekit.cluster.chunk_filter.ChunkFilter` among their routing stats. Where either is missing,
-    this is Ray's power of two choices.
+    A request names its chunks in the keyword argument ``chunks``, replicas theirs in their routing stats.
+    Where either is missing, this is Ray's power of two choices.
     """
 
-    def initialize_state(self, **weights: Any) -> None:
-        """Take ``request_router_kwargs``: the fields of :class:`~ragcachekit.cluster.balancer.Weights`."""
-        self._balancer = Balancer(Weights(**weights))
+    def initialize_state(self, **_: Any) -> None:
+        """Make the balancer; Serve calls this once."""
+        self._balancer = Balancer()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -33,34 +33,13 @@ def _task(block: pa.Table) -> ReadTask:
     return ReadTask(lambda: [block], about, schema=block.schema)
 
 
-class Counter:
-    """An actor's sum."""
-
-    def __init__(self) -> None:
-        self._sum = 0
-
-    def add(self, count: int) -> int:
-        """Add to the sum, and return it."""
-        self._sum += count
-        return self._sum
-
-
 class RowCount(Datasink[int]):
-    """Counts rows; what reaches it is stored already, and noted by the checkpoint.
-
-    ``counter`` is the handle of a :class:`Counter` that is told as they come.
-    """
+    """Counts rows; what reaches it is stored already, and noted by the checkpoint."""
 
     rows = 0
 
-    def __init__(self, counter: Any = None) -> None:
-        self._counter = counter
-
     def write(self, blocks: Iterable[Block], ctx: Any) -> int:
-        rows = sum(int(block.num_rows) for block in blocks)
-        if self._counter is not None:
-            self._counter.add.remote(rows)
-        return rows
+        return sum(int(block.num_rows) for block in blocks)
 
     def on_write_complete(self, write_result: Any) -> None:
         self.rows = sum(write_result.write_returns)

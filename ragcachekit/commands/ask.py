@@ -1,35 +1,69 @@
-"""Questions about a user's own files, answered through both caches, and what they saved."""
+"""``ragcachekit ask``: questions about a user's own files, answered through both caches."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ragcachekit.commands.corpus import Corpus, CorpusChunk
-from ragcachekit.commands.embedding import DIM, MiniLM
+import typer
+
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import errors, note, pairs, quiet_loading, show
 from ragcachekit.commands.own_files import OwnFiles, at_least_1
-from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR, prompt_for
-from ragcachekit.config import StoreConfig
-from ragcachekit.engine.rag_cache import RagCache
-from ragcachekit.errors import RetrievalError
-from ragcachekit.files import make_folder
-from ragcachekit.query.base import ResultId
-from ragcachekit.query.lookups import Retrieved
-from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval
-from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.manifest import read_index
-from ragcachekit.search.registry import load_index, open_index
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ragcachekit.commands.corpus import Corpus, CorpusChunk
+    from ragcachekit.commands.embedding import MiniLM
+    from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.query.base import ResultId
+    from ragcachekit.query.lookups import Retrieved
+    from ragcachekit.search.base import VectorIndex
 
 Say = Callable[[str], object]
 CAPACITY = 1000
 """Entries of the query cache."""
+
+
+def ask(
+    corpus: opt.CorpusDir,
+    questions: Annotated[
+        list[str] | None, typer.Argument(help="Without any, one per line of the input.")
+    ] = None,
+    model: opt.Model = "",
+    policy: opt.Policy = "impact:0.1",
+    encoder: opt.Encoder = None,
+    k: opt.K = 4,
+    tolerance: opt.Tolerance = 0.0,
+    cache: opt.CacheDir = None,
+    namespace: opt.Namespace = "default",
+    chunk_tokens: opt.ChunkTokens = 200,
+    max_new_tokens: opt.MaxNewTokens = 128,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    disk_gb: opt.DiskGb = None,
+) -> None:
+    """Answer questions about your own files with your own model, and say what was reused.
+
+    Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
+    """
+    settings = opt.settings_of(AskSettings, locals())
+    quiet_loading()
+    with open_session(settings, note) as session:
+        for question in questions or _typed():
+            if len(questions or ()) > 1:
+                typer.secho(f"\n{question}", bold=True)
+            reply = session.ask(question, lambda text: typer.echo(text, nl=False))
+            typer.echo()
+            show(_about(reply, session.keep()))
 
 
 @dataclass(frozen=True)
@@ -42,12 +76,13 @@ class AskSettings(OwnFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ProximityCache(CAPACITY, self.tolerance)
         at_least_1(self, "k", "max_new_tokens")
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance must be >= 0, got {self.tolerance}")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Reply:
     """One answer and how it came about.
 
     ``sources`` are ``file#number`` of the prompt's chunks, in order; ``hit`` is that of the query cache,
@@ -64,12 +99,16 @@ class Asked:
 
 
 class CorpusSearch:
-    """Search of a corpus behind a query cache, over the stored index, which is brought up to date."""
+    """Search of a corpus through a query cache, over the stored index, which is brought up to date."""
 
-    def __init__(self, settings: AskSettings, corpus: Corpus, say: Say) -> None:
-        self._chunks, self._k, self._embedder = corpus.by_id, settings.k, MiniLM()
+    def __init__(self, settings: OwnFiles, corpus: Corpus, k: int, tolerance: float, say: Say) -> None:
+        from ragcachekit.commands.embedding import MiniLM
+        from ragcachekit.query.proximity import ProximityCache
+        from ragcachekit.query.retrieval import CachedRetrieval
+
+        self._chunks, self._k, self._embedder = corpus.by_id, k, MiniLM()
+        self._cache = CachedRetrieval["CorpusChunk"](ProximityCache(CAPACITY, tolerance))
         self._index = corpus_index(settings, corpus, self._embedder, say)
-        self._cache = CachedRetrieval[CorpusChunk](ProximityCache(CAPACITY, settings.tolerance))
 
     def __call__(self, question: str) -> Retrieved[CorpusChunk]:
         """Chunks of a near enough earlier question, else of a search."""
@@ -85,16 +124,20 @@ class AskSession:
     """Answers several questions; made by :func:`open_session`."""
 
     def __init__(self, rag: RagCache, search: CorpusSearch, max_new_tokens: int) -> None:
+        from ragcachekit.commands.reading_prompt import prompt_for
+
         self.rag, self._search, self._prompt = rag, search, prompt_for(rag.tokenizer)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
-    def ask(self, question: str, on_text: Say = lambda _: None) -> Asked:
+    def ask(self, question: str, on_text: Say = lambda _: None) -> Reply:
         """Answer a question; ``on_text`` is called with every piece of the answer. Missed KV is stored."""
+        from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR
+
         if not question.strip():
             raise ValueError("the question is empty")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         found = self._search(question)
-        retrieval_ms = (time.perf_counter() - begun) * 1e3
+        retrieval_ms = (time.perf_counter() - start) * 1e3
         texts = [chunk.text for chunk in found.documents]
         self.rag.register(texts)
         self.rag.prefetch(texts)
@@ -105,7 +148,7 @@ class AskSession:
                 on_text(piece)
             answer = pieces.answer
         sources = tuple(f"{chunk.source}#{chunk.number}" for chunk in found.documents)
-        return Asked(answer.text, sources, found.hit, found.distance, retrieval_ms, answer.report.to_dict())
+        return Reply(answer.text, sources, found.hit, found.distance, retrieval_ms, answer.report.to_dict())
 
     def keep(self) -> tuple[str, ...]:
         """Wait until missed KV is stored; returns the names of the tiers that refused some."""
@@ -119,16 +162,21 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError.
     """
+    from ragcachekit.config import StoreConfig
+
     corpus = settings.checked_corpus()
-    for note in corpus.notes:
-        say(note)
+    for skipped in corpus.notes:
+        say(skipped)
     store = StoreConfig(disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes)
     with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
-        yield AskSession(rag, CorpusSearch(settings, corpus, say), settings.max_new_tokens)
+        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance, say)
+        yield AskSession(rag, search, settings.max_new_tokens)
 
 
 def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say) -> VectorIndex:
     """Vector index of a corpus, stored in the cache folder; only new chunks are embedded."""
+    from ragcachekit.files import make_folder
+
     folder = os.fsencode(Path(settings.corpus).expanduser().resolve())
     path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}.index"
     index, held = _stored_index(path, say)
@@ -146,9 +194,49 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say)
 
 
 def _stored_index(path: Path, say: Say) -> tuple[VectorIndex, frozenset[str]]:
+    from ragcachekit.commands.embedding import DIM
+    from ragcachekit.errors import RetrievalError
+    from ragcachekit.search.manifest import read_index
+    from ragcachekit.search.registry import load_index, open_index
+
     if path.exists():
         try:
             return load_index(path), frozenset(str(id) for _, id in read_index(path)[0].ids)
         except RetrievalError as error:
             say(f"the stored index is built anew: {error}")
     return open_index("faiss-flat", DIM), frozenset()
+
+
+def _typed() -> Iterator[str]:
+    """Questions from the input, line by line."""
+    while True:
+        if sys.stdin.isatty():
+            errors().print("question (empty to end): ", end="")
+        if not (line := sys.stdin.readline()) or (sys.stdin.isatty() and not line.strip()):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _about(reply: Reply, refused: Sequence[str]) -> Table:
+    link = reply.report["link"]
+    reused = link["exact_tokens"] + link["approximate_tokens"]
+    uses = [*([link["prefix"]] if link["prefix"] else []), *link["chunks"]]
+    tiers = {use["source"] for use in uses if use["source"] != "computed"}
+    retrieval = f"query cache miss, index searched, {reply.retrieval_ms:.0f} ms"
+    if reply.hit:
+        retrieval = f"query cache hit at distance {reply.distance:.3f}, {reply.retrieval_ms:.0f} ms"
+    rows = {
+        "sources": ", ".join(reply.sources),
+        "retrieval": retrieval,
+        "prompt": f"{link['prompt_tokens']} tokens: {reused} reused"
+        + (f" from {' and '.join(sorted(tiers))} ({link['exact_tokens']} exactly)" if reused else "")
+        + f", {link['recomputed_tokens']} recomputed, {link['computed_tokens']} computed",
+        "answer": f"first token after {reply.report['ttft_ms']:.0f} ms, "
+        f"{reply.report['output_tokens']} tokens in {reply.report['total_ms']:.0f} ms",
+        "fell back": link["fallback"] or "",
+        "notes": "; ".join(link["notes"]),
+    }
+    if refused:
+        rows["not kept"] = f"all of it by {' and '.join(refused)}: too small (--disk-gb), full or failing"
+    return pairs(rows)

@@ -1,4 +1,4 @@
-"""Check that a model can be linked exactly: the admission check, and one comparison through RagCache."""
+"""``ragcachekit check-model``: the admission check, and one comparison through RagCache."""
 
 from __future__ import annotations
 
@@ -6,18 +6,38 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import typer
 
-from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import pairs, quiet_loading, show, written
 from ragcachekit.commands.workspace import load_checked, load_tokenizer
-from ragcachekit.engine.admission import admit
-from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.types import Chunk, Prompt, Text
 
 EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
 _PROMPT, _FIRST = 48, 24
+
+
+def check_model(
+    model: opt.ModelArgument = "", json: opt.Json = None, device: opt.Device = None, dtype: opt.Dtype = "auto"
+) -> None:
+    """Check whether chunk KV can be reused on a model without changing what it computes.
+
+    Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference.
+    """
+    quiet_loading()
+    from ragcachekit.commands.bench.report import BenchReport
+
+    load_tokenizer(model)  # a folder without a model is named first
+    found = check(load_checked(model, device, dtype)[0])
+    written(BenchReport("check-model", model, 0, (vars(found),)), json)
+    rows = {"family": found.family, "status": found.status, "reason": found.reason}
+    if found.max_abs_diff is not None:
+        rows["max difference"] = (
+            f"{found.max_abs_diff:.2g} of the largest value, allowed {found.tolerance:.0e}"
+        )
+    show(pairs(rows))
+    raise typer.Exit(0 if found.exact else 1)
 
 
 @dataclass(frozen=True)
@@ -41,15 +61,11 @@ class ModelCheck:
         return self.status == EXACT
 
 
-def run(model: str, *, device: str | None = None, dtype: str = "auto") -> ModelCheck:
-    """Load the model called ``model`` and check it; RagCacheError if it cannot be loaded."""
-    load_tokenizer(model)  # a folder without a model is named first
-    return check(load_checked(model, device, dtype)[0])
-
-
-@torch.no_grad()
 def check(model: Any) -> ModelCheck:
     """Check a loaded model."""
+    from ragcachekit.engine.admission import admit
+    from ragcachekit.model.rope.probe import describe_rope
+
     family = type(model).__name__
     try:
         passed = admit(model, describe_rope(model))
@@ -62,23 +78,22 @@ def check(model: Any) -> ModelCheck:
     return ModelCheck(family, EXACT, "", difference, passed.tolerance)
 
 
-def report(checked: ModelCheck, model: str) -> BenchReport:
-    """Report with one row."""
-    return BenchReport("check-model", model, 0, (vars(checked),))
-
-
-@torch.no_grad()
 def _answer_difference(model: Any) -> float:
     """Greatest relative difference of next-token logits through the store and link, against the model alone.
 
     A chunk at the prompt's start is exact, so ``reuse`` must give the model's own answer. Independent of the
     admission check, on purpose.
     """
+    import torch
+
+    from ragcachekit.engine.rag_cache import RagCache
+
     vocab = model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (_PROMPT,), generator=torch.Generator().manual_seed(1))
     chunk = Chunk(token_ids=tuple(ids[:_FIRST].tolist()))
     prompt = Prompt([chunk, Text(token_ids=tuple(ids[_FIRST:].tolist()))])
-    own = model(input_ids=ids[None].to(model.device)).logits[0, -1].float()
+    with torch.no_grad():
+        own = model(input_ids=ids[None].to(model.device)).logits[0, -1].float()
     one: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
     with (
         tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,

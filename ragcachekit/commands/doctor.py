@@ -1,4 +1,4 @@
-"""``ragcachekit doctor``: a chain's prompt and documents, read from files or made by a function."""
+"""``ragcachekit doctor``: why was nothing reused? A prompt and its documents, from files or a function."""
 
 from __future__ import annotations
 
@@ -7,28 +7,71 @@ import sys
 from collections.abc import Iterable, Sequence
 from json import JSONDecodeError, loads
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from ragcachekit.commands import options as opt
 from ragcachekit.commands.workspace import load_tokenizer
-from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose, text_of
-from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
 from ragcachekit.errors import RagCacheError
+
+if TYPE_CHECKING:
+    from ragcachekit.engine.inspect.diagnosis import Diagnosis
+    from ragcachekit.prompt.parser import PromptLike
 
 NO_MODEL = "the chat template was not looked at: give --model"
 _RETURNS = "it must return the prompt (a string or messages) and the list of documents"
 
 
+def doctor(
+    prompt: Annotated[
+        str,
+        typer.Argument(help="File with the prompt as the model gets it, text or JSON messages; - reads it."),
+    ] = "",
+    documents: Annotated[
+        list[Path] | None,
+        typer.Option("--documents", "-d", help="What was retrieved: text files, .jsonl, a folder of them."),
+    ] = None,
+    call: Annotated[
+        str | None, typer.Option(help="module:function that returns the prompt and its documents.")
+    ] = None,
+    question: Annotated[str | None, typer.Option(help="Given to the function of --call.")] = None,
+    model: opt.OptionalModel = None,
+) -> None:
+    """Say which documents of a prompt are found as chunks, why others are not, and what to change.
+
+    Ends with 1 if some are not found. Only the tokenizer and the chat template of --model are loaded.
+    """
+    if bool(prompt) == (call is not None):
+        raise RagCacheError("give the prompt's file and --documents, or --call module:function")
+    if call is not None:
+        text_or_chat, found = called(call, question)
+    else:
+        try:
+            text = sys.stdin.read() if prompt == "-" else Path(prompt).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RagCacheError(f"the prompt {prompt} cannot be read as text: {error}") from error
+        text_or_chat, found = read_prompt(text), list(read_documents(documents or []))
+    diagnosis = run(text_or_chat, found, model)
+    typer.echo(str(diagnosis))
+    if diagnosis.missing:
+        raise typer.Exit(1)
+
+
 def run(prompt: PromptLike, documents: Iterable[object], model: str | None = None) -> Diagnosis:
     """Diagnose a prompt with the tokenizer and chat template of ``model``; without it, contents alone."""
+    from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose, text_of
+    from ragcachekit.prompt.parser import PromptParser
+
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
     if not texts:
         raise RagCacheError("there are no documents; give what the retriever returned with --documents")
     if model is not None:
-        return diagnose(PromptSegmenter(load_tokenizer(model)), prompt, texts)
+        return diagnose(PromptParser(load_tokenizer(model)), prompt, texts)
     if isinstance(prompt, str):
-        return diagnose(PromptSegmenter(None), prompt, texts)
+        return diagnose(PromptParser(None), prompt, texts)
     contents = "\n\n".join(map(_content, prompt))  # type: ignore[arg-type]
-    found = diagnose(PromptSegmenter(None), contents, texts)
+    found = diagnose(PromptParser(None), contents, texts)
     return Diagnosis(found.chunks, (*found.notes, NO_MODEL))
 
 

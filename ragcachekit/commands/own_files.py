@@ -1,28 +1,21 @@
-"""Settings, corpus and engine of the commands over a user's own files."""
+"""Settings, corpus and engine of the commands over a user's own files; light to import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
-from ragcachekit.commands.embedding import model_folder
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, load_tokenizer
-from ragcachekit.config import StoreConfig
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
-from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.engine.prompt_planner import PromptPlanner
-from ragcachekit.engine.rag_cache import RagCache
-from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.model.encoding import Encoding
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.base import KVStore, NullStore
+
+if TYPE_CHECKING:
+    from ragcachekit.config import StoreConfig
+    from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.plan.neighbours import Neighbours
+    from ragcachekit.plan.planner import Planner
+    from ragcachekit.prompt.parser import PromptParser
+    from ragcachekit.store.base import KVStore
 
 DEFAULT_POLICY = "impact:0.1"
 """Over ``system`` unless an encoder is given. Not ``auto``: what was encoded ahead must stay what is used."""
@@ -30,7 +23,7 @@ DEFAULT_POLICY = "impact:0.1"
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """Settings of ``ask``, ``precompute`` and ``estimate``, checked before anything is loaded.
+    """Settings of ``ask`` and ``precompute``, checked before anything is loaded.
 
     ``corpus`` is a folder of documents, ``model`` a folder or hub id, ``cache`` the cache folder (None: the
     user's own), ``chunk_tokens`` the greatest size of a chunk; the rest is as for
@@ -49,6 +42,8 @@ class OwnFiles:
     disk_gb: float | None = None
 
     def __post_init__(self) -> None:
+        from ragcachekit.policies.registry import open_policy
+
         open_policy(self.policy)
         check_dtype(self.dtype)
         at_least_1(self, "chunk_tokens")
@@ -56,7 +51,7 @@ class OwnFiles:
     @property
     def chunk_encoder(self) -> str | None:
         """The encoder that was given, else ``system``; None where the policy brings its own."""
-        return self.encoder or (None if open_policy(self.policy).encoder else "system")
+        return self.encoder or (None if self._policy_encoder else "system")
 
     @property
     def folder(self) -> CacheFolder:
@@ -77,8 +72,10 @@ class OwnFiles:
 
     def checked_corpus(self) -> Corpus:
         """Read the corpus, after a look for the embedding model and at the cache folder."""
+        from ragcachekit.commands.embedding import model_folder
+
         model_folder()
-        check_writable(self.folder.path)
+        self.folder.check_writable()
         return self.read_corpus()
 
     def open_engine(
@@ -90,6 +87,9 @@ class OwnFiles:
         cold: Literal["background", "never"] = "background",
     ) -> RagCache:
         """Load the model over ``store``."""
+        from ragcachekit.commands.sample_model import resolve_model
+        from ragcachekit.engine.rag_cache import RagCache
+
         with explained(self.model):
             return RagCache.from_pretrained(
                 resolve_model(self.model),
@@ -105,11 +105,15 @@ class OwnFiles:
                 dtype=self.dtype,
             )
 
-    def planner(self, model: Any, tokenizer: Any, fingerprint: str, corpus: Corpus) -> PromptPlanner:
+    def planner(self, model: Any, parser: PromptParser, fingerprint: str, corpus: Corpus) -> Planner:
         """Planner over an empty store: what it misses is what the engine looks up or encodes."""
-        return PromptPlanner(
+        from ragcachekit.model.rope.probe import describe_rope
+        from ragcachekit.plan.planner import Planner
+        from ragcachekit.store.base import NullStore
+
+        return Planner(
             model,
-            tokenizer,
+            parser,
             rope=describe_rope(model),
             store=NullStore(),
             fingerprint=fingerprint,
@@ -117,17 +121,19 @@ class OwnFiles:
             neighbours=self._neighbours(corpus),
         )
 
+    @property
+    def _policy_encoder(self) -> str | None:
+        from ragcachekit.policies.registry import open_policy
+
+        return open_policy(self.policy).encoder
+
     def _neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
         """For ``similar:n``: the preceding chunks of the file."""
-        if not (self.chunk_encoder or open_policy(self.policy).encoder or "").startswith("similar"):
+        from ragcachekit.plan.neighbours import PrecedingChunks
+
+        if not (self.chunk_encoder or self._policy_encoder or "").startswith("similar"):
             return None
         return {self.namespace: PrecedingChunks(documents(corpus.chunks))}
-
-
-def one_token(model: Any, rope: Rope) -> ChunkKV:
-    """KV of one token over all layers; layers may differ in width."""
-    ((_, kv),) = ChunkEncoder(model, rope, ObservedCache).encode([[1]], Encoding("standalone"))
-    return kv
 
 
 def at_least_1(settings: object, *names: str) -> None:

@@ -13,7 +13,7 @@ from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, read
 from ragcachekit.commands.calibrate.probes import probes
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks, SimilarChunks
 
 QUESTIONS, PROBES = "questions", "probes"
 EMBEDDING, DOCUMENT = "embedding", "document"

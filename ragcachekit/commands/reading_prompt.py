@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcachekit.model.tokens import PromptTokenizer
+from ragcachekit.prompt.tokenizer import PromptTokenizer
 
 INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"

@@ -14,14 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
 from ragcachekit.errors import RagCacheError, missing_extra
 from ragcachekit.files import make_folder, parse_json, read_regular, replace_file
-from ragcachekit.model.identity.weights_digest import FileDigests, hash_file
-from ragcachekit.model.pretrained import default_cache_dir
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +57,9 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
     RagCacheError
         If neither can be had, or a download is not what it should be; says what to do.
     """
+    from ragcachekit.model.identity.weights_digest import hash_file
+    from ragcachekit.model.pretrained import default_cache_dir
+
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     folder = cache / "models" / _FOLDER
     if _is_whole(folder, cache):
@@ -90,6 +90,8 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
 
 def _is_whole(folder: Path, cache: Path) -> bool:
     """Whether the folder's weights have the digest that was noted when they were made."""
+    from ragcachekit.model.identity.weights_digest import FileDigests
+
     try:
         noted = parse_json(read_regular(folder / _MANIFEST))
         return bool(noted["sha256"] == FileDigests(cache / "digests.json").get(folder / _WEIGHTS))
@@ -114,6 +116,8 @@ def _gguf(scratch: Path) -> Path:
 
 
 def _checked(file: Path) -> Path:
+    from ragcachekit.model.identity.weights_digest import hash_file
+
     digest = hash_file(file)
     if digest != GGUF_SHA256:
         raise RagCacheError(f"{file.name} has SHA-256 {digest}, not {GGUF_SHA256}: it is damaged or another")
@@ -122,6 +126,7 @@ def _checked(file: Path) -> Path:
 
 def _convert(file: Path, into: Path) -> None:
     """Write model and tokenizer of a GGUF file as an ordinary folder."""
+    import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

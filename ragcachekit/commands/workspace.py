@@ -1,17 +1,16 @@
-"""Cache folder of the command line, and loading of the models that users name."""
+"""Cache folder of the command line, and loading of the models that users name; light to import."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.pretrained import default_cache_dir, load_model
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -25,7 +24,11 @@ class CacheFolder:
     @classmethod
     def at(cls, path: str | os.PathLike[str] | None) -> CacheFolder:
         """The folder named, or the user's own cache folder, not created yet."""
-        return cls(Path(path).expanduser() if path is not None else default_cache_dir())
+        if path is not None:
+            return cls(Path(path).expanduser())
+        from ragcachekit.model.pretrained import default_cache_dir
+
+        return cls(default_cache_dir())
 
     @property
     def kv(self) -> Path:
@@ -41,6 +44,23 @@ class CacheFolder:
     def manifests(self) -> Path:
         """Folder of the manifests of ``precompute``."""
         return self.path / "precomputed"
+
+    def check_writable(self) -> None:
+        """RagCacheError if the folder cannot be written, or made where it does not exist.
+
+        A real write is tried: permissions do not show that a file system is read-only.
+        """
+        place = self.path.absolute()
+        while not os.path.lexists(place):
+            place = place.parent
+        for folder in (place, self.kv, self.indexes):
+            try:
+                if os.path.lexists(folder):
+                    tempfile.TemporaryDirectory(prefix=".ragcachekit-", dir=folder).cleanup()
+            except OSError as error:
+                why = error.strerror if folder.is_dir() else "it is a file"
+                where = f"the cache folder {self.path} cannot be written ({folder}: {why})"
+                raise RagCacheError(f"{where}; choose another --cache") from error
 
 
 @contextmanager
@@ -58,7 +78,9 @@ def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
 
 def load_tokenizer(name: str) -> Any:
     """Load the model's tokenizer, before its weights, so that a corpus is checked first."""
-    from transformers import AutoTokenizer  # half a second that the cache commands do not need
+    from transformers import AutoTokenizer
+
+    from ragcachekit.commands.sample_model import resolve_model
 
     name = resolve_model(name)
     with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
@@ -69,6 +91,9 @@ def load_tokenizer(name: str) -> Any:
 
 def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Load model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
+    from ragcachekit.commands.sample_model import resolve_model
+    from ragcachekit.model.pretrained import load_model
+
     name = resolve_model(name)
     with explained(name, ValueError):
         return load_model(name, device, dtype=dtype)

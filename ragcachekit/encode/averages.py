@@ -13,9 +13,10 @@ from itertools import groupby
 import torch
 
 from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.model.encoding import AverageEncoding, Ids, InPromptEncoding
+from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.plan.link_plan import Missing
+from ragcachekit.types import Ids
 
 
 class AverageEncoder:

@@ -15,13 +15,13 @@ from ragcachekit.background import attempt
 from ragcachekit.config import check_type
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.options import checked_namespace
-from ragcachekit.engine.prompt_planner import MODEL_CHANGED
-from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.request_path import NOT_KEPT
 from ragcachekit.errors import Closed, ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.observers import Observers
+from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.plan.prefetch_keys import is_chunk_id
+from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.prompt.registry import forms
 from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, NullStore, concerns
@@ -38,7 +38,8 @@ class ChunkMethods:
 
     def __init__(self, components: EngineComponents, namespace: str) -> None:
         self._components, self.namespace = components, namespace
-        self._prompts, self._policy = components.prompts, components.policy
+        self._parser, self._planner = components.parser, components.planner
+        self._policy = components.policy
         self._query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
         self._registering, self._observers = Lock(), Observers()
         self._warned = self._closed = False
@@ -66,8 +67,8 @@ class ChunkMethods:
         namespace, since = self._checked(namespace), self._components.forgets.now()
         texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
-        self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
-        return self._unless_forgotten(self._prompts.register, texts, namespace, since)
+        self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
+        return self._unless_forgotten(self._parser.register, texts, namespace, since)
 
     def order(
         self,
@@ -99,7 +100,7 @@ class ChunkMethods:
 
         def note(namespace: str, texts: Sequence[str]) -> None:
             known = None if places is None else [places[text] for text in texts]
-            self._prompts.neighbours.order(namespace, document, texts, known)
+            self._planner.neighbours.order(namespace, document, texts, known)
 
         self._unless_forgotten(note, texts, where, since)
 
@@ -108,7 +109,7 @@ class ChunkMethods:
 
         Their KV, and KV that was encoded behind them, stays until :meth:`forget`.
         """
-        self._prompts.neighbours.drop_order(self._checked(namespace), strings(texts, "texts"))
+        self._planner.neighbours.drop_order(self._checked(namespace), strings(texts, "texts"))
 
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
@@ -128,9 +129,9 @@ class ChunkMethods:
         where, since = self._checked(namespace), self._components.forgets.now()
         policy, chunks = self._components.choose_policy(None, where).policy, strings(chunks, "chunks")
         texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
-        self._unless_forgotten(self._prompts.special_tokens.add, texts, where, since)
+        self._unless_forgotten(self._parser.special_tokens.add, texts, where, since)
         if policy.reads_cache:
-            find = self._prompts.prefetch_keys
+            find = self._planner.prefetch_keys
             self._components.loads.prefetch(lambda: find(chunks, where, policy, system))
 
     def encode(
@@ -177,19 +178,19 @@ class ChunkMethods:
             If the model changed since this object was made.
         """
         namespace, parts, since = self._checked(namespace), self._components, self._components.forgets.now()
-        if not self._prompts.unchanged():
+        if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
-        self._unless_forgotten(self._prompts.neighbours.register, texts, namespace, since)
+        self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
         if prompt is not None:
             if system is not None:
                 raise ValueError("give encode system= or prompt=, not both: the prompt has the system text")
-            self._unless_forgotten(self._prompts.register, texts, namespace, since)
-            self._prompts.observe(prompt, namespace)
+            self._unless_forgotten(self._parser.register, texts, namespace, since)
+            self._planner.observe(self._parser.parse(prompt, namespace))
         policy = parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
-        missing = self._prompts.missing(texts, namespace, policy, system, since)
-        self._unless_forgotten(self._prompts.register, texts, namespace, since)
+        missing = self._planner.missing(texts, namespace, policy, system, since)
+        self._unless_forgotten(self._parser.register, texts, namespace, since)
         todo = parts.background_encoder.complete(item for item in missing if item.key not in parts.store)
         if isinstance(parts.store, NullStore):
             self._warn(
@@ -246,7 +247,7 @@ class ChunkMethods:
             return self._forget(where, None, ())
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
         named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
-        chunk_ids = self._prompts.chunk_ids
+        chunk_ids = self._parser.chunk_ids
 
         def is_forgotten(text: str) -> bool:
             if text.strip() in bare:
@@ -258,8 +259,8 @@ class ChunkMethods:
         named |= {chunk_id(chunk_ids(form), where) for form in every}
         if not every:
             return self._forget(where, named, ())
-        decode = partial(self._prompts.tokens.decode, special=True)
-        decoded = [decode(self._prompts.tokens.plain(form)) for form in every]
+        decode = partial(self._parser.tokens.decode, special=True)
+        decoded = [decode(self._parser.tokens.plain(form)) for form in every]
         return self._forget(where, named, texts, ForgottenTexts([*every, *decoded], decode))
 
     # -- steps -------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ class ChunkMethods:
             raise ValueError(
                 "sources must be a list with the source of each text, None where it is not known"
             )
-        note = self._prompts.neighbours.note_source
+        note = self._planner.neighbours.note_source
         for source in dict.fromkeys(sources):
             if source is not None:
                 of_it = [text for text, own in zip(texts, sources, strict=True) if own == source]
@@ -326,7 +327,8 @@ class ChunkMethods:
             finally:  # also where a tier raised
                 with self._registering:
                     try:  # before the epoch: work that begins with the next one has no such neighbour
-                        self._prompts.forget(namespace, ids, texts, within)
+                        self._planner.forget(namespace, ids, texts, within)
+                        self._parser.forget(namespace, None if ids is None else texts)
                     finally:
                         forgets.add(namespace, ids, texts, within)
                         self._components.auto.forget(namespace, ids is None, within)
@@ -351,7 +353,7 @@ class ChunkMethods:
         self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None = None
     ) -> int:
         from_tree, parts = 0, self._components
-        self._prompts.variants.forget(namespace, ids)
+        self._planner.variants.forget(namespace, ids)
         parts.background_encoder.misses.forget(namespace, ids)
         try:
             from_store = parts.store.forget(namespace, ids)
@@ -364,13 +366,13 @@ class ChunkMethods:
 
     def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
         """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded behind."""
-        prompts, store = self._prompts, self._components.store
+        parser, store = self._parser, self._components.store
         found = {
-            chunk_id(prompts.chunk_ids(text), namespace)
-            for text in prompts.registry.texts(namespace)
+            chunk_id(parser.chunk_ids(text), namespace)
+            for text in parser.registry.texts(namespace)
             if within.in_text(text)
         }
-        system = prompts.last_prompts.last(namespace)
+        system = self._planner.last_prompts.last(namespace)
         if system is not None and within.within(system):
             found.add(chunk_id(system, namespace))
         keys, unlisted = list(store.keys()), max((record.entries for record in store.stats()), default=0)

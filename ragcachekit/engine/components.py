@@ -15,7 +15,6 @@ from ragcachekit.config import StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.encode.neighbours import by_namespace
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.active_requests import ActiveRequests, GiveWay
 from ragcachekit.engine.admission import admit_once
@@ -25,11 +24,9 @@ from ragcachekit.engine.capture.row_capture import RowCapture
 from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
-from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.engine.shadow import Shadow, shadow_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.forward.cuda_graphs.graphed_forward import use_graphs
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -39,6 +36,8 @@ from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.neighbours import by_namespace
+from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
 from ragcachekit.policies.auto import Auto
@@ -46,6 +45,7 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Budgets, Chosen
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.factory import open_store
@@ -74,7 +74,6 @@ class EngineComponents:
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
         admit_once(model, rope, self.fingerprint, folder)
-        use_graphs(model, settings.graphs)
         with ExitStack() as opened:
             self._open(model, tokenizer, settings, rope, folder, opened)
             self._opened = opened.pop_all()
@@ -94,9 +93,10 @@ class EngineComponents:
         self.loads = LoadPath(self.store, load_config(settings.load), cost=cost, layout=layout)
         opened.callback(self.loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
-        self.prompts = PromptPlanner(
+        self.parser = PromptParser(tokenizer)
+        self.planner = Planner(
             model,
-            tokenizer,
+            self.parser,
             rope=rope,
             store=self.store,
             fingerprint=self.fingerprint,
@@ -106,13 +106,13 @@ class EngineComponents:
             fetch=self.loads.fetch,
             tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
         )
-        encodings, unchanged = self.prompts.encodings(self.policy), self.prompts.unchanged
+        encodings, unchanged = self.planner.encodings(self.policy), self.planner.unchanged
         if encodings.name == IN_PROMPT:
-            recall(self.prompts.variants, self.store, self.fingerprint)
+            recall(self.planner.variants, self.store, self.fingerprint)
         if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
-            self.prompts.variants.averages.recall(self.store.keys())
+            self.planner.variants.averages.recall(self.store.keys())
         free = isinstance(self.policy, Auto) and settings.encoder is None
-        if not encodings.neighbours and not free and self.prompts.neighbours:
+        if not encodings.neighbours and not free and self.planner.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder, self.active = ChunkEncoder(model, rope, ObservedCache), ActiveRequests()
         give_way = partial(GiveWay, self.active)
@@ -124,19 +124,21 @@ class EngineComponents:
             parts = encoder, store, unchanged, near, InPromptEncoder(model, rope), stored, forgets
             return BackgroundEncoder(*parts, settings.encode_after, give_way)
 
-        self.background_encoder = encoder_over(self.store, self.prompts.note_stored, self.forgets)
+        self.background_encoder = encoder_over(self.store, self.planner.note_stored, self.forgets)
         opened.callback(self.background_encoder.close)
         when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
         self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
         opened.callback(self.capture.close)
-        self.generator = Generator(model, rope, self.prompts)
+        self.generator = Generator(model, rope, self.parser, rope.context)
         self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged, give_way)
         opened.callback(self.shadow.close)
-        self.budgets = Budgets(folder, self.fingerprint, self.prompts.encodings(open_policy("full")).name)
+        self.budgets = Budgets(folder, self.fingerprint, self.planner.encodings(open_policy("full")).name)
         private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())
-        check = PolicyCheck(model, rope, self.prompts, private)
+        check = PolicyCheck(model, rope, self.parser, self.planner, private)
         given = settings.encoder
-        self.auto = AutoPolicies(folder, self.fingerprint, given, self.prompts, check, self.active)
+        self.auto = AutoPolicies(
+            folder, self.fingerprint, given, self.parser, self.planner, check, self.active
+        )
         opened.callback(self.auto.close)
         self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 

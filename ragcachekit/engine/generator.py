@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ragcachekit.config import QueueConfig
-from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer import answer_of, filled_options
 from ragcachekit.generate.batch.decoder import BatchDecoder
@@ -20,6 +19,7 @@ from ragcachekit.generate.replan import Replan
 from ragcachekit.generate.run import Generated, link_ahead, run_generate
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.reports import Answer
 
 
@@ -36,9 +36,9 @@ class Generator:
     ``run`` is :func:`~ragcachekit.generate.run.run_generate` on it.
     """
 
-    def __init__(self, model: Any, rope: Rope, prompts: PromptPlanner) -> None:
-        self.model, self._rope, self._prompts = model, rope, prompts
-        self.run = partial(run_generate, model, rope, decode=prompts.decode)
+    def __init__(self, model: Any, rope: Rope, parser: PromptParser, context: int) -> None:
+        self.model, self._rope, self._parser, self._context = model, rope, parser, context
+        self.run = partial(run_generate, model, rope, decode=parser.decode)
 
     def batch_decoder(self, config: QueueConfig) -> BatchDecoder:
         """A batch of requests on this model."""
@@ -48,7 +48,7 @@ class Generator:
         return BatchDecoder(
             self.model,
             self._rope,
-            decode=self._prompts.decode,
+            decode=self._parser.decode,
             max_batch=config.max_batch,
             max_bytes=nbytes,
         )
@@ -60,14 +60,14 @@ class Generator:
     def options(self, options: Mapping[str, Any], tokens: int, stop: Sequence[str]) -> dict[str, Any]:
         """The options of generate for a prompt of ``tokens``; ValueError or TypeError for bad ones."""
         if stop:
-            _ = self._prompts.tokens  # stop strings are text
-        return filled_options(options, tokens, pad=self._prompts.pad, context=self._prompts.context)
+            _ = self._parser.tokens  # stop strings are text
+        return filled_options(options, tokens, pad=self._parser.pad, context=self._context)
 
     def answer(
         self, generated: Generated, begun: float, options: Mapping[str, Any], stop: Sequence[str]
     ) -> Answer:
         """The answer with its report; ``begun`` in seconds of :func:`time.perf_counter`."""
-        return answer_of(generated, begun, stop, options, self._prompts.decode)
+        return answer_of(generated, begun, stop, options, self._parser.decode)
 
     def link(self, plan: LinkPlan, replan: Replan) -> Linked:
         """Link a prompt for another generate call."""

@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Literal, TypedDict
 
 from ragcachekit.config import (
-    GraphConfig,
     LoadConfig,
     QueueConfig,
     ShadowConfig,
@@ -17,7 +16,7 @@ from ragcachekit.config import (
     TreeConfig,
     check_type,
 )
-from ragcachekit.encode.neighbours import Neighbours
+from ragcachekit.plan.neighbours import Neighbours
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import KVStore
@@ -37,7 +36,6 @@ class EngineOptions(TypedDict, total=False):
     shadow: float | ShadowConfig | None
     load: Literal["auto", "always"] | LoadConfig
     tree: TreeConfig | KnowledgeTree | None
-    graphs: Literal["auto", "off"] | GraphConfig
     queue: QueueConfig | None
     cache_dir: str | os.PathLike[str] | None
 
@@ -57,7 +55,6 @@ class EngineSettings:
     shadow: float | ShadowConfig | None = None
     load: Literal["auto", "always"] | LoadConfig = "auto"
     tree: TreeConfig | KnowledgeTree | None = None
-    graphs: Literal["auto", "off"] | GraphConfig = "auto"
     queue: QueueConfig | None = None
     cache_dir: str | os.PathLike[str] | None = None
 

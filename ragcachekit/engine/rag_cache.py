@@ -14,7 +14,6 @@ from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.inspect.methods import InspectMethods
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
-from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.request_path import Asked
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.answer_stream import AnswerStream
@@ -22,6 +21,7 @@ from ragcachekit.generate.detokenizer import Detokenizer, stop_strings
 from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.reports import Answer, EncodingStats, ShadowReport
 from ragcachekit.threads import refuse_after_fork
 
@@ -69,8 +69,6 @@ class RagCache(InspectMethods):
     tree : TreeConfig or KnowledgeTree, optional
         Exact KV of the beginnings of past prompts (RAGCache's knowledge tree), reused by prompts that begin
         with the same chunks in the same order. A tree that was passed in is not closed.
-    graphs : {"auto", "off"} or GraphConfig
-        Whether linked forwards run as CUDA graphs; of all engines around one model, the last one decides.
     queue : QueueConfig, optional
         Size of the batch of :meth:`submit`, and how many requests may wait for it.
     cache_dir : path, optional
@@ -169,8 +167,7 @@ class RagCache(InspectMethods):
         parts.generator.check_options(options, "cancel")
         with self._watch(begun, prompt, namespace, options) as watch, parts.active:
             raise_if_cancelled()
-            stop, prompt = stop_strings(stop), self._prompts.with_tools(prompt, tools)
-            request = self._asked(prompt, namespace, policy)
+            stop, request = stop_strings(stop), self._asked(prompt, namespace, policy, tools)
             asked = Asked(parts.generator.options(options, len(request.token_ids), stop), stop, cancel)
             plan = path.begin(request)
             first = parts.shadow.draw(asked.options)
@@ -202,7 +199,7 @@ class RagCache(InspectMethods):
         asked = {"namespace": namespace, "policy": policy, "tools": tools, "stop": stop, **options}
         return AnswerStream(
             lambda streamer, cancel: self.generate(prompt, cancel=cancel, streamer=streamer, **asked),
-            Detokenizer(self._prompts.tokens.decode, stop),
+            Detokenizer(self._parser.tokens.decode, stop),
         )
 
     def link(
@@ -219,9 +216,8 @@ class RagCache(InspectMethods):
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
         self._checked(namespace)
-        prompt = self._prompts.with_tools(prompt, tools)
         with self._components.active:
-            plan = self._path.begin(self._request(prompt, namespace, policy))
+            plan = self._path.begin(self._request(prompt, namespace, policy, tools))
             linked = self._components.generator.link(plan, self._path.plan)
         self._components.loads.follow(linked.plan)
         self._path.encode_missing(linked.plan.missing)
@@ -230,11 +226,11 @@ class RagCache(InspectMethods):
     @property
     def renders_tools(self) -> bool:
         """Whether the chat template shows the ``tools`` that :meth:`generate` is given."""
-        return self._prompts.tokens.renders_tools
+        return self._parser.tokens.renders_tools
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text`` alone, without BOS."""
-        return len(self._prompts.tokens.text(text, first=True))
+        return len(self._parser.tokens.text(text, first=True))
 
     def close(self) -> None:
         """End background work and close the store that this object opened; idempotent.

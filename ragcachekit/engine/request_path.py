@@ -12,12 +12,12 @@ from typing import Any
 from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.budgets.calibration import Chosen
+from ragcachekit.prompt.parser import PromptLike, Tools
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.store.base import NullStore
 from ragcachekit.types import KVKey
@@ -56,10 +56,13 @@ class RequestPath:
         """Whether rows of missing chunks are observed, to be stored as the prompt computes them."""
         return self.cold != "never"
 
-    def request(self, prompt: PromptLike, namespace: str, chosen: Chosen) -> PromptRequest:
+    def request(
+        self, prompt: PromptLike, namespace: str, chosen: Chosen, tools: Tools | None = None
+    ) -> PromptRequest:
         """The prompt, tokenised; its entries are looked up by :meth:`looked_up`."""
         epoch = self._components.forgets.now()
-        request = self._components.prompts.waiting(prompt, namespace, chosen.policy, epoch)
+        parsed = self._components.parser.parse(prompt, namespace, tools)
+        request = self._components.planner.prepare(parsed, chosen.policy, epoch)
         return replace(
             request,
             label=chosen.label,
@@ -74,12 +77,12 @@ class RequestPath:
             note = f"waited {waited:.2f} s until rows of an earlier prompt were stored"
             request = replace(request, notes=(*request.notes, note))
         begun = time.perf_counter()
-        return _since(begun, self.plan(self._components.prompts.look_up(request)))
+        return _since(begun, self.plan(self._components.planner.look_up(request)))
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         """The plan of a request whose look-ups have begun; also a :data:`.Replan`."""
         begun = time.perf_counter()
-        plan = self._components.prompts.plan(request, without)
+        plan = self._components.planner.plan(request, without)
         note = self._not_kept(plan.missing)
         return _since(begun, plan if note is None else plan.with_note(note))
 

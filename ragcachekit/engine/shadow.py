@@ -21,10 +21,10 @@ from ragcachekit.engine.generator import Generator
 from ragcachekit.errors import Cancelled
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.options import effective
-from ragcachekit.plan.encodings import TokenSegment
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import Answer, ShadowReport
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragcachekit.config import check_deadline, positive
-from ragcachekit.engine.prompt_segmenter import PromptLike
+from ragcachekit.prompt.parser import PromptLike
 
 if TYPE_CHECKING:
     from ragcachekit.engine.queue.request import Request

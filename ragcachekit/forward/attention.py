@@ -17,7 +17,6 @@ from ragcachekit.forward.attention_sums import AttentionSums
 from ragcachekit.forward.batch.attention import attend_each
 from ragcachekit.forward.batch.cache import BatchRows
 from ragcachekit.forward.cache import LinkRows
-from ragcachekit.forward.cuda_graphs.captured_cache import CapturedRows
 from ragcachekit.forward.tagged_keys import tag_of, untagged
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
@@ -80,8 +79,8 @@ def _forward_over(before: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tag = tag_of(key)
-        if not isinstance(tag, CapturedRows) and not torch.compiler.is_compiling():
-            raise_if_cancelled()  # a cancelled capture would count as failed
+        if not torch.compiler.is_compiling():
+            raise_if_cancelled()
         query, key, value = untagged(query), untagged(key), untagged(value)
         if tag is not None:
             options = _options(module, query, **kwargs)
@@ -89,8 +88,6 @@ def _forward_over(before: str) -> Callable[..., Any]:
                 return _linked(module, query, key, value, tag, options), None
             if isinstance(tag, BatchRows):
                 return attend_each(query, key, tag, options), None
-            if isinstance(tag, CapturedRows):
-                return _captured(query, key, value, tag, options), None
             if isinstance(tag, AttentionSums):
                 tag.observe(query, key, options)
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
@@ -160,19 +157,4 @@ def _linked(
     if rows.observer is not None:
         rows.observer.observe(int(module.layer_idx), query[0], key[0], positions, options)
     out = dispatch.sparse_attention(query[0], key[0], value[0], positions, options)
-    return out.transpose(0, 1).contiguous()[None]
-
-
-def _captured(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    captured: CapturedRows,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """As :func:`_linked`, over the KV at the addresses in the table when the graph is replayed."""
-    captured.check(query, key, value)
-    table, layer, rows, tokens = captured.table, captured.layer, captured.rows, captured.tokens
-    dims = key.shape[1], value.shape[-1]
-    out = dispatch.sparse_attention_at(query[0], table, layer, *dims, rows, options, tokens=tokens)
     return out.transpose(0, 1).contiguous()[None]

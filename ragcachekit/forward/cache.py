@@ -136,15 +136,13 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
 class LinkedCache(Cache):  # type: ignore[misc]
     """A cache of :class:`LinkedLayer`; what ``rag.link`` hands to ``model.generate``.
 
-    ``before_layer`` cuts rows from layer to layer. ``forward`` is how the linked forward ran: ``graph``,
-    ``eager``, or ``eager:`` and why not as a graph.
+    ``before_layer`` cuts rows from layer to layer.
     """
 
     def __init__(self, layers: Sequence[LinkedLayer], placing: Placing | None = None) -> None:
         super().__init__(layers=list(layers))
         self._placing = placing  # sources of copies in flight live as long as the cache
         self.before_layer: BeforeLayer | None = None
-        self.forward = "eager"
 
     @property
     def kernels(self) -> str:
@@ -156,17 +154,6 @@ class LinkedCache(Cache):  # type: ignore[misc]
             names.append(f"torch ({layer.device.type})" if name == "torch" else name)
         return "; ".join(dict.fromkeys(names))
 
-    @property
-    def pending(self) -> LinkRows | None:
-        """Rows of the linked forward while no layer of it has run; else None."""
-        rows = [layer.rows for layer in self.layers]
-        return None if None in rows else rows[0]
-
-    def scattered(self) -> None:
-        """Mark all rows as written: a captured forward scatters them itself."""
-        for layer in self.layers:
-            layer.rows = None
-
     def settle(self) -> None:
         """Put the kept rows of all layers in place."""
         for layer in self.layers:
@@ -177,8 +164,3 @@ class LinkedCache(Cache):  # type: ignore[misc]
         """Seconds that placing kept rows has taken so far, by the device's clock where it has one."""
         by_device = self._placing.settling if self._placing is not None else None
         return sum(layer.settling for layer in self.layers) if by_device is None else by_device
-
-    @property
-    def coming(self) -> int:
-        """Bytes to copy from the host before the kept rows are in place."""
-        return 0 if self._placing is None else self._placing.coming

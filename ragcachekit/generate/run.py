@@ -222,8 +222,6 @@ def _ahead(model: Any, rope: Rope, plan: LinkPlan, repeats: int = 1) -> tuple[di
         return _plain(plan, model.device), plan
     inputs = link(ahead, rope, model.device, buffers=buffers)
     narrowing = attach(model, ahead, inputs.cache)
-    if model.device.type != "cpu":
-        inputs.cache.forward = "eager: linked ahead of generate"
     if ahead.rows:
         run_rows(model, inputs, len(ahead.rows))
     inputs.cache.settle()  # without rows no layer did; and a failed load cannot be replanned later
@@ -238,7 +236,7 @@ def _ahead(model: Any, rope: Rope, plan: LinkPlan, repeats: int = 1) -> tuple[di
 def _told(report: LinkReport, cache: Any) -> LinkReport:
     if not isinstance(cache, LinkedCache):
         return report
-    return replace(report, forward=cache.forward, kernels=cache.kernels)
+    return replace(report, kernels=cache.kernels)
 
 
 def _trim(ids: list[int], ends: frozenset[int]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Ids = tuple[int, ...]  # token ids
+from ragcachekit.types import Ids
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ragcachekit.model.encoding import AverageEncoding, Encoding, Ids, InPromptEncoding, NeighbourEncoding
+from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id, part_id, whole_id
+from ragcachekit.prompt.segments import TokenSegment
+from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")
 DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
@@ -25,26 +26,6 @@ _ARGUMENT = {
     "average": "optional",
     IN_PROMPT: "none",
 }
-
-
-@dataclass(frozen=True)
-class TokenSegment:
-    """A tokenised segment; ``is_chunk`` marks retrieved text.
-
-    Where a prompt has only part of a chunk's own tokens (a boundary changed the others), ``own`` are all of
-    them, and ``token_ids`` those from number ``first`` on.
-    """
-
-    token_ids: Ids
-    is_chunk: bool
-    own: Ids = ()
-    first: int = 0
-
-    def name(self, namespace: str) -> str:
-        """The chunk id, or the id of a part; of other text the id of its tokens."""
-        if not self.own:
-            return chunk_id(self.token_ids, namespace)
-        return part_id(chunk_id(self.own, namespace), self.first, self.first + len(self.token_ids))
 
 
 @dataclass(frozen=True)

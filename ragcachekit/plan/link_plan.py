@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragcachekit.model.encoding import Encoding, Ids
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch
@@ -17,7 +17,7 @@ from ragcachekit.prefix_tree.base import BLOCK
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import NullStore
 from ragcachekit.store.load import AnyKV, LoadingKV
-from ragcachekit.types import KVKey
+from ragcachekit.types import Ids, KVKey
 
 COMPUTED = "computed"
 """Source of chunks that are not cached."""

@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from ragcachekit.model.encoding import Ids, InPromptEncoding
+from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.kv import PER_TOKEN
 from ragcachekit.plan.apply_selection import apply_selection
-from ragcachekit.plan.encodings import TokenSegment, Wanted
+from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, miss_reason, plain_plan
 from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch
 from ragcachekit.plan.prefix_match import TURN
@@ -17,8 +17,9 @@ from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
 from ragcachekit.plan.variants import VariantPool, look_up
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
-from ragcachekit.types import ENCODING_PREFIX, KVKey, whole_id
+from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, whole_id
 
 
 def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ragcachekit.model.encoding import Encoding, Ids
-from ragcachekit.plan.encodings import IN_PROMPT, Encodings, TokenSegment, behind_text
+from ragcachekit.model.encoding import Encoding
+from ragcachekit.plan.encodings import IN_PROMPT, Encodings, behind_text
 from ragcachekit.plan.variants import VariantPool
-from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
+from ragcachekit.prompt.segments import TokenSegment
+from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id
 
 MOST_NAMESPACES = 1024
 

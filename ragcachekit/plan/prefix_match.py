@@ -7,16 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ragcachekit.model.encoding import Ids
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import TokenSegment, Wanted
+from ragcachekit.plan.encodings import Wanted
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.prefix_tree.base import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse
-from ragcachekit.types import chunk_id, whole_id
+from ragcachekit.types import Ids, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 

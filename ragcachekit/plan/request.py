@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
 
-from ragcachekit.model.encoding import Ids
-from ragcachekit.plan.encodings import Encodings, TokenSegment, Wanted
+from ragcachekit.plan.encodings import Encodings, Wanted
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
 from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import NullStore
+from ragcachekit.types import Ids
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from ragcachekit.prompt.base import Segmentation, stands_apart
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import merge_texts, segment_text
+from ragcachekit.prompt.segments import Segmentation, is_read_apart, merge_texts, segment_text
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
-from ragcachekit.types import Chunk, Prompt, Segment, Text
+from ragcachekit.types import Chunk, Segment, Text
 
 MARK = "chunk"
 """Key of a content block: whether the block's text is a chunk."""
@@ -67,7 +66,7 @@ def segment_messages(
 
 def _noted(segments: Sequence[Segment], notes: tuple[str, ...]) -> Segmentation:
     count = plain_count(segments)
-    return Segmentation(Prompt(segments, (*notes, *([plain_note(count)] if count else []))))
+    return Segmentation(tuple(segments), (*notes, *([plain_note(count)] if count else [])))
 
 
 def _without_chunks(
@@ -133,8 +132,8 @@ def _search(
                 segments.append(segment)
                 continue
             result = segment_text(segment.text or "", registry, namespace)
-            segments += result.prompt.segments
-            notes += (f"message {number}: {note}" for note in result.prompt.notes)
+            segments += result.segments
+            notes += (f"message {number}: {note}" for note in result.notes)
         searched.append(segments)
     return searched, tuple(notes)
 
@@ -162,7 +161,7 @@ def _through_template(
     messages: Sequence[Message], contents: Sequence[Sequence[Segment]], rendered: str, render: Render
 ) -> tuple[list[Segment], str]:
     """The rendered prompt's segments, or none and the reason why they cannot be had."""
-    if not any(stands_apart(s) for content in contents for s in content):
+    if not any(is_read_apart(s) for content in contents for s in content):
         return [Text(rendered)] if rendered else [], ""
     salt = uuid4().hex  # in no text
     chunks: dict[str, Segment] = {}
@@ -182,7 +181,7 @@ def _through_template(
 
 
 def _stand_in(segment: Segment, salt: str, chunks: dict[str, Segment]) -> Segment:
-    if not stands_apart(segment):
+    if not is_read_apart(segment):
         return segment
     sentinel = f"{_SENTINEL_START}{salt}N{len(chunks):06d}E"
     chunks[sentinel] = segment

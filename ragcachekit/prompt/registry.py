@@ -1,16 +1,41 @@
-"""Registered chunks: those the retriever returned or that were encoded."""
+"""Registered chunks (those that a retriever returned or that were encoded), and the search for them."""
 
 from __future__ import annotations
 
 import threading
+import unicodedata
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-from ragcachekit.prompt.anchors import AnchorIndex
-from ragcachekit.prompt.base import Matches
+from typing import NamedTuple
 
 DEFAULT_MAX_CHUNKS = 100_000
 DEFAULT_MIN_CHARS = 16
+
+_BASE_BUDGET = 100_000
+_BUDGET_PER_CHAR = 8
+_MIN_PART_CHARS, _MIN_PART_SHARE = 64, 1 / 4  # common headers are shorter
+_JOINER = "\u200d"
+
+
+class Match(NamedTuple):
+    """One occurrence of a registered chunk: ``text[start:end]`` is the chunk's text."""
+
+    start: int
+    end: int
+
+
+class Matches(NamedTuple):
+    """Result of a search.
+
+    ``found`` are, from left to right, the leftmost occurrences whose edges are not inside a word, and of
+    those the longest. ``searched`` is the number of characters searched where that is not the whole text.
+    ``parts`` are beginnings of chunks, a quarter or more of them, whose rest does not follow.
+    """
+
+    found: tuple[Match, ...]
+    searched: int | None = None
+    parts: tuple[Match, ...] = ()
 
 
 def forms(text: str) -> tuple[str, ...]:
@@ -22,35 +47,12 @@ def forms(text: str) -> tuple[str, ...]:
     return (text,) if stripped == text else (text, stripped)
 
 
-class _Namespace:
-    def __init__(self, min_chars: int) -> None:
-        self.lru: OrderedDict[str, None] = OrderedDict()
-        self.index = AnchorIndex(min_chars)
-
-    def put(self, text: str, limit: int) -> None:
-        if text in self.lru:
-            self.lru.move_to_end(text)  # or the insert of its stripped form could evict it
-        for form in reversed(forms(text)):  # the stripped form first, so that it is evicted first
-            if form not in self.lru:
-                self.index.add(form)
-            self.lru[form] = None
-            self.lru.move_to_end(form)
-            if len(self.lru) > limit:
-                self.index.remove(self.lru.popitem(last=False)[0])
-
-    def drop(self, text: str) -> None:
-        for form in forms(text):
-            if form in self.lru:
-                del self.lru[form]
-                self.index.remove(form)
-
-
 class ChunkRegistry:
     """Registered chunk texts per namespace, all found in one pass over a prompt. Thread safe.
 
     Namespaces are separate indexes: a text registered by one tenant is never found in another
     tenant's prompt. A full namespace evicts the chunk that was neither registered nor found for longest.
-    The time of a search is linear in the prompt; one that would take longer ends before and reports where.
+    The time of a search is linear in the prompt; one that would take longer ends early and reports where.
 
     ``max_chunks`` is the limit per namespace (a text with outer whitespace counts twice, see :func:`forms`),
     ``min_chars`` the shortest text registered, outer whitespace aside: shorter ones are found everywhere.
@@ -96,35 +98,11 @@ class ChunkRegistry:
             self._refused.discard(namespace)
             self._namespaces.pop(namespace, None)
 
-    def size(self, namespace: str) -> int:
-        """Texts registered in the namespace, all forms counted."""
-        with self._lock:
-            known = self._namespaces.get(namespace)
-            return len(known.lru) if known else 0
-
     def texts(self, namespace: str) -> list[str]:
         """The registered texts in all forms, the one registered or found last at the end."""
         with self._lock:
             known = self._namespaces.get(namespace)
             return list(known.lru) if known else []
-
-    def nothing_found(self, namespace: str) -> str:
-        """Why a prompt has no chunk of the namespace, and what to do."""
-        with self._lock:
-            refused = namespace in self._refused
-        if self.size(namespace):
-            why = (
-                f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
-                "another case, re-wrapped, or with a word that runs on, a chunk is not recognised; put the "
-                "texts into the prompt as they are (LangChain: format_docs), or register what the chain makes"
-            )
-        else:
-            why = (
-                f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
-                "encode or register, or mark the chunks in the prompt"
-            )
-        short = f"; texts shorter than {self.min_chars} characters were not registered, mark those"
-        return why + (short if refused else "")
 
     def find(self, namespace: str, text: str) -> Matches:
         """The leftmost, longest occurrences of the namespace's chunks; these count as used just now."""
@@ -138,3 +116,139 @@ class ChunkRegistry:
                     if form in known.lru:
                         known.lru.move_to_end(form)
         return matches
+
+    def nothing_found(self, namespace: str) -> str:
+        """Why a prompt has no chunk of the namespace, and what to do."""
+        with self._lock:
+            refused = namespace in self._refused
+        if self.texts(namespace):
+            why = (
+                f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
+                "another case, re-wrapped, or with a word that runs on, a chunk is not recognised; put the "
+                "texts into the prompt as they are (LangChain: format_docs), or register what the chain makes"
+            )
+        else:
+            why = (
+                f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
+                "encode or register, or mark the chunks in the prompt"
+            )
+        short = f"; texts shorter than {self.min_chars} characters were not registered, mark those"
+        return why + (short if refused else "")
+
+
+class _Namespace:
+    def __init__(self, min_chars: int) -> None:
+        self.lru: OrderedDict[str, None] = OrderedDict()
+        self.index = _AnchorIndex(min_chars)
+
+    def put(self, text: str, limit: int) -> None:
+        if text in self.lru:
+            self.lru.move_to_end(text)  # or the insert of its stripped form could evict it
+        for form in reversed(forms(text)):  # the stripped form first, so that it is evicted first
+            if form not in self.lru:
+                self.index.add(form)
+            self.lru[form] = None
+            self.lru.move_to_end(form)
+            if len(self.lru) > limit:
+                self.index.remove(self.lru.popitem(last=False)[0])
+
+    def drop(self, text: str) -> None:
+        for form in forms(text):
+            if form in self.lru:
+                del self.lru[form]
+                self.index.remove(form)
+
+
+class _AnchorIndex:
+    """Texts that are searched for all at once: a dictionary of their first characters, then a bisection."""
+
+    def __init__(self, chars: int) -> None:
+        self._chars = chars
+        self._texts: dict[str, list[str]] = {}  # by anchor, sorted
+        self._longest: dict[str, int] = {}
+
+    def add(self, text: str) -> None:
+        anchor = text[: self._chars]
+        insort(self._texts.setdefault(anchor, []), text)
+        self._longest[anchor] = max(self._longest.get(anchor, 0), len(text))
+
+    def remove(self, text: str) -> None:
+        anchor = text[: self._chars]
+        texts = self._texts[anchor]
+        del texts[bisect_left(texts, text)]
+        if not texts:
+            del self._texts[anchor], self._longest[anchor]
+
+    def find(self, text: str) -> Matches:
+        """The leftmost, longest occurrences; at most about ``8 len(text) + 100,000`` comparisons.
+
+        A comparison reads up to 64 characters.
+        """
+        found, parts = list[Match](), list[Match]()
+        end, budget = 0, _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
+        edges = [at for at, char in enumerate(text) if not char.isalnum()]
+        for start in sorted({0, *edges, *(at + 1 for at in edges)}):  # all others are inside a word
+            anchor = text[start : start + self._chars]
+            if start < end or anchor not in self._texts or is_inside_word(text, start):
+                continue
+            length, part, budget = self._match(text, start, anchor, budget)
+            if budget < 0:
+                return Matches(tuple(found), start)
+            if length:
+                end = start + length
+                found.append(Match(start, end))
+            elif part:
+                parts.append(Match(start, start + part))
+        return Matches(tuple(found), parts=tuple(parts))
+
+    def _match(self, prompt: str, start: int, anchor: str, budget: int) -> tuple[int, int, int]:
+        """Lengths of the longest text at ``start`` and of the longest part of one, and the budget left."""
+        texts, part = self._texts[anchor], 0
+        window = prompt[start : start + self._longest[anchor]]
+        while window and budget >= 0:
+            number = bisect_right(texts, window) - 1
+            budget -= (len(texts).bit_length() + 2) * (1 + (len(window) >> 6))
+            if not part and number + 1 < len(texts):
+                part = _part(texts[number + 1], common_length(texts[number + 1], window))
+            if number < 0:
+                break
+            # A text that the window begins with is no longer than what it shares with its predecessor.
+            length = common_length(texts[number], window)
+            part = max(part, _part(texts[number], length))
+            if length < len(texts[number]):
+                window = window[:length]
+            elif is_inside_word(prompt, start + length):
+                window = window[: length - 1]
+            else:
+                return length, part, budget
+        return 0, part, budget
+
+
+def _part(text: str, length: int) -> int:
+    return length if length >= max(_MIN_PART_CHARS, int(len(text) * _MIN_PART_SHARE)) else 0
+
+
+def is_inside_word(text: str, edge: int) -> bool:
+    """Whether the position ``edge`` is inside a word, or between a character and its marks."""
+    if edge <= 0 or edge >= len(text):
+        return False
+    left, right = text[edge - 1], text[edge]
+    if _JOINER in (left, right) or _is_mark(right):
+        return True
+    return (left.isalnum() or _is_mark(left)) and right.isalnum()
+
+
+def _is_mark(char: str) -> bool:
+    return char > "\u02ff" and unicodedata.category(char)[0] == "M"
+
+
+def common_length(one: str, other: str) -> int:
+    """Length of the common beginning, by bisection: comparing slices takes no loop over characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragcachekit.prompt.base import common_length, stands_apart
+from ragcachekit.prompt.registry import common_length
+from ragcachekit.prompt.segments import is_read_apart
 from ragcachekit.types import Chunk, Segment, Text
 
 MOST_TEXTS = 1024  # per namespace, those registered or retrieved last
@@ -139,7 +140,7 @@ class SpecialTokenTexts:
         def pieces(segment: Segment) -> list[Segment]:
             text = segment.text or ""
             spans = [m.span() for m in self._exact.finditer(text) if _fold(m[0]) in held]
-            return _cut(text, spans) if not stands_apart(segment) else [segment]
+            return _cut(text, spans) if not is_read_apart(segment) else [segment]
 
         return [[piece for segment in content for piece in pieces(segment)] for content in contents]
 
@@ -186,7 +187,7 @@ class SpecialTokenTexts:
                 here.append((*match.span(), _fold(match[0]), length))
             runs.append(_fold(text[done:]))
             length += len(runs[-1])
-            if not stands_apart(segment):
+            if not is_read_apart(segment):
                 found += (_Occurrence(number, *where, begin, length) for where in here)
         return "".join(runs), found
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Ids = tuple[int, ...]
+from ragcachekit.types import Ids
+
 Span = tuple[int, int]
 
 MAX_SHIFT = 8
@@ -46,11 +46,16 @@ def find_runs(
     own : sequence of tuple of int
         Each chunk's own tokens.
     """
-    places = _Offsets(offsets) if offsets is not None else _Search(ids)
     runs: list[Run | None] = []
+    # Special tokens that the tokenizer adds have (0, 0), also at the end: offsets must not go back.
+    edges = np.maximum.accumulate(np.asarray(offsets or [], np.int64).reshape(-1, 2), axis=0)
     end = 0
     for span, chunk in zip(spans, own, strict=True):
-        at, stop = places.region(span, chunk, end)
+        if offsets is None:
+            at, stop = _around_middle(ids, chunk, end)
+        else:  # tokens with a character in the chunk
+            at = int(np.searchsorted(edges[:, 1], span[0], "right"))
+            stop = int(np.searchsorted(edges[:, 0], span[1], "left"))
         at = max(at, end)
         found = _longest_equal(ids[at:stop], chunk) if at < stop and chunk else None
         if found is None or 2 * (found.stop - found.start) < len(chunk):
@@ -61,34 +66,14 @@ def find_runs(
     return runs
 
 
-class _Offsets:
-    """Regions by the tokenizer's offsets."""
-
-    def __init__(self, offsets: Sequence[Span]) -> None:
-        # Special tokens that the tokenizer adds have (0, 0), also at the end: offsets must not go back.
-        edges = np.asarray(offsets, np.int64).reshape(-1, 2)
-        self._starts = np.maximum.accumulate(edges[:, 0]).tolist()
-        self._ends = np.maximum.accumulate(edges[:, 1]).tolist()
-
-    def region(self, span: Span, chunk: Ids, after: int) -> Span:
-        """Tokens with a character in ``span``."""
-        return bisect_right(self._ends, span[0]), bisect_left(self._starts, span[1])
-
-
-class _Search:
-    """Regions around the next place that has the middle of a chunk."""
-
-    def __init__(self, ids: Ids) -> None:
-        self._ids = ids
-
-    def region(self, span: Span, chunk: Ids, after: int) -> Span:
-        """Tokens around the chunk's middle in the prompt; empty if it is not there."""
-        middle = max(0, (len(chunk) - ANCHOR) // 2)
-        anchor = chunk[middle : middle + ANCHOR]
-        for at in range(after, len(self._ids) - len(anchor) + 1):
-            if self._ids[at] == anchor[0] and self._ids[at : at + len(anchor)] == anchor:
-                return max(after, at - middle - MAX_SHIFT), at - middle + len(chunk) + MAX_SHIFT
-        return after, after
+def _around_middle(ids: Ids, chunk: Ids, after: int) -> Span:
+    """Tokens around the next place that has the chunk's middle; empty if there is none."""
+    middle = max(0, (len(chunk) - ANCHOR) // 2)
+    anchor = chunk[middle : middle + ANCHOR]
+    for at in range(after, len(ids) - len(anchor) + 1):
+        if ids[at] == anchor[0] and ids[at : at + len(anchor)] == anchor:
+            return max(after, at - middle - MAX_SHIFT), at - middle + len(chunk) + MAX_SHIFT
+    return after, after
 
 
 def _longest_equal(found: Ids, own: Ids) -> Run | None:

@@ -52,9 +52,8 @@ class LinkReport(Report):
     - ``neighbours``: Where the chunks' neighbours come from, with the number of chunks: ``document order``,
       ``registered together``, ``neighbours=`` (a source that was given) or ``none``. Empty where the encoder
       needs none.
-    - ``forward``: How the linked forward ran: ``graph`` (captured once, replayed), ``eager``, or ``eager:``
-      and why not as a graph. Empty where the prompt was prefilled in full.
-    - ``kernels``: What attended in it: ``triton``, or ``torch`` and why; empty likewise.
+    - ``kernels``: What attended in the linked forward: ``triton``, or ``torch`` and why. Empty where the
+      prompt was prefilled in full.
     - ``miss_reason``: Why nothing was reused; empty where something was.
     """
 
@@ -75,7 +74,6 @@ class LinkReport(Report):
     loaded_bytes: int = 0
     tree_tokens: int = 0
     notes: tuple[str, ...] = ()
-    forward: str = ""
     kernels: str = ""
     prefix: ChunkUse | None = None
     neighbours: str = ""
@@ -118,8 +116,8 @@ class LinkReport(Report):
             source = self.prefix.source
             source = source if source == "computed" else f"from {source}"
             text += f", {self.prefix.tokens} tokens before the first chunk {source}"
-        if self.forward:
-            text += f", forward {self.forward}, kernels {self.kernels}"
+        if self.kernels:
+            text += f", kernels {self.kernels}"
         why = [f"fell back to a full prefill: {self.fallback}"] if self.fallback else []
         if self.miss_reason and not self.fallback:
             why = [f"nothing was reused: {self.miss_reason}"]

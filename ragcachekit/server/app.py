@@ -1,41 +1,54 @@
-"""The application: routes around one engine."""
+"""The application around one engine, and the process that serves it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
 
-from fastapi import FastAPI, Request
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import JSONResponse, Response
 
 from ragcachekit import RagCache, to_thread
-from ragcachekit.server import health
-from ragcachekit.server.body_limit import BodyLimit
+from ragcachekit.server import context_routes, openai_routes
+from ragcachekit.server.completions import Services
 from ragcachekit.server.config import ServerConfig
-from ragcachekit.server.contexts import routes as contexts
-from ragcachekit.server.contexts.store import ContextStore
-from ragcachekit.server.keys import ApiKeys
-from ragcachekit.server.openai import routes as openai
+from ragcachekit.server.contexts import ContextStore
+from ragcachekit.server.errors import ApiError
+from ragcachekit.server.keys import ApiKeys, Tenant
+from ragcachekit.server.limits import Usage
+from ragcachekit.server.middleware import Activity, BodyLimit, Gate
 from ragcachekit.server.responses import add_handlers
-from ragcachekit.server.services import Services
-from ragcachekit.server.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
+LINGER_SECONDS = 10
+"""How long a stop waits for clients to take the rest of answers that have ended."""
+
+SAME_SIGNAL_SECONDS = 1.0
+"""A signal this soon after the first is the same one: wrappers signal the group and forward it, too."""
+
+Metrics = Callable[[], tuple[bytes, str]]
+"""Makes the text of ``/metrics`` and its content type."""
+
 
 def create_app(
-    rag: RagCache,
-    config: ServerConfig | None = None,
-    *,
-    metrics: Callable[[], tuple[bytes, str]] | None = None,
+    rag: RagCache, config: ServerConfig | None = None, *, metrics: Metrics | None = None
 ) -> FastAPI:
     """The server's application around an engine, for any ASGI server, in one process.
 
     Parameters
     ----------
     rag : RagCache
-        With a tokenizer. When the application stops, its background work is waited for; it is not closed.
+        With a tokenizer. When the application stops, it waits for the engine's background work; the engine
+        stays open.
     config : ServerConfig, optional
     metrics : callable, optional
         Makes the text of ``/metrics`` and its content type: ``PrometheusObserver(rag).render``.
@@ -54,18 +67,18 @@ def create_app(
     """
     if rag.tokenizer is None:
         raise ValueError("the server needs a tokenizer; give one when making the RagCache")
-    config, activity = config or ServerConfig(), health.Activity()
+    config, activity = config or ServerConfig(), Activity()
     keys = ApiKeys(config.keys, Tenant("open", rag.namespace))
     services = Services(rag, config, ContextStore(rag, config.contexts, timeout=config.timeout))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        expiry = asyncio.create_task(services.contexts.run())
+        sweeps = asyncio.create_task(services.contexts.run())
         try:
             yield
         finally:
-            expiry.cancel()
-            await asyncio.wait((expiry,))
+            sweeps.cancel()
+            await asyncio.wait((sweeps,))
             if not await to_thread(rag.flush, config.flush_timeout):
                 log.warning("background work was not done within %g s; it is dropped", config.flush_timeout)
 
@@ -78,9 +91,67 @@ def create_app(
         host = request.client.host if request.client else ""
         return config.public_metrics or keys.allows(host, request.headers)
 
-    app.include_router(health.router(rag, activity, allowed, metrics))
-    app.include_router(openai.router(services))
-    app.include_router(contexts.router(services.contexts, services.usage, services.model_name))
-    app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant)
-    app.add_middleware(health.Gate, activity, config.retry_after, 4 * config.heartbeat)
+    app.include_router(_health(rag, activity, allowed, metrics))
+    app.include_router(openai_routes.router(services))
+    app.include_router(context_routes.router(services.contexts, services.model_name))
+    app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant, Usage())
+    app.add_middleware(Gate, activity, config.retry_after, 4 * config.heartbeat)
     return app
+
+
+def _health(
+    rag: RagCache, activity: Activity, allowed: Callable[[Request], bool], metrics: Metrics | None
+) -> APIRouter:
+    """``GET /health`` and ``/metrics``; numbers about all tenants are for ``allowed`` requests only."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/health")
+    async def health(request: Request) -> Response:
+        found: dict[str, Any] = {"status": "stopping" if activity.stopping else "ok"}
+        if allowed(request):
+            found |= {"waiting": rag.queue.waiting, "running": rag.queue.running}
+        return JSONResponse(found, 503 if activity.stopping else 200)
+
+    if metrics is not None:
+
+        @routes.get("/metrics")
+        def measured(request: Request) -> Response:
+            if not allowed(request):
+                raise ApiError(401, "Metrics need an API key, or a client on the server's machine.")
+            text, kind = metrics()
+            return Response(text, media_type=kind)
+
+    return routes
+
+
+class GracefulServer(uvicorn.Server):
+    """After SIGTERM or SIGINT it refuses new requests with 503, and exits with 0 once none runs any more.
+
+    A second signal, a second later or more, ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, activity: Activity) -> None:
+        super().__init__(config)
+        self._activity, self._stopped_at = activity, 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Start to stop."""
+        now = time.monotonic()
+        if not self._activity.stopping:
+            self._activity.stopping, self._stopped_at = True, now
+        elif now - self._stopped_at >= SAME_SIGNAL_SECONDS:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to exit; called every tenth of a second."""
+        idle = self._activity.stopping and not self._activity.running
+        return idle or await super().on_tick(counter)
+
+
+def serve(app: FastAPI, bound: socket.socket) -> None:
+    """Serve an application of :func:`create_app` at a bound socket until a signal comes; blocks."""
+    config = uvicorn.Config(
+        app, log_level="warning", server_header=False, timeout_graceful_shutdown=LINGER_SECONDS
+    )
+    GracefulServer(config, app.state.activity).run([bound])

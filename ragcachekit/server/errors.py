@@ -6,12 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+_GOOGLE = {
+    **{401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED"},
+    **{501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED", 507: "RESOURCE_EXHAUSTED"},
+}
+_HEAD, _TAIL = 300, 100  # characters
+
 
 class ApiError(Exception):
     """An error response: ``{"error": {"message", "type", "param", "code"}}`` with an HTTP status.
 
-    Of a long message or ``param``, which repeats what the client sent, the middle is left out.
-    ``retry_after``: seconds for the ``Retry-After`` header, of 429 and 503. ``headers``: further ones.
+    Long messages and params, which repeat what the client sent, are cut in the middle. ``retry_after`` is in
+    seconds, for the ``Retry-After`` header.
     """
 
     def __init__(
@@ -44,29 +50,25 @@ class ApiError(Exception):
         return {"error": {"code": self.status, "message": str(self), "status": name}}
 
 
-_GOOGLE = {
-    **{401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED"},
-    **{501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED", 507: "RESOURCE_EXHAUSTED"},
-}
-
-_HEAD, _TAIL = 300, 100  # characters
-
-
-def _shortened(text: str) -> str:
-    """A text whose end, where the reason is, stays."""
-    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}…{text[-_TAIL:]}"
+def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    """A request that is wrong in itself: 400."""
+    return ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A parameter that cannot be followed here."""
+    """A parameter that this server does not support: 400."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def overloaded(message: str, retry_after: float) -> ApiError:
-    """The response while there is no room; ``retry_after`` in seconds."""
+    """No room for the request now: 503; ``retry_after`` in seconds."""
     return ApiError(503, message, kind="server_error", code="overloaded", retry_after=retry_after)
 
 
 def stopping(retry_after: float = 1.0) -> ApiError:
-    """The response while the server stops."""
+    """The server is stopping: 503."""
     return overloaded("The server is stopping; please try again.", retry_after)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}…{text[-_TAIL:]}"

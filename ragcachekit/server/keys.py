@@ -1,17 +1,15 @@
-"""API keys: a file of hashes, each with the tenant that its key stands for."""
+"""API keys: a file of hashes, each with the tenant that its key belongs to."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import json
 import logging
 import re
 import secrets
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,76 +19,97 @@ from filelock import FileLock
 from ragcachekit.errors import RagCacheError
 from ragcachekit.files import others_may_write, parse_json, read_regular, replace_file
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.tenants import Limits, Tenant
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY = 1.0
-"""Seconds between two looks whether the file of keys has changed."""
-
 # No "/": what follows one is a partition of the namespace before it.
 _NAME = re.compile(r"[\w.@:+-][\w.@:+ -]{0,99}")
-_LIMITS = frozenset(field.name for field in fields(Limits))
 _BEARER = re.compile(r"Bearer +(\S+) *", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most of what one API key may use; None: no limit.
+
+    - ``requests_per_minute``, ``tokens_per_minute``: Requests, and prompt and answer tokens.
+    - ``parallel``: Requests that wait or run at once.
+    - ``contexts``, ``context_tokens``: Stored contexts, and tokens of all of them.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    parallel: int | None = None
+    contexts: int | None = 1000
+    context_tokens: int | None = 10_000_000
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(
+                    f"the limit {limit.name} must be a whole number above 0, or null, not {value!r}"
+                )
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """The owner of an API key; ``namespace`` partitions every cache."""
+
+    name: str
+    namespace: str
+    limits: Limits = field(default_factory=Limits)
+
+    def partition(self, *salts: str | None) -> str:
+        """The namespace of a request with a ``cache_salt`` and ``prompt_cache_key``; None adds nothing."""
+        given = json.dumps({number: salt for number, salt in enumerate(salts) if salt})
+        if given == "{}":
+            return self.namespace
+        return f"{self.namespace}/{hashlib.sha256(given.encode()).hexdigest()[:32]}"
 
 
 class ApiKeys:
     """The tenants of API keys. Thread safe.
 
-    The file is read again when it changes. One that cannot be read then is logged, and the keys that were
-    read last stay valid.
+    The file is read again when it has changed. If it cannot be read then, that is logged, and the keys that
+    were read before stay valid.
 
     Parameters
     ----------
     file : path, optional
         JSON as :func:`add_key` writes it. None: every request is ``open_tenant``'s, with any key or none.
         RagCacheError if it cannot be read, is not of that form, or others may write to it.
-    clock : callable
-        Seconds, for the time of the next look at the file.
     """
 
-    def __init__(
-        self,
-        file: Path | None = None,
-        open_tenant: Tenant | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._file, self._clock, self._lock = file, clock, Lock()
+    def __init__(self, file: Path | None = None, open_tenant: Tenant | None = None) -> None:
+        self._file, self._lock = file, Lock()
         self._open = open_tenant or Tenant("open", "default")
-        self._tenants: dict[bytes, Tenant] = {}
+        self._stamp: object = None
+        self._tenants: dict[str, Tenant] = {}
         if file is not None:
-            self._stamp, self._looked = _stamp(file), clock()
-            self._tenants = _tenants(_read(file))
+            self._stamp, self._tenants = _stamp(file), _tenants(_read(file))
 
-    def authenticate(self, header: str | None) -> Tenant:
-        """The tenant of an ``Authorization: Bearer KEY`` header; ApiError 401 for a missing or wrong key."""
+    def tenant(self, headers: Mapping[str, str]) -> Tenant:
+        """The tenant of a request's key, by its headers' lower-case names; ApiError 401 without a valid one.
+
+        Keys are read from ``Authorization: Bearer KEY`` and from the headers of Google's, Anthropic's and
+        Azure's clients. A key in the URL is not read: URLs are written to logs.
+        """
         if self._file is None:
             return self._open
         self._reload(self._file)
-        challenge = {"WWW-Authenticate": "Bearer"}
-        if not (bearer := _BEARER.fullmatch(header or "")):
-            message = "You didn't provide an API key: send it in the header 'Authorization: Bearer KEY'."
-            raise ApiError(401, message, headers=challenge)
-        given, found = _digest(bearer[1]), None
-        for digest, tenant in self._tenants.items():  # all of them: the time tells nothing of the key
-            if hmac.compare_digest(digest, given):
-                found = tenant
-        if found is None:
-            message = "Incorrect API key provided."
-            raise ApiError(401, message, code="invalid_api_key", headers=challenge)
-        return found
-
-    def tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """As :meth:`authenticate`, for a request's headers.
-
-        Also reads the headers of Google's, Anthropic's and Azure's clients. A key in the URL is not read:
-        URLs are written to logs.
-        """
         header = headers.get("authorization")
         for name in ("x-goog-api-key", "x-api-key", "api-key"):
             if header is None and name in headers:
                 header = f"Bearer {headers[name]}"
-        return self.authenticate(header)
+        challenge = {"WWW-Authenticate": "Bearer"}
+        if not (bearer := _BEARER.fullmatch(header or "")):
+            message = "You didn't provide an API key: send it in the header 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, headers=challenge)
+        # By its hash: how long that look-up takes says nothing about the key.
+        if (found := self._tenants.get(_digest(bearer[1]))) is None:
+            message = "Incorrect API key provided."
+            raise ApiError(401, message, code="invalid_api_key", headers=challenge)
+        return found
 
     def allows(self, host: str, headers: Mapping[str, str]) -> bool:
         """Whether there are no keys, or a client at ``host`` has one or is on the server's machine."""
@@ -103,14 +122,13 @@ class ApiKeys:
 
     def _reload(self, file: Path) -> None:
         with self._lock:
-            if self._clock() - self._looked < CHECK_EVERY:
+            if (stamp := _stamp(file)) == self._stamp:
                 return
-            self._looked = self._clock()
+            self._stamp = stamp
             try:
-                if (stamp := _stamp(file)) != self._stamp:
-                    self._tenants, self._stamp = _tenants(_read(file)), stamp
-                    log.info("%s: read %d API keys", file, len(self._tenants))
-            except (OSError, RagCacheError) as error:
+                self._tenants = _tenants(_read(file))
+                log.info("%s: read %d API keys", file, len(self._tenants))
+            except RagCacheError as error:
                 log.error("the API keys stay those that were read before: %s", error)
 
 
@@ -122,7 +140,7 @@ def add_key(file: Path, name: str, namespace: str | None = None, limits: Limits 
     ``namespace`` defaults to ``name``. RagCacheError for a name that exists, a bad name, namespace or file.
     """
     key = f"rck-{secrets.token_urlsafe(32)}"  # the prefix lets scanners for secrets find it
-    entry: dict[str, Any] = {"name": name, "namespace": namespace or name, "sha256": _digest(key).hex()}
+    entry: dict[str, Any] = {"name": name, "namespace": namespace or name, "sha256": _digest(key)}
     given = asdict(limits or Limits())
     entry["limits"] = {k: v for k, v in given.items() if v != getattr(Limits(), k)}
     with FileLock(f"{file}.lock", mode=0o600):
@@ -134,7 +152,7 @@ def add_key(file: Path, name: str, namespace: str | None = None, limits: Limits 
 
 
 def remove_key(file: Path, name: str) -> None:
-    """Remove a key; servers refuse it a second later. RagCacheError if there is none of that name."""
+    """Remove a key, which servers then refuse. RagCacheError if there is none of that name."""
     with FileLock(f"{file}.lock", mode=0o600):
         entries = _read(file)
         if not any(entry["name"] == name for entry in entries):
@@ -158,15 +176,16 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _stamp(file: Path) -> tuple[int, int, int]:
+def _stamp(file: Path) -> object:
+    """What changes when the file does; None if it cannot be looked at."""
     try:
         status = file.stat()
-    except OSError as error:
-        raise RagCacheError(f"cannot read the API keys: {error}") from error
+    except OSError:
+        return None
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
@@ -174,7 +193,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
     try:
         if others_may_write(file.stat()):
             raise RagCacheError(f"others may write to {file}; run `chmod 600 {file}`")
-        entries = parse_json(read_regular(file))["keys"]
+        entries: list[dict[str, Any]] = parse_json(read_regular(file))["keys"]
         _tenants(entries)
     except OSError as error:
         raise RagCacheError(f"cannot read the API keys: {error}") from error
@@ -183,7 +202,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
             f'{file} must be {{"keys": [{{"name": ..., "namespace": ..., "sha256": ..., "limits": {{}}}}]}}: '
             f"{error}"
         ) from error
-    return list(entries)
+    return entries
 
 
 def _write(file: Path, entries: list[dict[str, Any]]) -> None:
@@ -194,25 +213,19 @@ def _write(file: Path, entries: list[dict[str, Any]]) -> None:
     replace_file(file, json.dumps({"keys": entries}, indent=2) + "\n")
 
 
-def _tenants(entries: list[dict[str, Any]]) -> dict[bytes, Tenant]:
-    tenants: dict[bytes, Tenant] = {}
+def _tenants(entries: list[dict[str, Any]]) -> dict[str, Tenant]:
+    """Tenants by the digests of their keys; ValueError, TypeError or KeyError for entries of another form."""
+    tenants: dict[str, Tenant] = {}
     for entry in entries:
         if unknown := entry.keys() - {"name", "namespace", "sha256", "limits"}:
             raise ValueError(f"unknown field {min(unknown)!r}")
-        for field in ("name", "namespace"):
-            if not _NAME.fullmatch(entry[field]):
-                raise ValueError(f"{field} {entry[field]!r} is not 1 to 100 letters, digits and . @ : + - _")
-        digest = bytes.fromhex(entry["sha256"])
-        if len(digest) != 32 or digest in tenants or entry["name"] in {t.name for t in tenants.values()}:
-            raise ValueError(f"the key {entry['name']!r} stands there twice, or its hash is no SHA-256")
-        tenants[digest] = Tenant(entry["name"], entry["namespace"], _limits(entry.get("limits", {})))
+        name, namespace, digest = entry["name"], entry["namespace"], entry["sha256"]
+        for given in (name, namespace):
+            if not _NAME.fullmatch(given):
+                raise ValueError(f"{given!r} is not 1 to 100 letters, digits and . @ : + - _")
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"the hash of {name!r} is no SHA-256")
+        if digest in tenants or name in {tenant.name for tenant in tenants.values()}:
+            raise ValueError(f"the key {name!r} is listed twice")
+        tenants[digest] = Tenant(name, namespace, Limits(**entry.get("limits", {})))
     return tenants
-
-
-def _limits(given: Mapping[str, Any]) -> Limits:
-    for name, value in given.items():
-        if name not in _LIMITS:
-            raise ValueError(f"unknown limit {name!r}; there are {', '.join(sorted(_LIMITS))}")
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"the limit {name} must be a whole number above 0, or null, not {value!r}")
-    return Limits(**given)

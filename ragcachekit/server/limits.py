@@ -3,66 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.tenants import Tenant
+from ragcachekit.server.keys import Tenant
 
 MINUTE = 60.0
 _ROUNDING = 1e-6  # after the seconds that a refusal named, the request is admitted
 
 
 @dataclass
-class _Bucket:
-    """A token bucket that refills within a minute; its level may fall below zero."""
+class _Account:
+    """What one tenant uses. Requests and tokens drain within a minute."""
 
-    level: float
-    at: float
-
-    def refill(self, capacity: int, now: float) -> None:
-        self.level = min(float(capacity), self.level + (now - self.at) * capacity / MINUTE)
-        self.at = now
-
-
-@dataclass
-class _Used:
     running: int = 0
-    buckets: dict[str, _Bucket] = field(default_factory=dict)
-
-
-class Grant:
-    """A request that was admitted; ``headers`` are OpenAI's ``x-ratelimit-*`` for its response."""
-
-    def __init__(self, usage: Usage, tenant: Tenant, tokens: int) -> None:
-        self._usage, self._tenant, self._tokens, self.places = usage, tenant, tokens, 1
-        self.headers = usage.take(tenant, tokens, self.places, requests=1)
-
-    def expect(self, tokens: int, places: int) -> None:
-        """Announce these tokens in place of the first ones, and as how many parallel requests it counts.
-
-        ApiError 429 as for :meth:`Usage.admit`; the request then counts as one, without tokens.
-        """
-        self.used(0)
-        self.headers = self._usage.take(self._tenant, tokens, places, self.places)
-        self._tokens, self.places = tokens, places
-
-    def used(self, tokens: int) -> None:
-        """Charge these tokens of prompt and answer in place of the ones announced; may be repeated.
-
-        Without a call, the announced ones are charged, also where the request fails or is cancelled.
-        """
-        self._usage.charge(self._tenant, tokens - self._tokens)
-        self._tokens = tokens
+    requests: float = 0.0
+    tokens: float = 0.0
+    drained_at: float = 0.0
 
 
 class Usage:
-    """What tenants use now and used in the last minute. For one event loop.
+    """What tenants use now, and used in the last minute. For one event loop.
 
-    Requests and tokens are token buckets: a tenant may use a minute's share at once, then what flows in.
-    Answers whose length is known only at their end may bring a bucket below zero; later requests are
-    refused until it has refilled.
+    A tenant may use a minute's limit at once, and then as much as drains. An answer whose length is known
+    only at its end may exceed the limit; later requests wait until that has drained.
 
     Parameters
     ----------
@@ -72,96 +39,73 @@ class Usage:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._used: dict[str, _Used] = {}
+        self._accounts = defaultdict[str, _Account](_Account)
 
-    @asynccontextmanager
-    async def admit(self, tenant: Tenant, tokens: int = 0) -> AsyncIterator[Grant]:
-        """Count one request with so many prompt tokens, and let it run until the block ends.
-
-        A refused request counts nothing.
+    @contextmanager
+    def admit(self, tenant: Tenant) -> Iterator[Grant]:
+        """Count one request, and let it run until the block ends.
 
         Raises
         ------
         ApiError
-            429 with ``Retry-After`` beyond a limit; without it for a prompt beyond a minute's tokens, which
-            no waiting mends.
+            429 with ``Retry-After`` beyond a limit; the request then counts nothing.
         """
-        grant = Grant(self, tenant, tokens)
+        account, most = self._accounts[tenant.name], tenant.limits.parallel
+        if most is not None and account.running >= most:
+            raise _refusal(f"{tenant.name!r} may have {most} requests at once.", "requests", 1.0)
+        grant = Grant(tenant, account, self._clock)
+        grant.check("requests", 1, tenant.limits.requests_per_minute)
+        account.requests += 1
+        account.running += 1
         try:
             yield grant
         finally:
-            self._used[tenant.name].running -= grant.places
+            account.running -= 1
 
-    def take(
-        self, tenant: Tenant, tokens: int, places: int, held: int = 0, requests: int = 0
-    ) -> dict[str, str]:
-        """Charge tokens and requests, and turn ``held`` places into ``places``; the headers, or ApiError."""
-        limits, used = tenant.limits, self._used.setdefault(tenant.name, _Used())
-        rates = {
-            "requests": (limits.requests_per_minute, requests),
-            "tokens": (limits.tokens_per_minute, tokens),
-        }
-        for kind, (limit, amount) in rates.items():
-            self._check(tenant, used, kind, limit, amount)
-        running = used.running - held + places
-        if limits.parallel is not None and running > limits.parallel:
-            message = (
-                f"{tenant.name!r} may have {limits.parallel} answers at once; this would make it {running}."
-            )
-            wait = 1.0 if places <= limits.parallel else None
-            raise _refusal(message, "requests", wait, self._headers(tenant, used))
-        used.running = running
-        self._charge(used, "requests", requests)
-        self._charge(used, "tokens", tokens)
-        return self._headers(tenant, used)
 
-    def charge(self, tenant: Tenant, tokens: float) -> None:
-        """Charge tokens without a check."""
-        self._charge(self._used[tenant.name], "tokens", tokens)
+class Grant:
+    """A request that was admitted."""
 
-    def _check(self, tenant: Tenant, used: _Used, kind: str, limit: int | None, amount: int) -> None:
+    def __init__(self, tenant: Tenant, account: _Account, clock: Callable[[], float]) -> None:
+        self._tenant, self._account, self._clock, self._charged = tenant, account, clock, 0
+
+    def expect(self, tokens: int) -> None:
+        """Charge the tokens that are known before the answer.
+
+        Raises
+        ------
+        ApiError
+            429 as for :meth:`Usage.admit`; without ``Retry-After`` for more than a minute's tokens.
+        """
+        self.check("tokens", tokens, self._tenant.limits.tokens_per_minute)
+        self.used(tokens)
+
+    def used(self, tokens: int) -> None:
+        """Charge these tokens instead of those before, without a check; may be repeated."""
+        self._account.tokens += tokens - self._charged
+        self._charged = tokens
+
+    def check(self, kind: str, amount: int, limit: int | None) -> None:
+        """ApiError if ``amount`` more requests or tokens are beyond the limit."""
+        self._drain()
         if limit is None:
-            used.buckets.pop(kind, None)
             return
-        now = self._clock()
-        bucket = used.buckets.setdefault(kind, _Bucket(limit, now))
-        bucket.refill(limit, now)
+        name, wait = self._tenant.name, (getattr(self._account, kind) + amount - limit) * MINUTE / limit
         if amount > limit:
-            message = f"Request too large for {tenant.name!r}: limit {limit} {kind} per minute, not {amount}."
-            raise _refusal(message, kind, None, self._headers(tenant, used))
-        if bucket.level < amount - _ROUNDING:
-            wait = (amount - bucket.level) * MINUTE / limit
-            message = (
-                f"Rate limit reached for {tenant.name!r} on {kind} per minute: limit {limit}, "
-                f"requested {amount}. Please try again in {duration(wait)}."
-            )
-            raise _refusal(message, kind, wait, self._headers(tenant, used))
+            message = f"Request too large for {name!r}: limit {limit} {kind} per minute, not {amount}."
+            raise _refusal(message, kind, None)
+        if wait > _ROUNDING:
+            message = f"Rate limit reached for {name!r}: {limit} {kind} per minute, requested {amount}."
+            raise _refusal(f"{message} Please try again in {wait:.3g} s.", kind, wait)
 
-    @staticmethod
-    def _charge(used: _Used, kind: str, amount: float) -> None:
-        if kind in used.buckets:
-            used.buckets[kind].level -= amount
-
-    @staticmethod
-    def _headers(tenant: Tenant, used: _Used) -> dict[str, str]:
-        limits, headers = tenant.limits, {}
-        for kind, limit in (("requests", limits.requests_per_minute), ("tokens", limits.tokens_per_minute)):
-            if limit is not None and kind in used.buckets:
-                level = used.buckets[kind].level
-                headers[f"x-ratelimit-limit-{kind}"] = str(limit)
-                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(level)))
-                headers[f"x-ratelimit-reset-{kind}"] = duration((limit - level) * MINUTE / limit)
-        return headers
+    def _drain(self) -> None:
+        now, account, limits = self._clock(), self._account, self._tenant.limits
+        minutes, account.drained_at = (now - account.drained_at) / MINUTE, now
+        rates = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+        for kind, limit in rates.items():
+            left = 0.0 if limit is None else max(0.0, getattr(account, kind) - minutes * limit)
+            setattr(account, kind, left)
 
 
-def _refusal(message: str, kind: str, wait: float | None, headers: dict[str, str]) -> ApiError:
-    code = "rate_limit_exceeded"
-    return ApiError(429, message, kind=kind, code=code, retry_after=wait, headers=headers)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as OpenAI's headers have them: ``20ms``, ``1.5s``, ``6m0s``."""
-    if seconds < 1:
-        return f"{max(0, round(seconds * 1000))}ms"
-    minutes, rest = divmod(round(seconds, 1), 60)
-    return f"{int(minutes)}m{rest:g}s" if minutes else f"{rest:g}s"
+def _refusal(message: str, kind: str, wait: float | None) -> ApiError:
+    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", retry_after=wait)

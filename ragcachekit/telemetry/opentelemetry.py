@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry import metrics, trace
+from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 import ragcachekit
-from ragcachekit.observers import Observer, QueryLookup, RequestStart
+from ragcachekit.observers import Observer, QueryLookup, RequestStart, model_name
 from ragcachekit.reports import GenerateReport
-from ragcachekit.telemetry.names import model_name
-from ragcachekit.telemetry.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
 
 _SOURCES = ("exact", "approximate", "recomputed", "computed")
-_ASKED = {
+_DURATION = tuple(0.01 * 2**n for n in range(14))
+_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TOKENS = tuple(4**n for n in range(14))
+_OPTIONS = {
     "max_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
 }
+
+
+class _RequestMetrics:
+    """Metrics of requests, with the names and boundaries of OpenTelemetry's conventions."""
+
+    def __init__(self, meter: Meter) -> None:
+        def seconds(name: str, boundaries: tuple[float, ...]) -> Histogram:
+            name = f"gen_ai.server.{name}"
+            return meter.create_histogram(name, "s", explicit_bucket_boundaries_advisory=boundaries)
+
+        self._duration = seconds("request.duration", _DURATION)
+        self._first = seconds("time_to_first_token", _FIRST)
+        self._next = seconds("time_per_output_token", _NEXT)
+        self._usage = meter.create_histogram(
+            "gen_ai.client.token.usage", "{token}", explicit_bucket_boundaries_advisory=_TOKENS
+        )
+        self._prompt = meter.create_counter("ragcachekit.prompt.tokens", "{token}")
+        self.lookups = meter.create_counter("ragcachekit.query_cache.lookups", "{lookup}")
+
+    def record(self, report: GenerateReport | None, common: dict[str, Any], started_ns: int) -> None:
+        """Record a request that has ended; ``common`` are its attributes."""
+        if report is None:
+            self._duration.record((time.time_ns() - started_ns) / 1e9, common)
+            return
+        self._duration.record(report.total_ms / 1e3, common)
+        if not report.output_tokens:  # cancelled before its first token
+            return
+        link = report.link
+        self._first.record(report.ttft_ms / 1e3, common)
+        if report.output_tokens > 1:
+            decoding = (report.total_ms - report.ttft_ms) / 1e3
+            self._next.record(decoding / (report.output_tokens - 1), common)
+        self._usage.record(link.prompt_tokens, {**common, "gen_ai.token.type": "input"})
+        self._usage.record(report.output_tokens, {**common, "gen_ai.token.type": "output"})
+        for source in _SOURCES:
+            attributes = {**common, "ragcachekit.source": source}
+            self._prompt.add(getattr(link, f"{source}_tokens"), attributes)
 
 
 class _Open(NamedTuple):
@@ -62,8 +103,8 @@ class OpenTelemetryObserver(Observer):
     ) -> None:
         named = "ragcachekit", ragcachekit.__version__
         self._tracer = trace.get_tracer(*named, tracer_provider)
-        self._metrics = RequestMetrics(metrics.get_meter(*named, meter_provider))
-        self._model, self._rag = model or model_name(rag), rag
+        self._metrics = _RequestMetrics(metrics.get_meter(*named, meter_provider))
+        self._model, self._rag = model or model_name(rag.model), rag
         rag.add_observer(self)
 
     def close(self) -> None:
@@ -74,7 +115,7 @@ class OpenTelemetryObserver(Observer):
         """Begin a span under the caller's."""
         known = {
             f"gen_ai.request.{name}": start.options[option]
-            for option, name in _ASKED.items()
+            for option, name in _OPTIONS.items()
             if isinstance(start.options.get(option), int | float)
         }
         attributes = {
@@ -140,32 +181,32 @@ class OpenTelemetryObserver(Observer):
         span = self._tracer.start_span("retrieval", attributes=attributes, start_time=lookup.started_ns)
         span.end(lookup.started_ns + _ns(seconds * 1e3))
 
-    def _children(self, span: Span, begun: int, report: GenerateReport) -> None:
+    def _children(self, span: Span, start_ns: int, report: GenerateReport) -> None:
         link, turn = report.link, report.queue_ms
         if report.batch or turn:
-            self._child(span, "queue", begun, 0.0, turn)
+            self._child(span, "queue", start_ns, 0.0, turn)
         if not report.output_tokens:  # cancelled before its first token
             return
         linked = turn + link.link_ms
-        linking = self._child(span, "link", begun, turn, linked, end=False)
-        self._child(linking, "plan", begun, turn, turn + link.plan_ms)
+        linking = self._child(span, "link", start_ns, turn, linked, end=False)
+        self._child(linking, "plan", start_ns, turn, turn + link.plan_ms)
         if link.loaded_bytes:
-            load = self._child(linking, "load", begun, max(turn, linked - link.wait_ms), linked, end=False)
+            load = self._child(linking, "load", start_ns, max(turn, linked - link.wait_ms), linked, end=False)
             load.set_attribute("ragcachekit.load.bytes", link.loaded_bytes)
             load.set_attribute("ragcachekit.load.duration", link.load_ms / 1e3)
-            load.end(begun + _ns(linked))
-        linking.end(begun + _ns(linked))
-        self._child(span, "prefill", begun, linked, report.ttft_ms)
-        self._child(span, "decode", begun, report.ttft_ms, report.total_ms)
+            load.end(start_ns + _ns(linked))
+        linking.end(start_ns + _ns(linked))
+        self._child(span, "prefill", start_ns, linked, report.ttft_ms)
+        self._child(span, "decode", start_ns, report.ttft_ms, report.total_ms)
 
     def _child(
-        self, parent: Span, name: str, begun: int, start: float, stop: float, end: bool = True
+        self, parent: Span, name: str, start_ns: int, start: float, stop: float, end: bool = True
     ) -> Span:
-        """A span from ``start`` to ``stop`` milliseconds after ``begun``."""
+        """A span from ``start`` to ``stop`` milliseconds after ``start_ns``."""
         context = trace.set_span_in_context(parent)
-        span = self._tracer.start_span(name, context=context, start_time=begun + _ns(start))
+        span = self._tracer.start_span(name, context=context, start_time=start_ns + _ns(start))
         if end:
-            span.end(begun + _ns(stop))
+            span.end(start_ns + _ns(stop))
         return span
 
 

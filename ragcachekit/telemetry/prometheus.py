@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ragcachekit.observers import Observer, QueryLookup
+import ragcachekit
+from ragcachekit.errors import RagCacheError
+from ragcachekit.observers import Observer, QueryLookup, model_name
 from ragcachekit.reports import GenerateReport
-from ragcachekit.telemetry.state import EngineState
 
 if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
 
 _Collector = TypeVar("_Collector", bound=Collector)
+_GAUGES = {"nbytes": "bytes", "budget": "budget_bytes", "entries": "entries", "writable": "writable"}
+_COUNTERS = {name: name for name in ("hits", "misses", "evictions", "damaged", "failed_writes")}
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -49,10 +55,9 @@ class PrometheusObserver(Observer):
     def __init__(
         self, rag: RagCache, registry: CollectorRegistry | None = None, *, namespaces: bool = False
     ) -> None:
+        self.registry, self._rag, self._namespaces = registry or CollectorRegistry(), rag, namespaces
         if registry is None:
-            registry = CollectorRegistry()
-            ProcessCollector(registry=registry)
-        self.registry, self._rag, self._namespaces = registry, rag, namespaces
+            ProcessCollector(registry=self.registry)
         self._collectors: list[Collector] = []
         tenant = ("namespace",) if namespaces else ()
         self._prompt = self._counter("prompt_tokens", "Prompt tokens by how they came", (*tenant, "source"))
@@ -98,7 +103,15 @@ class PrometheusObserver(Observer):
         (self._output.labels(*tenant) if tenant else self._output).inc(report.output_tokens)
         self._fallbacks.inc(link.fallback is not None)
         self._loaded.inc(link.loaded_bytes)
-        self._observe(report)
+        self._ttft.observe(report.ttft_ms / 1e3)
+        self._total.observe(report.total_ms / 1e3)
+        self._link.observe(link.link_ms / 1e3)
+        self._wait.observe(link.wait_ms / 1e3)
+        if report.batch:
+            self._queue.observe(report.queue_ms / 1e3)
+        if report.output_tokens > 1:
+            decoding = report.total_ms - report.ttft_ms
+            self._per_token.observe(decoding / 1e3 / (report.output_tokens - 1))
 
     def looked_up(self, lookup: QueryLookup) -> None:
         """Count a lookup."""
@@ -107,17 +120,6 @@ class PrometheusObserver(Observer):
     def searched(self, lookup: QueryLookup) -> None:
         """Observe a search."""
         self._search.observe(lookup.search_seconds or 0.0)
-
-    def _observe(self, report: GenerateReport) -> None:
-        self._ttft.observe(report.ttft_ms / 1e3)
-        self._total.observe(report.total_ms / 1e3)
-        self._link.observe(report.link.link_ms / 1e3)
-        self._wait.observe(report.link.wait_ms / 1e3)
-        if report.batch:
-            self._queue.observe(report.queue_ms / 1e3)
-        if report.output_tokens > 1:
-            decoding = report.total_ms - report.ttft_ms
-            self._per_token.observe(decoding / 1e3 / (report.output_tokens - 1))
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return self._register(Counter(f"ragcachekit_{name}", f"{text}.", labels, registry=None))
@@ -138,3 +140,71 @@ class PrometheusObserver(Observer):
             ) from None
         self._collectors.append(collector)
         return collector
+
+
+class EngineState(Collector):
+    """The collector of one engine, which is referenced weakly; yields nothing once that is closed."""
+
+    def __init__(self, rag: RagCache) -> None:
+        self._rag = weakref.ref(rag)
+        device = str(rag.model.device)
+        self._build = (ragcachekit.__version__, model_name(rag.model), rag.fingerprint[:12], device)
+
+    def describe(self) -> Iterable[Metric]:
+        """The families' names, for the registry's check of duplicates."""
+        return [GaugeMetricFamily("ragcachekit_build_info", "")]
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's state now."""
+        rag = self._rag()
+        if rag is None:
+            return
+        labels = ("version", "model", "fingerprint", "device")
+        build = GaugeMetricFamily(
+            "ragcachekit_build_info", "Always 1; what runs is in the labels.", labels=labels
+        )
+        build.add_metric(self._build, 1)
+        yield build
+        try:
+            families = [*_tiers(rag), *_queue(rag), *_background(rag)]
+        except RagCacheError:  # closed, or a tier is lost
+            return
+        yield from families
+
+
+def _tiers(rag: RagCache) -> Iterator[Metric]:
+    tiers = rag.stats()
+    for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for field, name in names.items():
+            values = {tier.tier: getattr(tier, field) for tier in tiers}
+            yield _family(kind, f"tier_{name}", f"{name} of a storage tier.", "tier", values)
+
+
+def _queue(rag: RagCache) -> Iterator[Metric]:
+    stats = rag.queue.stats()
+    text = "Requests before their turn, and in the batch."
+    states = {"waiting": stats.waiting, "running": stats.running}
+    yield _family(GaugeMetricFamily, "queue_requests", text, "state", states)
+    yield CounterMetricFamily("ragcachekit_decode_steps", "Decoding steps of the queue.", stats.steps)
+    decoded = round(stats.steps * stats.mean_batch)
+    yield CounterMetricFamily("ragcachekit_batched_tokens", "Tokens decoded in these steps.", decoded)
+
+
+def _background(rag: RagCache) -> Iterator[Metric]:
+    encoding, shadow = rag.encoding_stats(), rag.shadow_report()
+    events = ("missed", "captured", "encoded")
+    tokens = {event: getattr(encoding, f"{event}_tokens") for event in events}
+    text = "Chunk tokens missed, captured and encoded."
+    yield _family(CounterMetricFamily, "chunk_tokens", text, "event", tokens)
+    if shadow.agreement is not None:
+        text = "Share of answers as in full."
+        yield GaugeMetricFamily("ragcachekit_shadow_agreement", text, shadow.agreement)
+    text = "1 while prompts are computed in full."
+    yield GaugeMetricFamily("ragcachekit_shadow_falling_back", text, shadow.falling_back)
+
+
+def _family(kind: Any, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family: Metric = kind(f"ragcachekit_{name}", text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)  # type: ignore[attr-defined]
+    return family

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.cli import app
+from benchmarks.__main__ import app
 from benchmarks.selection import budget as module
 from ragcachekit.commands.calibrate.losses import Loss
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.selection.paired import main, read, rows
+from benchmarks.selection.paired import read, rows
 
 
 def work_file(path, ways):
@@ -59,9 +59,8 @@ def test_intervals_are_of_the_differences(work):
     assert (found["lego:16"]["n"], row["n"]) == (30, 40)
 
 
-def test_the_command(work, tmp_path, capsys):
-    main([str(work), "--json", str(tmp_path / "out.json")])
-    assert "query:0.1" in capsys.readouterr().out
+def test_the_command(proofs, work, tmp_path):
+    assert "query:0.1" in proofs("paired", work, "--json", tmp_path / "out.json").output
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["bench"] == "paired"
     assert len(report["rows"]) == 2

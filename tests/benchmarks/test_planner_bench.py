@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks.cli import app
+from benchmarks.__main__ import app
 from benchmarks.planner import measured as planner_measured
 from benchmarks.planner import run as bench
 from benchmarks.planner.pipeline import Machine, Medium, prefill_seconds, read_layers

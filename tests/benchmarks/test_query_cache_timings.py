@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.query_cache import LookupSettings, lookup_rows, run
+from benchmarks.query_cache.lookups import LookupSettings, lookup_rows, run
 from ragcachekit.query.base import Hit
 from ragcachekit.query.proximity import ProximityCache
 

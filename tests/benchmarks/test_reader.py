@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import benchmarks.world.world as world_module
+from benchmarks.query_cache.workload import PREFIXES, variants
 from benchmarks.world.world import World, make_world, messages, system_text
-from ragcachekit.commands.bench.query_cache.wordings import PREFIXES, variants
 
 FOLDER = Path(world_module.__file__).parent / "reader"
 

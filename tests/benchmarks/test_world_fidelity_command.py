@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from benchmarks.cli import app
+from benchmarks.__main__ import app
 from ragcachekit.commands.bench.fidelity import run as fidelity
 
 
@@ -42,7 +42,6 @@ def test_the_reader_is_asked_about_every_kind(home: Path, tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         (("--policies", "lego:4,fastest"), "unknown policy 'fastest'"),
-        (("--sweep", "haystack"), "unknown sweep 'haystack'"),
         (("--seed", "-1"), "the seed must be from 0"),
         (("--questions-per-type", "100000"), "cannot take 100000 questions"),
     ],

@@ -7,14 +7,14 @@ from collections import Counter
 import pytest
 
 from benchmarks.cluster.route_simulation import Setting, requests, simulate
-from ragcachekit.cluster.balancer import Balancer, Weights
-from ragcachekit.cluster.chunk_filter import ChunkFilter
+from ragcachekit.cluster import balancer as balancing
+from ragcachekit.cluster.balancer import Balancer, routing_stats
 
 NAMES = ("a", "b", "c", "d")
 
 
 def stats(**held):
-    return {name: ChunkFilter.of(held.get(name, ())).stats() for name in NAMES}
+    return {name: routing_stats(held.get(name, ())) for name in NAMES}
 
 
 def balancer(**held):
@@ -64,9 +64,9 @@ def test_what_was_sent_counts_until_the_second_filter():
     one = balancer()
     one.sent("c", request("x"))
     assert one.rank(request("x"), {})[0] == ["c"]
-    one.update(stats(a=["other"]) | {"c": ChunkFilter.of(["1"]).stats()})
+    one.update(stats(a=["other"]) | {"c": routing_stats(["1"])})
     assert one.rank(request("x"), {})[0] == ["c"]
-    one.update(stats(a=["other"]) | {"c": ChunkFilter.of(["1", "2"]).stats()})
+    one.update(stats(a=["other"]) | {"c": routing_stats(["1", "2"])})
     assert len(one.rank(request("x"), {})[0]) == 2
 
 
@@ -91,7 +91,7 @@ def test_a_new_replica_is_not_flooded():
     one = balancer()
     for n in range(400):
         one.sent(NAMES[n % 4], request("x"))
-    one.update(stats() | {"e": ChunkFilter.of([]).stats()})
+    one.update(stats() | {"e": routing_stats([])})
     seen = Counter()
     for n in range(100):
         group = one.rank(request(f"new {n}"), {})[0]
@@ -107,8 +107,10 @@ def test_replicas_that_are_gone_are_not_chosen():
     one.sent("a", request("x"))
 
 
-def test_notes_are_bounded():
-    one = Balancer(Weights(noted=10, bound=1e9), seed=1)
+def test_notes_are_bounded(monkeypatch):
+    monkeypatch.setattr(balancing, "MAX_NOTED", 10)
+    monkeypatch.setattr(balancing, "MAX_SHARE", 1e9)
+    one = Balancer(seed=1)
     one.update(stats())
     for n in range(100):
         one.sent("a", request(f"chunk {n}"))
@@ -142,3 +144,16 @@ def test_an_even_workload_gains_nothing_from_routing():
     setting = Setting("topics", requests=6000, topics=20, cache=1.0)
     even, ours = (simulate(setting, name)["hit_rate"] for name in ("round robin", "chunk sets"))
     assert abs(even - ours) < 0.02
+
+
+@pytest.mark.parametrize("wrong", [{}, {"chunks": "x"}, {"chunks": b"123"}, {"chunks": None}])
+def test_reports_of_another_form_hold_nothing(wrong):
+    one = Balancer(seed=1)
+    one.update(stats(a=["x"]) | {"b": wrong})
+    assert one.rank(request("x"), {})[0] == ["a"]
+
+
+def test_a_report_holds_its_chunks_and_no_others():
+    one = balancer(a=[str(n) for n in range(5000)], b=["x"])
+    assert all(one.rank(request(str(n)), {})[0] == ["a"] for n in range(0, 5000, 50))
+    assert not any(one.rank(request(f"other {n}"), {})[0] == ["a"] for n in range(1000))

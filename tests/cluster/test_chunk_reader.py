@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 
 import pytest
 
 from cluster_kit import SYSTEM
 from ragcachekit import RagCache
-from ragcachekit.cluster.chunk_reader import ChunkReader
-from ragcachekit.engine.prompt_segmenter import PromptSegmenter
-from ragcachekit.server.tenants import Tenant
+from ragcachekit.cluster.ingress import ChunkReader
+from ragcachekit.server.keys import Tenant
 from speaking import byte_level, speaker
 
 NAME = "cachedContents/" + "0123456789abcdef" * 2
@@ -78,23 +76,6 @@ def test_ids_and_names_that_clients_give(reader, field):
 def test_what_is_no_id_or_name_is_not_read(reader, wrong):
     body = {"chunk_ids": [wrong, NAME, "one"], "cached_content": wrong}
     assert set(read(reader, body, **{"x-ragcachekit-chunks": f"{wrong},{NAME},two"})) == {"one", "two"}
-
-
-def test_texts_are_measured_once_and_not_kept(reader, monkeypatch):
-    asked = []
-    monkeypatch.setattr(PromptSegmenter, "chunk_ids", lambda _, text: asked.append(text[:9]) or (1, 2))
-    tracemalloc.start()
-    for _ in range(2):
-        for number in range(20):
-            assert len(read(reader, {"documents": [f"{number:09d}" + "x" * 1_000_000]})) == 1
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert asked == [f"{number:09d}" for number in range(20)]
-    assert held < 2_000_000
-    for start in range(0, 4200, 200):
-        read(reader, {"documents": [f"{start + number}" for number in range(200)]})
-    read(reader, {"documents": ["0" * 9 + "x" * 1_000_000]})
-    assert asked[-1] == "0" * 9  # forgotten again
 
 
 @pytest.mark.parametrize(

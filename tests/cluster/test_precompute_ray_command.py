@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands.precompute.run import PrecomputeSettings
+from ragcachekit.commands.precompute import PrecomputeSettings
 from ragcachekit.errors import RagCacheError
 
 KEY = "TEST_SHARED_KEY"
@@ -26,7 +26,7 @@ def precompute(command, corpus, tmp_path, monkeypatch):
 
             return np.eye(len(texts), 384, dtype=np.float32)
 
-    monkeypatch.setattr("ragcachekit.commands.precompute.run.MiniLM", NoEmbedding)
+    monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM", NoEmbedding)
     monkeypatch.setenv(KEY, "a key for tests, nothing more")
 
     def run(*arguments):
@@ -82,7 +82,7 @@ def test_encoders_that_need_the_whole_corpus_are_refused(precompute, encoder):
 
 
 def test_without_ray_it_says_what_to_install(corpus, monkeypatch):
-    monkeypatch.setattr("ragcachekit.commands.precompute.run.find_spec", lambda _: None)
+    monkeypatch.setattr("ragcachekit.commands.precompute.find_spec", lambda _: None)
     with pytest.raises(RagCacheError, match=r"pip install 'ray\[data,serve\]'"):
         PrecomputeSettings(str(corpus), READER, ray=True)
     PrecomputeSettings(str(corpus), READER)

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.request_router import PendingRequest
 
-from ragcachekit.cluster.chunk_filter import ChunkFilter
+from ragcachekit.cluster.balancer import routing_stats
 from ragcachekit.cluster.router import ChunkRouter
 
 
 def replica(name, *held):
     return SimpleNamespace(
-        replica_id=SimpleNamespace(unique_id=name), routing_stats=ChunkFilter.of(held).stats() if held else {}
+        replica_id=SimpleNamespace(unique_id=name), routing_stats=routing_stats(held) if held else {}
     )
 
 
@@ -23,7 +23,7 @@ def router():
     """Without Serve: what its constructor needs is not there."""
     one = ChunkRouter.__new__(ChunkRouter)
     one._replica_queue_len_cache = SimpleNamespace(get=lambda _: None)
-    one.initialize_state(bound=100.0)
+    one.initialize_state()
     return one
 
 

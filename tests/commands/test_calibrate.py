@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
-from ragcachekit.cli import app
+from ragcachekit.commands.app import app
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.calibrate import run as calibrate
 from ragcachekit.commands.calibrate.losses import Judge, Loss, contains

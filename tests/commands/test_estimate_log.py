@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ragcachekit.commands.estimate.log import LoggedQuestion, read_log
+from ragcachekit.commands.estimate import LoggedQuestion, read_log
 
 
 @pytest.fixture

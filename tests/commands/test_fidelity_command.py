@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import READER
-from ragcachekit.cli import app
+from ragcachekit.commands.app import app
 from ragcachekit.commands.bench.fidelity import run as fidelity
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.world.layers import layer_rows
+from benchmarks.world.fidelity import layer_rows
 from ragcachekit.commands.bench.fidelity import metrics
 from ragcachekit.commands.bench.fidelity.engines import ALONE, FULL, REUSE, Way
 from ragcachekit.commands.bench.fidelity.measure import Measurement

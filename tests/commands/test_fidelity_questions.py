@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
-from benchmarks.world.sweeps import sweep_questions
 from benchmarks.world.world import TRAINING_SEEDS, make_world, messages
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion, digest, read_questions
@@ -90,43 +89,6 @@ def test_an_empty_file_has_no_questions(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="no questions"):
         read_questions(tmp_path / "q.jsonl")
-
-
-# -- sweeps -------------------------------------------------------------------------------------------
-
-
-def test_the_needle_stands_at_every_place() -> None:
-    asked = sweep_questions("needle", 0, 2)
-    one = asked[0].question
-    cells = {(dict(q.cell)["chunks"], dict(q.cell)["position"]): q for q in asked if q.question == one}
-    assert set(cells) == {(2 * n, 2 * at) for n in range(1, 7) for at in range(n)}
-    (evidence,) = {question.chunks[at : at + 2] for (_, at), question in cells.items()}
-    for (count, _), question in cells.items():
-        assert len(question.chunks) == count
-        assert question.question_type in ("a", "b")
-    others = [tuple(c for c in cells[8, at].chunks if c not in evidence) for at in (0, 2, 4, 6)]
-    assert len(set(others)) == 1
-
-
-def test_chunks_of_other_sizes_make_the_same_prompt(tokenizer) -> None:
-    asked = [q for q in sweep_questions("chunks", 0, 2) if dict(q.cell)["axis"] == "size"]
-    maker = PromptMaker(tokenizer)
-    for question in {q.question for q in asked}:
-        of_sizes = {dict(q.cell)["size"]: q for q in asked if q.question == question}
-        assert [len(q.chunks) for q in of_sizes.values()] == [16, 8, 4, 2]
-        assert len({maker.prompt(q).token_ids for q in of_sizes.values()}) == 1
-
-
-def test_numbers_of_chunks_go_from_two_to_twelve() -> None:
-    asked = [q for q in sweep_questions("chunks", 0, 2) if dict(q.cell)["axis"] == "number"]
-    assert {len(q.chunks) for q in asked} == {2, 4, 6, 8, 10, 12}
-    assert all(dict(q.cell)["chunks"] == len(q.chunks) for q in asked)
-    assert {q.question_type for q in asked if len(q.chunks) == 2} == {"a", "b"}
-
-
-def test_an_unknown_sweep_is_refused() -> None:
-    with pytest.raises(ValueError, match="known: needle, chunks"):
-        sweep_questions("haystack", 0, 2)
 
 
 # -- prompts ------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from benchmarks.world.fidelity import WorldFidelitySettings, run
+from benchmarks.world.fidelity import WorldFidelitySettings, run, tables
 from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
-from benchmarks.world.sweeps_report import plot, tables
 from benchmarks.world.world import messages
 from ragcachekit import RagCache
 from ragcachekit.commands.bench.fidelity import run as fidelity
 from ragcachekit.commands.bench.fidelity.engines import Engines
+from ragcachekit.commands.bench.fidelity.plot import plot
 from ragcachekit.commands.bench.fidelity.prompts import PromptMaker
 from ragcachekit.commands.bench.fidelity.run import FidelitySettings
 from ragcachekit.commands.bench.report import BenchReport
@@ -200,27 +200,6 @@ def test_tables_and_plots(report: BenchReport, tmp_path: Path) -> None:
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no rows to draw"):
         plot(BenchReport("fidelity", "m", 0, ()), tmp_path / "n.png")
-
-
-@pytest.mark.parametrize(("sweep", "cells"), [("needle", 21), ("chunks", 10)])
-def test_sweeps_have_a_row_per_cell(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: str, cells: int
-) -> None:
-    monkeypatch.setattr("benchmarks.world.sweeps.choose_questions", one_of_each)
-    found = run(settings(sweep=sweep, policies=("reuse",), encoders=("system",)))
-    rows = [r for r in found.rows if r["part"] == sweep and r["question_type"] == "all"]
-    assert len(rows) == 2 * cells  # full and reuse
-    assert len(
-        {(r["policy"], r.get("axis"), r.get("size"), r["chunks"], r.get("position")) for r in rows}
-    ) == len(rows)
-    assert all("exact_match" in r for r in rows)
-    plot(found, tmp_path / "s.svg")
-    assert (tmp_path / "s.svg").read_text().startswith("<?xml")
-    assert len(list(tables(found))) == 1
-
-
-def one_of_each(world, number: int, rng: object) -> list[object]:
-    return [next(q for q in world.questions if q.kind == kind) for kind in ("a", "c")]
 
 
 # -- going on -----------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.cli import console
-from ragcachekit.commands import check_model
+from ragcachekit.commands import check_model, console
 from ragcachekit.commands.bench import report
 
 
@@ -105,39 +104,6 @@ def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
     assert message in result.output
 
 
-def test_bench_query_cache_over_own_files(command, one_minilm, corpus, world, tmp_path):
-    asked = [question.text for question in world.questions[:10]]
-    (tmp_path / "log.txt").write_text("\n".join([*asked, *(f"Please tell me: {text}" for text in asked)]))
-    result = command(
-        *("bench", "query-cache", "--log", tmp_path / "log.txt", "--corpus", corpus),
-        *("--json", tmp_path / "q.json"),
-    )
-    assert result.exit_code == 0, result.output
-    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
-    sweep = [row for row in rows if row["part"] == "sweep"]
-    assert {row["capacity"] for row in sweep} == {2, 10, 20}
-    exact = [row for row in sweep if row["tolerance"] == 0]
-    assert all((row["hit_rate"], row["result_recall"]) == (0, 1) for row in exact)
-    assert max(row["hit_rate"] for row in sweep) > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "give --log with --corpus, or --dataset"),
-        (("--corpus", "."), "give --log with --corpus, or --dataset"),
-        (("--log", "log.txt"), "give --log with --corpus, or --dataset"),
-        (("--dataset", "squad:a", "--log", "b", "--corpus", "."), "give --log with --corpus, or --dataset"),
-        (("--dataset", "squat:a"), "unknown dataset"),
-        (("--dataset", "squad:a", "--tolerances", "wide"), "takes numbers with commas"),
-    ],
-)
-def test_bench_query_cache_says_what_to_give(command, arguments, message):
-    result = command("bench", "query-cache", *arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
 def test_check_model_needs_a_model(command):
     result = command("check-model")
     assert result.exit_code == 2
@@ -146,7 +112,7 @@ def test_check_model_needs_a_model(command):
 
 def test_help_and_version_need_no_torch():
     program = (
-        "import sys; from typer.testing import CliRunner; from ragcachekit.cli import app; "
+        "import sys; from typer.testing import CliRunner; from ragcachekit.commands.app import app; "
         "r = CliRunner(); out = [r.invoke(app, a.split()).exit_code for a in "
         "('--help', 'ask --help', 'bench ttft --help', 'cache --help', '--version')]; "
         "print(out, sorted({'torch', 'transformers', 'numpy', 'langchain_core'} & sys.modules.keys()))"
@@ -162,7 +128,7 @@ def test_every_command_has_a_help_text(command):
         ("precompute",),
         ("check-model",),
         ("bench", "ttft"),
-        ("bench", "query-cache"),
+        ("estimate",),
         ("cache", "stats"),
         ("cache", "clear"),
     ):
@@ -172,7 +138,7 @@ def test_every_command_has_a_help_text(command):
 
 
 def test_what_extra_is_missing_is_one_line(command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ragcachekit.commands.ask", None)
+    monkeypatch.setitem(sys.modules, "ragcachekit.commands.embedding", None)
     result = command("ask", "--corpus", ".", "--model", READER, "Why?")
     assert result.exit_code == 2
     assert "pip install langchain-core faiss-cpu gguf" in " ".join(result.output.split())
@@ -183,8 +149,8 @@ def test_a_missing_matplotlib_is_said_before_the_run(command, monkeypatch, tmp_p
         return None if name == "matplotlib" else real(name)
 
     real = importlib.util.find_spec
-    monkeypatch.setattr("ragcachekit.commands.checks.importlib.util.find_spec", find)
-    monkeypatch.setattr("ragcachekit.commands.bench.ttft.run", None)
+    monkeypatch.setattr("ragcachekit.commands.options.importlib.util.find_spec", find)
+    monkeypatch.setattr("ragcachekit.commands.bench.timing.run", None)
     result = command("bench", "ttft", "--plot", tmp_path / "plot.png")
     assert result.exit_code == 2
     assert "--plot needs matplotlib: pip install" in result.output

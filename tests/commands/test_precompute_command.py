@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from benchmarks.world.reader_folder import READER
 from command_fixtures import kv_of
 from ragcachekit.commands.embedding import DIM
-from ragcachekit.commands.precompute.run import PrecomputeSettings, estimate, open_run
+from ragcachekit.commands.precompute import PrecomputeSettings, dry_work, open_run
 from ragcachekit.commands.reading_prompt import prompt_for
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
@@ -33,7 +33,7 @@ class Quick:
 
 @pytest.fixture(autouse=True)
 def quick_embedding(monkeypatch):
-    monkeypatch.setattr("ragcachekit.commands.precompute.run.MiniLM", Quick)
+    monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM", Quick)
 
 
 @pytest.fixture
@@ -110,8 +110,8 @@ def test_one_is_not_many(command, tmp_path):
     assert "encoded 1 chunk (" in result.stdout
 
 
-def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):
-    work = estimate(settings)
+def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
+    work = dry_work(settings)
     config = json.loads((Path(READER) / "config.json").read_text())
     per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
     per_token += 4  # the attention that the token got, kept for policies
@@ -120,7 +120,6 @@ def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):
     behind = len(tokenizer(prompt_for(tokenizer).before, add_special_tokens=False).input_ids)
     ids = 4 * (work.tokens + work.chunks * behind)  # of all that an entry was computed from, for forget
     assert work.todo_bytes == work.tokens * per_token + ids
-    assert work.seconds > 0
     result = precompute("--dry-run")
     assert result.exit_code == 0
     assert (
@@ -132,13 +131,13 @@ def test_a_dry_run_measures_and_writes_nothing(precompute, settings, tmp_path):
 def test_a_dry_run_counts_what_is_stored(precompute, settings, tmp_path):
     count, _ = encoded(precompute())
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
-    work = estimate(settings)
-    assert (work.stored, work.todo_tokens, work.seconds) == (count, 0, None)
+    work = dry_work(settings)
+    assert (work.stored, work.todo_tokens) == (count, 0)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == before
 
 
 def test_the_estimate_is_what_is_then_stored(settings):
-    work = estimate(settings)
+    work = dry_work(settings)
     with open_run(settings) as opened:
         assert (opened.work.todo_bytes, opened.work.chunks) == (work.todo_bytes, work.chunks)
         opened.run()
@@ -284,7 +283,7 @@ def test_clearing_the_cache_clears_its_lists(rerun, command, tmp_path):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(precompute, settings, monkeypatch):
-    whole, put, calls = estimate(settings).chunks, DiskStore.put, []
+    whole, put, calls = dry_work(settings).chunks, DiskStore.put, []
 
     def interrupted(store, key, kv):
         if len(calls) == 5:
@@ -312,7 +311,7 @@ def test_a_corpus_larger_than_the_budget_or_the_disk_is_refused_first(precompute
     assert result.exit_code == 2
     assert "raise --disk-gb" in result.output
     usage = type("Usage", (), {"free": 1000, "total": 10**12})
-    monkeypatch.setattr("ragcachekit.commands.precompute.run.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("ragcachekit.commands.precompute.shutil.disk_usage", lambda _: usage)
     with pytest.raises(StoreError, match="choose another --cache"), open_run(replace(settings, disk_gb=1)):
         pass
 

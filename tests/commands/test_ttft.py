@@ -29,7 +29,6 @@ SMALL = {
     "prompt_tokens": [200],
     "chunk_tokens": 60,
     "question_tokens": 20,
-    "progress": False,
 }
 
 
@@ -47,7 +46,11 @@ def model():
 def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return ttft.run(**SMALL, policies=("reuse", "lego:16", "lego0"), runs=3, tiers=("host", "disk"))
+        return timing.run(
+            timing.TtftSettings(
+                **SMALL, policies=("reuse", "lego:16", "lego0"), runs=3, tiers=("host", "disk")
+            )
+        )
 
 
 def test_rows_are_those_of_the_design(report):
@@ -118,7 +121,7 @@ def test_the_prompt_of_the_goal_has_four_chunks_of_490():
 )
 def test_bad_arguments_are_refused(options, what):
     with pytest.raises(ValueError, match=what):
-        ttft.run(**{**SMALL, **options})
+        timing.run(timing.TtftSettings(**{**SMALL, **options}))
 
 
 def test_an_answer_that_is_not_the_models_gives_no_figures(model):
@@ -154,24 +157,24 @@ def test_a_request_served_from_elsewhere_is_no_sample(model):
         rag.generate(prompt, **timing.ONE_TOKEN)
 
     with timing.open_engines(model, ("host", "disk"), fill) as engines:
-        assert ttft.ask_engine(engines.warm["disk"], prompt, "reuse", "disk")[3] == 120
+        assert timing.ask_engine(engines.warm["disk"], prompt, "reuse", "disk").prompt_tokens == 120
         with pytest.raises(RagCacheError, match="expected KV from disk"):
-            ttft.ask_engine(engines.warm["host"], prompt, "reuse", "disk")
+            timing.ask_engine(engines.warm["host"], prompt, "reuse", "disk")
         with pytest.raises(RagCacheError, match="expected KV from none"):
-            ttft.ask_engine(engines.warm["host"], prompt, "reuse", "none")
-        ttft.ask_engine(engines.cold, prompt, "reuse", "none")
-        assert ttft.ask_engine(engines.cold, prompt, "reuse", "none")[2] == 0
+            timing.ask_engine(engines.warm["host"], prompt, "reuse", "none")
+        timing.ask_engine(engines.cold, prompt, "reuse", "none")
+        assert timing.ask_engine(engines.cold, prompt, "reuse", "none").recompute_ratio == 0
 
 
 def test_the_plot_is_written(report, tmp_path):
-    ttft.plot(report, tmp_path / "bars.png")
+    ttft.draw(report, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_can_be_measured_instead_of_a_shape():
     folder = READER
-    found = ttft.run(
-        model=folder, prompt_tokens=[120], chunk_tokens=40, question_tokens=16, runs=1, progress=False
+    found = timing.run(
+        timing.TtftSettings(model=folder, prompt_tokens=[120], chunk_tokens=40, question_tokens=16, runs=1)
     )
     assert found.model.startswith(folder)
     assert "random" not in found.model
@@ -180,9 +183,11 @@ def test_a_folder_can_be_measured_instead_of_a_shape():
 def test_documents_in_two_sizes_and_two_dtypes(tmp_path):
     words = " ".join(f"person {number} lives in town {number * 7}" for number in range(200))
     (tmp_path / "facts.txt").write_text(words)
-    asked = {"policies": ("reuse",), "encoder": "system", "runs": 1, "progress": False, "chunk_tokens": 60}
+    asked = {"policies": ("reuse",), "encoder": "system", "runs": 1, "chunk_tokens": 60}
     sizes, dtypes = [150, 230], ("float32", "bfloat16")
-    found = ttft.run(model=READER, corpus=tmp_path, prompt_tokens=sizes, dtypes=dtypes, **asked)
+    found = timing.run(
+        timing.TtftSettings(model=READER, corpus=tmp_path, prompt_tokens=sizes, dtypes=dtypes, **asked)
+    )
     linked = [row for row in found.rows if row["policy"] == "reuse"]
     assert [(row["dtype"], row["prompt_tokens"]) for row in linked] == [(d, n) for d in dtypes for n in sizes]
     assert {row["encoder"] for row in linked} == {"system"}
@@ -190,7 +195,7 @@ def test_documents_in_two_sizes_and_two_dtypes(tmp_path):
         (full,) = (r for r in found.rows[5 * number : 5 * number + 5] if r["policy"] == "full")
         assert row["speedup"] == pytest.approx(full["ttft_ms"] / row["ttft_ms"])
     with pytest.raises(CorpusError, match="the prompt needs"):
-        ttft.run(model=READER, corpus=tmp_path, prompt_tokens=[100_000], **asked)
+        timing.run(timing.TtftSettings(model=READER, corpus=tmp_path, prompt_tokens=[100_000], **asked))
 
 
 def test_a_prompt_of_documents_is_their_text(tmp_path):

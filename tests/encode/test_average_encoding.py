@@ -11,11 +11,12 @@ from test_similar_encoding import background_encoder
 from families import off, plain, prefill, tokens
 from link_kit import described
 from ragcachekit.encode import in_prompt
-from ragcachekit.encode.companions import Companions
 from ragcachekit.model.encoding import AverageEncoding
-from ragcachekit.plan.encodings import Encodings, TokenSegment
+from ragcachekit.plan.companions import Companions
+from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.stored_averages import StoredAverages
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey, chunk_id
 
@@ -210,7 +211,7 @@ class TestCompanions:
         assert found.of("here", "c") == ("b", "a"), "the only new one takes what is known"
 
     def test_of_a_list_longer_than_what_is_remembered_all_have_companions(self, monkeypatch):
-        monkeypatch.setattr("ragcachekit.encode.companions.REMEMBERED", 4)
+        monkeypatch.setattr("ragcachekit.plan.companions.REMEMBERED", 4)
         found = Companions(lambda text, namespace: f"{namespace}/{text}")
         found.observe("here", "abcdefgh")
         assert all(found.of("here", text) for text in "abcdefgh")

@@ -59,7 +59,7 @@ class Engine:
         )
 
     def chunk_ids(self, texts: Iterable[str], namespace: str = SPACE) -> frozenset[str]:
-        return frozenset(chunk_id(self.rag._prompts.chunk_ids(text), namespace) for text in texts)
+        return frozenset(chunk_id(self.rag._parser.chunk_ids(text), namespace) for text in texts)
 
     def left(self, gone: frozenset[str] | None, namespace: str = SPACE) -> list[str]:
         """Where something of these chunks, or (None) of the namespace, lies: looked at, not asked for."""
@@ -91,7 +91,7 @@ class Engine:
 
     def recognised(self, text: str, namespace: str = SPACE) -> bool:
         """Whether prompts are searched for it."""
-        return bool(self.rag._prompts.registry.find(namespace, prompt_of(text)).found)
+        return bool(self.rag._parser.registry.find(namespace, prompt_of(text)).found)
 
     def close(self) -> None:
         self.rag.close()

@@ -18,11 +18,11 @@ from ragcachekit.engine.auto.chooser import CHANGING, UNKNOWN
 from ragcachekit.engine.auto.probes import probes
 from ragcachekit.engine.auto.prompts import PROMPTS, CheckPrompt, SeenPrompts
 from ragcachekit.engine.auto.selection import Measured, choice, contenders
-from ragcachekit.plan.encodings import TokenSegment
 from ragcachekit.policies.auto import DEFAULT, Auto, candidates
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.policies.reuse import Reuse
+from ragcachekit.prompt.segments import TokenSegment
 from speaking import byte_level, speaker
 
 TEXTS = [f"The river number {n} flows in the town of {n * 7}. Its capital is {n * 13}." for n in range(8)]
@@ -112,7 +112,7 @@ def test_rows_chosen_by_the_question_do_not_see_the_answer(make, monkeypatch):
     monkeypatch.setattr(check, "choose", lambda m, r, plan: seen.append(plan) or choose(m, r, plan))
     rag = make()
     rag.tune(prompts=[prompt(0)])
-    asked = rag._prompts.request(prompt(0), "default", open_policy("full")).token_ids
+    asked = rag._parser.parse(prompt(0), "default").token_ids
     assert seen
     assert all(plan.token_ids == asked for plan in seen)
 

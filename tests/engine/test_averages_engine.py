@@ -59,8 +59,8 @@ def test_what_is_linked_is_the_mean_over_contexts(make):
     segments = [Text(BEFORE), Chunk(ONE), Text("\n\n"), Chunk(TWO), Text("\nWhere?")]
     linked = rag.link(Prompt(segments))
     assert linked.report.approximate_tokens > 0
-    prompts = rag._components.prompts
-    before, joint = prompts.text_before(BEFORE), prompts.tokens.text("\n\n", first=False)
+    prompts = rag._components.parser
+    before, joint = prompts.system_ids(BEFORE), prompts.tokens.text("\n\n", first=False)
     one, two = prompts.chunk_ids(ONE), prompts.chunk_ids(TWO)
     first, start = len(before), len(before) + len(one) + len(joint)
     behind, alone = values_of((*before, *one, *joint, *two)), values_of((*before, *two))
@@ -117,15 +117,14 @@ def kv_of(rag, text):
 
 
 def names(rag, text):
-    prompts = rag._components.prompts
-    return prompts.missing([text], "default", rag._components.policy, BEFORE)
+    return rag._components.planner.missing([text], "default", rag._components.policy, BEFORE)
 
 
 def ids_of(rag, before, *chunks):
-    prompts = rag._components.prompts
+    prompts = rag._components.parser
     joint = prompts.tokens.text("\n\n", first=False)
     parts = [(*prompts.chunk_ids(chunk), *joint) for chunk in chunks]
-    whole = (*prompts.text_before(before), *(i for part in parts for i in part))
+    whole = (*prompts.system_ids(before), *(i for part in parts for i in part))
     return whole[: len(whole) - len(joint)]
 
 
@@ -195,7 +194,7 @@ def test_prefetch_names_what_the_prompt_will_use(make, tmp_path):
     rag = make(store=StoreConfig(host_bytes=1 << 26, disk_path=tmp_path / "kv"))
     rag.encode(FACTS, system=BEFORE)
     rag.generate(PROMPT, **ASKED)
-    planner = rag._components.prompts
+    planner = rag._components.planner
     keys = planner.prefetch_keys([THREE, TWO, ONE], "default", rag._components.policy, BEFORE)
     assert [key.encoding for key in keys] == ["prefix", "system", "average:3", "average:3"]
     assert all(key in rag._components.store for key in keys[1:])
@@ -211,7 +210,7 @@ def test_auto_finds_the_means_on_disk_after_a_restart_too(make, tmp_path):
         again.register([text])
     assert used(again.generate(PROMPT, **ASKED)) == [("disk", True), ("disk", False), ("disk", False)]
     again.flush()
-    prefix = len(again._prompts.text_before(BEFORE))
+    prefix = len(again._parser.system_ids(BEFORE))
     assert again.encoding_stats().missed_tokens == prefix, "the means were found"
 
 
@@ -242,7 +241,7 @@ def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
 def test_the_mean_serves_chunks_whose_companions_are_not_known(make):
     rag = make()
     rag.encode(FACTS, system=BEFORE)
-    ids = rag._prompts.chunk_ids
+    ids = rag._parser.chunk_ids
     parts = [
         Text(BEFORE),
         Chunk(token_ids=ids(ONE)),
@@ -251,7 +250,7 @@ def test_the_mean_serves_chunks_whose_companions_are_not_known(make):
         Text("\nWhere?"),
     ]
     linked = rag.link(Prompt(parts))
-    start = len(ids_of(rag, BEFORE, ONE)) + len(rag._prompts.tokens.text("\n\n", first=False))
+    start = len(ids_of(rag, BEFORE, ONE)) + len(rag._parser.tokens.text("\n\n", first=False))
     for layer, mean in zip(linked.cache.layers, kv_of(rag, TWO).values, strict=True):
         assert off(layer.values[0, :, start : start + len(ids(TWO))], mean) < 1e-5
 

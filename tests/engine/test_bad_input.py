@@ -11,7 +11,6 @@ from torch import nn
 from engine_kit import PROMPT, chunk, ids, rag_for, stored_in, text, warmed
 from families import SIZES, build, greedy, plain
 from ragcachekit import (
-    GraphConfig,
     LoadConfig,
     ModelNotSupported,
     Prompt,
@@ -323,7 +322,6 @@ class TestArgumentsOfAWrongType:
             (TreeConfig, "keep_first", "2", "a whole number, or None, got '2'"),
             (LoadConfig, "threads", "2", "a whole number, got '2'"),
             (ShadowConfig, "share", "x", "a number, got 'x'"),
-            (GraphConfig, "max_rows", None, "a whole number, got None"),
         ],
     )
     def test_of_configurations(self, config, field, value, message):

@@ -103,7 +103,7 @@ class TestForgetting:
     def test_all_of_it(self):
         rag = warmed()
         assert rag.forget() == 4
-        assert len(rag._prompts.variants._variants) == 0
+        assert len(rag._planner.variants._variants) == 0
 
     def test_tenants_are_strangers(self):
         rag = warmed()

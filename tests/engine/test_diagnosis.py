@@ -11,7 +11,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 
 from ragcachekit import RagCache
 from ragcachekit.engine.inspect.diagnosis import ADVICE, diagnose
-from ragcachekit.engine.prompt_segmenter import PromptSegmenter
+from ragcachekit.prompt.parser import PromptParser
 from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows & ends in Berlin."
@@ -26,7 +26,7 @@ def messages(context: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def prompts():
-    return PromptSegmenter(byte_level())
+    return PromptParser(byte_level())
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +93,13 @@ def test_a_longer_registered_chunk_covers_it(rag) -> None:
 def test_a_template_that_alters_contents_is_named() -> None:
     tokenizer = copy.deepcopy(byte_level())
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
-    found = diagnose(PromptSegmenter(tokenizer), messages(PARTS), [ONE])
+    found = diagnose(PromptParser(tokenizer), messages(PARTS), [ONE])
     assert reasons(found) == ["upper or lower case"]
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] | replace('Where', 'Whence') | truncate(2000) }}"
         "{% if 'Berlin' in m['content'] %}!{% endif %}{% endfor %}"
     )
-    found = diagnose(PromptSegmenter(tokenizer), messages(PARTS), [ONE])
+    found = diagnose(PromptParser(tokenizer), messages(PARTS), [ONE])
     assert reasons(found) == ["template"]
     assert "computed in full" in found.notes[0]
     assert "leaves contents as they are" in str(found)
@@ -111,10 +111,10 @@ def test_plain_text_of_a_chat_model_has_a_note(prompts) -> None:
 
 
 def test_it_registers_nothing(rag) -> None:
-    before = rag._prompts.registry.texts("default")
+    before = rag._parser.registry.texts("default")
     rag.diagnose(messages("nothing"), ["a text that was never registered at all"])
-    assert sorted(rag._prompts.registry.texts("default")) == sorted(before)
-    assert len(rag._prompts.registry._namespaces) <= 3
+    assert sorted(rag._parser.registry.texts("default")) == sorted(before)
+    assert len(rag._parser.registry._namespaces) <= 3
 
 
 def test_other_documents_are_refused(rag) -> None:

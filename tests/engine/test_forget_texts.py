@@ -41,7 +41,7 @@ def make(tmp_path):
 
 def holding(engine, text, namespace=SPACE):
     """Where KV lies whose tokens hold the text, or begin it at their end: looked at, not asked for."""
-    decode = engine.rag._prompts.tokens.decode
+    decode = engine.rag._parser.tokens.decode
     found = ForgottenTexts([text], lambda ids: decode(ids, special=True))
     out = []
     for key in list(engine.store.keys()):
@@ -67,7 +67,7 @@ def holding(engine, text, namespace=SPACE):
 def reused_from(engine, prompt, text):
     """Whether a prompt reuses rows of the text, which stands in it."""
     plan = engine.rag._path.begin(engine.rag._request(prompt, None, None))
-    decode = engine.rag._prompts.tokens.decode
+    decode = engine.rag._parser.tokens.decode
     kept = sorted(set(range(len(plan.token_ids))) - set(plan.rows))
     beginning = [token for at, token in zip(kept, (plan.token_ids[i] for i in kept), strict=True)]
     return text in decode(beginning, special=True)
@@ -219,12 +219,13 @@ def test_another_process_drops_it_from_its_tree(make):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("step", ["waiting", "match", "forward", "insert"])
+@pytest.mark.parametrize("step", ["parse", "prepare", "match", "forward", "insert"])
 @pytest.mark.parametrize("where", ["plain", "question", "part of a chunk", "system message"])
 def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, where, step, after):
     engine = make(cold="background")
     owner, name = {
-        "waiting": (engine.rag._prompts, "waiting"),
+        "parse": (engine.rag._parser, "parse"),
+        "prepare": (engine.rag._planner, "prepare"),
         "match": (engine.tree, "match"),
         "forward": (engine.rag.model.base_model, "forward"),
         "insert": (engine.tree, "insert"),

@@ -42,8 +42,8 @@ def forget_of(engine, what):
 
 # What encode calls, in this order.
 STEPS = {
-    "ids": lambda engine: (engine.rag._prompts, "missing"),
-    "registration": lambda engine: (engine.rag._prompts.registry, "add"),
+    "ids": lambda engine: (engine.rag._planner, "missing"),
+    "registration": lambda engine: (engine.rag._parser.registry, "add"),
     "forward": lambda engine: (engine.rag.model.base_model, "forward"),
     "model check": lambda engine: (engine.rag._components.background_encoder, "_still_valid"),
 }
@@ -84,7 +84,7 @@ def test_forget_while_an_entry_is_being_stored(make, monkeypatch, what):
 def test_a_process_that_comes_later_does_not_find_it(make, monkeypatch):
     engine = make()
     gone, forget = forget_of(engine, "texts")
-    keys = [item.key for item in engine.rag._prompts.missing([GONE, KEPT], SPACE, engine.rag._policy, None)]
+    keys = [item.key for item in engine.rag._planner.missing([GONE, KEPT], SPACE, engine.rag._policy, None)]
     around(monkeypatch, *STEPS["forward"](engine), Meanwhile(forget), after=True)
     engine.rag.encode([GONE, KEPT])
     assert [key.chunk_id in gone for key in engine.found_by_others(keys)] == [False]
@@ -192,7 +192,7 @@ def test_forget_before_the_tree_is_asked_about_a_request(make, monkeypatch, step
     engine = make(cold="background", policy="prefix")
     gone, forget = forget_of(engine, what)
     meanwhile = Meanwhile(forget)
-    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._prompts, "waiting")}[step]
+    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._planner, "prepare")}[step]
     around(monkeypatch, owner, name, meanwhile, after=False)
     generated(engine)
     assert engine.rag.flush(WAIT)
@@ -338,9 +338,10 @@ def race(make, monkeypatch, seeds, **options):
 
     stock = engine.rag._components
     for owner, name in (
-        (engine.rag._prompts, "missing"),
-        (engine.rag._prompts, "waiting"),
-        (engine.rag._prompts, "plan"),
+        (engine.rag._planner, "missing"),
+        (engine.rag._parser, "parse"),
+        (engine.rag._planner, "prepare"),
+        (engine.rag._planner, "plan"),
         (engine.rag.model.base_model, "forward"),
         (engine.host, "get"),
         (engine.disk, "open"),

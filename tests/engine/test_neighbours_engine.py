@@ -144,7 +144,7 @@ class TestEncodeAndAsk:
         assert rag.flush(30)
         assert {s for _, s, _ in used(first)} == {"computed"}
         assert {s for _, s, _ in used(rag.generate(PROMPT, **ASKED))} == {"host"}
-        tokens = rag._prompts.tokens
+        tokens = rag._parser.tokens
         one, two, three = (chunk_id(tokens.chunk(t), "default") for t in (ONE, TWO, THREE))
         assert [k.context[1:] for k in rag._components.store.under(three, "similar:1")] == [(two,)]
         assert [k.context[1:] for k in rag._components.store.under(two, "similar:1")] == [(one,)]
@@ -165,7 +165,7 @@ class TestEncodeAndAsk:
     def test_messages_are_segmented_alike(self, make):
         rag = make(DOCUMENT)
         messages = [{"role": "user", "content": f"{THREE}\n\n{TWO}\nWhere?"}]
-        before = rag._prompts.tokens.render(messages).partition(THREE)[0]
+        before = rag._parser.tokens.render(messages).partition(THREE)[0]
         rag.encode([TWO, THREE], system=before)
         assert {s for _, s, _ in used(rag.generate(messages, **ASKED))} == {"host"}
 
@@ -291,7 +291,7 @@ class TestForget:
         rag._components.background_encoder._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
         rag.register([TWO])
         rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED)
-        one = chunk_id(rag._prompts.tokens.chunk(ONE), "default")
+        one = chunk_id(rag._parser.tokens.chunk(ONE), "default")
         rag.forget([one])
         going.set()
         assert rag.flush(30)
@@ -332,8 +332,8 @@ class TestDocumentOrder:
     def test_a_namespace_knows_its_own_documents_only(self, make):
         rag = make(None, "similar:1")
         rag.order("guide", [ONE, TWO], namespace="theirs")
-        assert rag._prompts.neighbours.of(TWO, "default", True) == ("", ())
-        assert rag._prompts.neighbours.of(TWO, "theirs", True)[0] == "document order"
+        assert rag._planner.neighbours.of(TWO, "default", True) == ("", ())
+        assert rag._planner.neighbours.of(TWO, "theirs", True)[0] == "document order"
 
     def test_starts_belong_to_texts(self, make):
         with pytest.raises(ValueError, match="1 starts for 2 texts"):

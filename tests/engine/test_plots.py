@@ -6,7 +6,7 @@ import matplotlib as mpl
 import pytest
 
 from ragcachekit import GenerateReport, LinkReport, RagCache
-from ragcachekit.plot.plots import MeasuredPolicy, Plots
+from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.reports import ChunkUse
 from speaking import byte_level, speaker
 

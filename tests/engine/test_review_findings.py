@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from families import tokens
 from ragcachekit import Chunk, Prompt, RagCache, Text, agenerate
 from ragcachekit.generate.detokenizer import Detokenizer
-from ragcachekit.model.tokens import PromptTokenizer
+from ragcachekit.prompt.tokenizer import PromptTokenizer
 from speaking import byte_level, sentencepiece, speaker
 
 ASKED = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": -1}

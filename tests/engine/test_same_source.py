@@ -9,6 +9,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
+from batch_kit import plan_for
 from langchain_ragcachekit import RagCacheRetriever as LangChainRetriever
 from llama_index_ragcachekit import RagCacheRetriever as LlamaIndexRetriever
 from ragcachekit import RagCache, StoreConfig
@@ -46,7 +47,7 @@ def make(tmp_path):
 
 
 def name(rag, text):
-    return chunk_id(rag._prompts.chunk_ids(text), "default")
+    return chunk_id(rag._parser.chunk_ids(text), "default")
 
 
 def behind_another(rag, text=HOSTILE):
@@ -59,8 +60,7 @@ def behind_another(rag, text=HOSTILE):
 
 def used_behind(rag, *chunks):
     """What all chunks that a prompt takes from the store were encoded behind."""
-    planner = rag._components.prompts
-    plan = planner.plan(planner.request(prompt(*chunks), "default", rag._components.policy))
+    plan = plan_for(rag, prompt(*chunks))
     return {one for chunk in plan.placed for one in chunk.context}
 
 

@@ -137,9 +137,9 @@ def test_repetitive_registrations_do_not_switch_the_protection_off(folder, text)
 
 def test_a_text_that_left_the_registry_is_still_known(rag) -> None:
     want = control(rag, string_of(HARMLESS))
-    rag._prompts.registry.max_chunks = 4
+    rag._parser.registry.max_chunks = 4
     rag.register([EVIL, *(f"chunk number {n} of the corpus" for n in range(50))])
-    assert rag._prompts.registry.size("default") == 4
+    assert len(rag._parser.registry.texts("default")) == 4
     assert control(rag, string_of(EVIL)) == want
 
 

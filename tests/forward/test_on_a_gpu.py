@@ -1,4 +1,4 @@
-"""A small model on a real GPU: graphs, transfers, tiers, threads. What tests on CPUs can only simulate."""
+"""A small model on a real GPU: kernels, copies, tiers, threads. What tests on CPUs can only simulate."""
 
 import threading
 
@@ -47,7 +47,7 @@ def filled(model, store, **options):
 
 @pytest.mark.parametrize("policy", ["reuse", "lego:16", "random:0.15", "query:0.15", "cacheblend:0.15"])
 @pytest.mark.parametrize("tier", ["gpu", "host"])
-def test_a_gpu_answers_as_without_kernels_and_graphs(model, tier, policy, monkeypatch):
+def test_a_gpu_answers_as_without_kernels(model, tier, policy, monkeypatch):
     if model.dtype != torch.float32:
         pytest.skip("tokens are compared in float32, where rounding does not change them")
     store = StoreConfig(**{f"{tier}_bytes": 1 << 30} | ({"host_bytes": 0} if tier == "gpu" else {}))
@@ -55,20 +55,12 @@ def test_a_gpu_answers_as_without_kernels_and_graphs(model, tier, policy, monkey
         found = [rag.generate(prompt(seed), policy=policy, **FEW) for seed in (0, 1, 2, 0)]
         assert all(answer.report.link.kernels == "triton" for answer in found)
     monkeypatch.setenv("RAGCACHEKIT_KERNELS", "torch")
-    with filled(model, store, graphs="off") as rag:
+    with filled(model, store) as rag:
         plain = [rag.generate(prompt(seed), policy=policy, **FEW) for seed in (0, 1, 2, 0)]
     assert [a.token_ids for a in found] == [a.token_ids for a in plain]
 
 
-def test_a_gpu_runs_short_forwards_as_graphs(model):
-    with filled(model, StoreConfig(gpu_bytes=1 << 30, host_bytes=0)) as rag:
-        answers = [rag.generate(prompt(0, question), policy="reuse", **FEW) for question in (40, 30, 100, 40)]
-        forwards = [rag.generate(prompt(0), policy="reuse", **FEW).report.link.forward for _ in range(2)]
-    assert all(answer.report.link.reused_tokens for answer in answers[3:])
-    assert forwards == ["graph", "graph"]
-
-
-def test_a_gpu_serves_threads_and_sampling_beside_graphs(model):
+def test_a_gpu_serves_threads_and_sampling(model):
     errors, tokens = [], [set() for _ in range(3)]
     with filled(model, StoreConfig(gpu_bytes=1 << 30, host_bytes=0)) as rag:
         ids = torch.randint(VOCAB, (1, 20), device="cuda")
@@ -98,7 +90,7 @@ def test_a_gpu_serves_threads_and_sampling_beside_graphs(model):
         assert [len(seen) for seen in tokens] == [1, 1, 1]
 
 
-def test_a_gpu_does_not_replay_a_graph_of_other_weights(model):
+def test_a_gpu_does_not_reuse_kv_of_other_weights(model):
     with filled(model, StoreConfig(gpu_bytes=1 << 30, host_bytes=0)) as rag:
         rag.generate(prompt(0), policy="reuse", **FEW)
         with torch.no_grad():

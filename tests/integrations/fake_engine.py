@@ -10,48 +10,12 @@ from ragcachekit import Answer, CancelScope, GenerateReport, LinkReport
 WORDS = ("it", "is", "in", "the", "north", "of", "the", "town", "by", "the", "sea", ".")
 
 
-class FakeStream:
-    """Yields ``words`` one by one; ``gate`` lets a test hold the generation between two words."""
-
-    def __init__(self, words, finish, gate=None):
-        self._words, self._finish, self.gate = iter(words), finish, gate
-        self._taken = []
-        self.cancelled = threading.Event()
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.gate is not None and self._taken:
-            self.gate.wait(10)
-        if self.cancelled.is_set():
-            raise StopIteration
-        word = next(self._words)
-        self._taken.append(word)
-        return word if len(self._taken) == 1 else " " + word
-
-    @property
-    def answer(self):
-        return self._finish(self._taken, "cancelled" if self.cancelled.is_set() else "stop")
-
-    def cancel(self):
-        self.cancelled.set()
-
-    close = cancel
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.cancel()
-
-
 class FakeRequest:
     """A request that is answered word by word while an event loop looks on, or at once."""
 
     def __init__(self, words, finish, streamer=None, gate=None):
         self._words, self._finish, self._streamer, self._gate = words, finish, streamer, gate
-        self._taken, self._callbacks, self._done = [], [], threading.Event()
+        self.taken, self.callbacks, self._done = [], [], threading.Event()
         self._cancel, scope = threading.Event(), CancelScope()
         # As of a real request: by itself, or by the scope of the call that submitted it.
         self.cancelled = SimpleNamespace(is_set=lambda: self._cancel.is_set() or scope.requested)
@@ -69,14 +33,14 @@ class FakeRequest:
                 self._gate.wait(10)
             if self.cancelled.is_set():
                 break
-            self._taken.append(word)
+            self.taken.append(word)
             if self._streamer is not None:
                 self._streamer.put(FakeIds([" " + word if number else word]))
-        self._answer = self._finish(self._taken, "cancelled" if self.cancelled.is_set() else "stop")
+        self._answer = self._finish(self.taken, "cancelled" if self.cancelled.is_set() else "stop")
         self._done.set()
         if self._streamer is not None:
             self._streamer.end()
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             callback(self)
 
     def result(self, timeout=None):
@@ -85,14 +49,14 @@ class FakeRequest:
 
     def stream(self):
         try:
-            for number, word in enumerate(self._taken):
+            for number, word in enumerate(self.taken):
                 yield " " + word if number else word
         except GeneratorExit:
             self.cancel()
             raise
 
     def add_done_callback(self, callback):
-        self._callbacks.append(callback)
+        self.callbacks.append(callback)
         if self._done.is_set():
             callback(self)
 
@@ -150,11 +114,6 @@ class FakeEngine:
 
     def generate_batch(self, prompts, **options):
         return [self.generate(prompt, **options) for prompt in prompts]
-
-    def stream(self, prompt, *, namespace=None, policy=None, stop=None, **generate_kwargs):
-        finish = self._finish(prompt, namespace, policy, stop, generate_kwargs)
-        self.streams.append(FakeStream(self.words, finish, self.gate))
-        return self.streams[-1]
 
     def count_tokens(self, text):
         return len(text.split())

@@ -20,7 +20,7 @@ from llama_kit import Embedder
 
 from langchain_ragcachekit import format_docs
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import segment_text
+from ragcachekit.prompt.segments import segment_text
 from ragcachekit.types import Chunk
 
 LEAST = 16  # characters of the shortest chunk that is registered
@@ -31,7 +31,7 @@ def found(prompt, registered):
     registry = ChunkRegistry()
     registry.add("a", registered)
     places, at = [], 0
-    for segment in segment_text(prompt, registry, "a").prompt.segments:
+    for segment in segment_text(prompt, registry, "a").segments:
         if isinstance(segment, Chunk):
             places.append((at, segment.text))
         at += len(segment.text)

@@ -221,8 +221,8 @@ def test_the_prompt_with_tools_is_that_of_transformers(tooled):
     ]
     schemas = bound.kwargs["tools"]
     expected = tooled.tokenizer.apply_chat_template(dicts, tools=schemas, add_generation_prompt=True)
-    request = tooled._request(tooled._prompts.with_tools(dicts, schemas), None, None)
-    assert list(request.token_ids) == expected["input_ids"]
+    linked = tooled.link(dicts, tools=schemas)
+    assert linked.inputs["input_ids"][0].tolist() == expected["input_ids"]
     assert bound.invoke(exchange).usage_metadata["input_tokens"] == len(expected["input_ids"])
     with pytest.raises(ValueError, match="put a tool's result into a human message"):
         ChatRagCache(cache=FakeEngine()).invoke(exchange)

@@ -3,22 +3,18 @@
 import asyncio
 import threading
 
-import pytest
 from fake_engine import FakeEngine
 from integration_kit import FACTS, Calls
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever as LangChainRetriever
 from llama_index.core import VectorStoreIndex
-from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_kit import Embedder
 
 from langchain_ragcachekit import RagCacheRetriever as RagCacheLangChainRetriever
-from llama_index_ragcachekit import RagCacheLLM, RagCacheRetriever
+from llama_index_ragcachekit import RagCacheRetriever
 from ragcachekit import bypass_query_cache
-
-MESSAGES = [ChatMessage(role="user", content="Where is Oslo?")]
 
 
 class Together:
@@ -45,26 +41,6 @@ async def three_times(gate, ask):
     answers = await asyncio.wait_for(asyncio.gather(*(ask(n) for n in range(3))), 20)
     await ticking
     return answers
-
-
-async def streamed(stream):
-    return [piece async for piece in await stream][-1]
-
-
-WAYS = {
-    "acomplete": lambda llm: llm.acomplete("Where is Oslo?"),
-    "achat": lambda llm: llm.achat(MESSAGES),
-    "astream_complete": lambda llm: streamed(llm.astream_complete("Where is Oslo?")),
-    "astream_chat": lambda llm: streamed(llm.astream_chat(MESSAGES)),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_three_answers_overlap_and_the_loop_ticks(way):
-    gate = Together()
-    llm = RagCacheLLM(cache=FakeEngine(words=("in", "Norway"), gate=gate))
-    answers = await three_times(gate, lambda _: WAYS[way](llm))
-    assert [str(answer).endswith("in Norway") for answer in answers] == [True] * 3
 
 
 class Slow(BaseRetriever):

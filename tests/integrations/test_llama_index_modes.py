@@ -88,11 +88,17 @@ def reused(ask, rag, first=FIRST, second=SECOND):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_response_mode_reuses_chunks(mode, retriever, llm, rag):
+def test_every_response_mode_reuses_chunks_after_their_metadata(mode, retriever, llm, rag):
     synthesizer = get_response_synthesizer(llm, response_mode=mode)
     engine = RetrieverQueryEngine.from_args(retriever, llm, synthesizer)
     prompts = reused(engine.query, rag)
     assert len(prompts) == (3 if mode in ("refine", "accumulate") else 1)
+    assert any(f"file_name: 0.txt\n\n{FACTS[0]}" in prompt for prompt in prompts)
+
+
+def test_text_completion_prompts_reuse_chunks_too(retriever, rag):
+    plain = RagCacheLLM(cache=rag, max_tokens=6, is_chat_model=False)
+    reused(RetrieverQueryEngine.from_args(retriever, plain).query, rag)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -150,25 +156,20 @@ def test_sentence_windows_are_reused_whole(way, windows, llm, rag):
     reused(RetrieverQueryEngine.from_args(windows, llm, **settings).query, rag)
 
 
-def test_the_report_says_what_to_do_where_altered_nodes_are_not_found(retriever, llm):
+def test_the_synthesizer_registers_nodes_as_postprocessors_left_them(retriever, llm):
     class Upper(BaseNodePostprocessor):
         def _postprocess_nodes(self, nodes, query_bundle=None):
             for item in nodes:
                 item.node.set_content(item.node.text.upper())
             return nodes
 
-    with seeing(ChunkReuseEvent) as seen:
-        RetrieverQueryEngine.from_args(retriever, llm, node_postprocessors=[Upper()]).query(FIRST)
-    (event,) = seen.events
-    assert event.chunks == 0
-    assert "RagCacheSynthesizer(llm)" in event.notes[-1]
-    with seeing(ChunkReuseEvent) as seen:
-        synthesizer = RagCacheSynthesizer(llm)
-        RetrieverQueryEngine.from_args(retriever, llm, synthesizer, node_postprocessors=[Upper()]).query(
-            FIRST
-        )
-    assert seen.events[0].chunks == 3
-    assert not any("RagCacheSynthesizer" in note for note in seen.events[0].notes)
+    for synthesizer, chunks in ((get_response_synthesizer(llm), 0), (RagCacheSynthesizer(llm), 3)):
+        with seeing(ChunkReuseEvent) as seen:
+            RetrieverQueryEngine.from_args(retriever, llm, synthesizer, node_postprocessors=[Upper()]).query(
+                FIRST
+            )
+        assert [event.chunks for event in seen.events] == [chunks]
+        assert bool(seen.events[0].notes) == (chunks == 0), "why nothing was found"
 
 
 @pytest.fixture
@@ -211,7 +212,7 @@ def test_cuts_and_rerankers_leave_chunks_to_be_found(postprocessor, retriever, l
     reused(engine.query, rag)
 
 
-@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize"])
+@pytest.mark.parametrize("mode", ["compact", "tree_summarize"])
 def test_the_prompt_helper_serves_other_modes(mode, retriever, llm, rag):
     helper = RagCachePromptHelper.from_llm(llm)
     synthesizer = get_response_synthesizer(llm, helper, response_mode=mode)

@@ -14,7 +14,7 @@ from ragcachekit.plan.link_plan import LinkPlan
 
 
 def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
-    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag._prompts.decode, **limits}
+    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag._parser.decode, **limits}
     return BatchDecoder(rag.model, rag._components.generator._rope, **limits)
 
 

@@ -24,7 +24,7 @@ class NotingCache(RagCache):
     seconds = 0.0
 
     def encode(self, texts, **options):
-        ids = [chunk_id(self._prompts.chunk_ids(text), self.namespace) for text in texts]
+        ids = [chunk_id(self._parser.chunk_ids(text), self.namespace) for text in texts]
         note(self.notes, "begin", os.getpid(), *ids)
         time.sleep(self.seconds)
         found = super().encode(texts, **options)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.cli import app as proofs_app
+from benchmarks.__main__ import app as proofs_app
 from benchmarks.world.reader_folder import READER
 from benchmarks.world.world import make_world
-from ragcachekit.cli import app
+from ragcachekit.commands.app import app
 from ragcachekit.commands.ask import AskSettings, open_session
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.store.disk import DiskStore
@@ -44,7 +44,7 @@ def prepared(corpus, minilm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     settings = AskSettings(str(corpus), READER, cache=str(folder), chunk_tokens=34)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragcachekit.commands.ask.MiniLM", lambda: minilm)
+        patch.setattr("ragcachekit.commands.embedding.MiniLM", lambda: minilm)
         with open_session(settings):
             pass
     shutil.rmtree(folder / "kv")
@@ -54,10 +54,8 @@ def prepared(corpus, minilm, tmp_path_factory):
 @pytest.fixture
 def one_minilm(minilm, monkeypatch):
     """Commands share the loaded embedding model."""
-    monkeypatch.setattr("ragcachekit.commands.ask.MiniLM", lambda: minilm)
-    monkeypatch.setattr("ragcachekit.commands.precompute.run.MiniLM", lambda: minilm)
     monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM", lambda: minilm)
-    monkeypatch.setattr("ragcachekit.commands.bench.query_cache.workload.MiniLM", lambda: minilm)
+    monkeypatch.setattr("benchmarks.query_cache.workload.MiniLM", lambda: minilm)
     return minilm
 
 

@@ -17,7 +17,7 @@ from ragcachekit.forward.linker import link
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import Encodings, TokenSegment
+from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.plan import make_plan
@@ -25,6 +25,7 @@ from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory import HostStore

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 import torch
 
+from batch_kit import plan_for
 from engine_kit import chunk, ids, rag_for, text
 from families import plain, tokens
 from ragcachekit import Chunk, Prompt, Text
-from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.base import Root
 from ragcachekit.prefix_tree.conversations import Turn, Turns
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -137,7 +137,7 @@ def test_the_question_that_a_policy_watches_is_what_is_computed_last() -> None:
         ]
         for policy in ("query:0.3", "craft-focused:1", "cacheblend:0.3"):
             for prompt, expected in cases:
-                plan = rag._prompts.plan(rag._prompts.request(prompt, "default", open_policy(policy)))
+                plan = plan_for(rag, prompt, policy)
                 assert plan.question == tuple(expected)
                 assert plan.rows[-len(expected) :] == tuple(expected)
 
@@ -178,8 +178,7 @@ def test_a_request_that_still_finds_what_is_being_forgotten_leaves_no_turn() -> 
 
     reports: list[LinkReport] = []
     with rag_for("llama", policy="reuse", tree=tree, store=Asked(1 << 28), cold="never") as rag:
-        request = rag._prompts.request(FIRST, "default", open_policy("reuse"))
-        rag._components.background_encoder.now(rag._prompts.plan(request).missing)
+        rag._components.background_encoder.now(plan_for(rag, FIRST).missing)
         rag.forget([chunk_id(A.token_ids or (), "default")])
         assert reports[0].approximate_tokens > 0, "it was in the middle of it"
         assert rag.flush(60)

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ragcachekit.prompt import anchors
-from ragcachekit.prompt.base import Match, Matches
-from ragcachekit.prompt.registry import ChunkRegistry, forms
+from ragcachekit.prompt import registry as registry_module
+from ragcachekit.prompt.registry import ChunkRegistry, Match, Matches, forms
 
 # Few letters and a low minimum: overlaps, nesting and shared beginnings everywhere.
 dense = st.text(alphabet="ab .\n", min_size=1, max_size=90)
@@ -99,7 +98,7 @@ def test_what_can_be_found_is_counted_known_or_not() -> None:
     texts = ["Berlin is the capital of Germany.", "  short  ", "", " \n\t" * 20]
     assert registry.add("acme", texts) == 1
     assert registry.add("acme", texts) == 1
-    assert registry.size("acme") == 1
+    assert len(registry.texts("acme")) == 1
     assert registry.find("acme", "a short trip").found == ()
 
 
@@ -137,7 +136,7 @@ def test_oldest_unused_chunk_leaves_a_full_namespace() -> None:
     registry.add("acme", [texts[3]])
     found = [text for text in texts if registry.find("acme", text).found]
     assert found == [texts[0], texts[2], texts[3]]
-    assert registry.size("acme") == 3
+    assert len(registry.texts("acme")) == 3
 
 
 def test_registering_a_known_text_again_never_evicts_it() -> None:
@@ -148,7 +147,7 @@ def test_registering_a_known_text_again_never_evicts_it() -> None:
     assert registry.add("acme", [chunk]) == 1
     assert registry.find("acme", chunk).found == ((0, len(chunk)),)
     assert registry.find("acme", chunk.strip()).found == ((0, len(chunk) - 1),)
-    assert registry.size("acme") == 3
+    assert len(registry.texts("acme")) == 3
     assert not registry.find("acme", fillers[0]).found
     assert registry.find("acme", fillers[1]).found
 
@@ -192,7 +191,7 @@ def counted_steps() -> Iterator[list[int]]:
         return bisect_right(texts, window)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(anchors, "bisect_right", counted)
+        patch.setattr(registry_module, "bisect_right", counted)
         yield steps
 
 
@@ -282,7 +281,7 @@ def test_searching_beside_registering_finds_what_stays() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert registry.size("acme") == 1 + 2 * 50
+    assert len(registry.texts("acme")) == 1 + 2 * 50
 
 
 def test_a_chunk_that_comes_back_is_found() -> None:
@@ -339,7 +338,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @invariant()
     def finds_exactly_what_is_registered(self) -> None:
         for namespace, lru in self.model.items():
-            assert self.registry.size(namespace) == len(lru)
+            assert len(self.registry.texts(namespace)) == len(lru)
             text = " | ".join([*self.model["acme"], *self.model["bolt"]])
             got = self.registry.find(namespace, text).found
             assert got == occurrences(lru, text)

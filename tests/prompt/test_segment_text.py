@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcachekit.prompt.base import Segmentation
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segment import blanks_outside, body, merge_texts, segment_text
+from ragcachekit.prompt.segments import Segmentation, blanks_outside, body, merge_texts, segment_text
 from ragcachekit.prompt.special_tokens import SpecialTokenTexts
-from ragcachekit.types import Chunk, Prompt, Text
+from ragcachekit.types import Chunk, Text
 
 letters = st.text(alphabet="ab .\n", min_size=1, max_size=40)
 unicode_texts = st.text(alphabet="aé\u0301ü漢字 \u200d👩🏽क\u093f.\n", min_size=1, max_size=40)
@@ -26,7 +25,7 @@ def registered(*texts: str, namespace: str = "acme", min_chars: int = 1) -> Chun
 
 
 def parts(result: Segmentation) -> list[tuple[str, str]]:
-    return [(type(s).__name__, s.text or "") for s in result.prompt.segments]
+    return [(type(s).__name__, s.text or "") for s in result.segments]
 
 
 def splits_a_word(text: str, edge: int) -> bool:
@@ -77,7 +76,7 @@ def test_segments_join_to_the_text_and_chunks_are_registered(chunks, fillers, ra
     random.shuffle(pieces)
     text = "".join(pieces)
     result = segment_text(text, registered(*chunks), "acme")
-    segments = result.prompt.segments
+    segments = result.segments
     assert "".join(s.text or "" for s in segments) == text
     assert all(s.text for s in segments)
     allowed = {form for c in chunks for form in (c, c.strip())}
@@ -103,7 +102,7 @@ def test_chunks_that_touch_and_chunks_at_both_ends() -> None:
     registry = registered("(first chunk)", "(second chunk)")
     result = segment_text("(first chunk)(second chunk)", registry, "acme")
     assert parts(result) == [("Chunk", "(first chunk)"), ("Chunk", "(second chunk)")]
-    assert result.prompt.notes == ()
+    assert result.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -130,21 +129,21 @@ def test_a_longer_match_that_cuts_a_word_gives_way_to_a_shorter_one() -> None:
     registry = registered("the old cat", "the old cat sat on")
     result = segment_text("see the old cat sat once", registry, "acme")
     assert parts(result)[1] == ("Chunk", "the old cat")
-    assert result.prompt.notes == ()
+    assert result.notes == ()
 
 
 def test_overlaps_go_to_the_leftmost_then_longest() -> None:
     registry = registered("one two three", "three four five", "one two three four")
     result = segment_text("say one two three four five", registry, "acme")
     assert parts(result) == [("Text", "say "), ("Chunk", "one two three four"), ("Text", " five")]
-    assert (result.fallback, result.prompt.notes) == (None, ())
+    assert (result.fallback, result.notes) == (None, ())
 
 
 def test_the_exact_form_wins_over_the_stripped_one_without_a_note() -> None:
     chunk = "\n  A chunk with margins.\n"
     kept = segment_text(f"Context:{chunk}End", registered(chunk), "acme")
     assert parts(kept) == [("Text", "Context:"), ("Chunk", chunk), ("Text", "End")]
-    assert kept.prompt.notes == ()
+    assert kept.notes == ()
     stripped = segment_text("Context: A chunk with margins. End", registered(chunk), "acme")
     assert parts(stripped)[1] == ("Chunk", "A chunk with margins.")
 
@@ -164,8 +163,8 @@ def test_special_token_text_in_a_chunk_is_only_text() -> None:
 
 
 def test_empty_and_unknown_texts() -> None:
-    assert segment_text("", registered("a chunk of text"), "acme") == Segmentation(Prompt([]))
-    assert segment_text("", registered("a chunk of text"), "acme").prompt.segments == ()
+    assert segment_text("", registered("a chunk of text"), "acme") == Segmentation(())
+    assert segment_text("", registered("a chunk of text"), "acme").segments == ()
     assert parts(segment_text("nothing known", ChunkRegistry(), "acme")) == [("Text", "nothing known")]
 
 
@@ -175,7 +174,7 @@ def test_repetitive_chunks_are_cut_out() -> None:
     assert [kind for kind, _ in parts(result)] == ["Chunk"] * 51
     assert parts(result)[0][1] == "a " * 399
     assert parts(result)[-1][1] == "a " * 50
-    assert (result.fallback, result.prompt.notes) == (None, ())
+    assert (result.fallback, result.notes) == (None, ())
 
 
 def test_a_search_that_ended_early_is_named() -> None:
@@ -185,7 +184,7 @@ def test_a_search_that_ended_early_is_named() -> None:
     assert [kind for kind, _ in parts(result)] == ["Chunk", "Text"]
     assert "".join(part for _, part in parts(result)) == text
     assert result.fallback is None
-    (note,) = [note for note in result.prompt.notes if "searched" in note]
+    (note,) = [note for note in result.notes if "searched" in note]
     assert note.endswith("repeat themselves nearly match in too many places")
 
 
@@ -226,8 +225,8 @@ class TestSpecialTokensBetweenChunks:
         registry, special = ChunkRegistry(), SpecialTokenTexts(["<|im_start|>", "<|im_end|>"])
         registry.add("t", texts)
         special.add("t", texts)
-        prompt = segment_text(f"{self.OPENING}{context}{self.CLOSING}", registry, "t").prompt
-        pieces = special.split("t", prompt.segments)
+        segments = segment_text(f"{self.OPENING}{context}{self.CLOSING}", registry, "t").segments
+        pieces = special.split("t", segments)
         fixed = "".join(p.text for p in pieces if isinstance(p, Text) and not p.split_special_tokens)
         return fixed.count("<|") - 3
 

@@ -4,7 +4,7 @@ import pytest
 from texts import DOCUMENTS, QUESTIONS
 from typer.testing import CliRunner
 
-from ragcachekit.cli import app
+from ragcachekit.commands.app import app
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
-from ragcachekit.cli import app as cli
+from ragcachekit.commands.app import app as cli
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server.process import GracefulServer
+from ragcachekit.server.app import GracefulServer
 from server_kit import DOCUMENTS, LONG, QUESTION, engine, served, until
 from speaking import byte_level, speaker
 

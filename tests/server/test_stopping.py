@@ -13,11 +13,9 @@ import pytest
 import uvicorn
 
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server import process as server_process
-from ragcachekit.server.body_limit import ALL_BODIES, OWN_BODIES, BodyLimit
-from ragcachekit.server.health import Activity
-from ragcachekit.server.keys import add_key
-from ragcachekit.server.tenants import Limits, Tenant
+from ragcachekit.server import app as server_process
+from ragcachekit.server.keys import Limits, Tenant, add_key
+from ragcachekit.server.middleware import MAX_BODIES, MAX_TENANT_BODIES, Activity, BodyLimit
 from server_kit import LONG, MODEL, QUESTION, engine, until
 
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 50}
@@ -79,8 +77,8 @@ STUCK = """
 import asyncio, socket, sys
 from contextlib import asynccontextmanager
 from fastapi import FastAPI
-from ragcachekit.server.health import Activity
-from ragcachekit.server.process import serve
+from ragcachekit.server.middleware import Activity
+from ragcachekit.server.app import serve
 
 @asynccontextmanager
 async def lifespan(_):
@@ -162,16 +160,16 @@ async def test_bodies_in_memory_are_bounded_per_tenant_and_together():
         answered.clear()
         return statuses
 
-    for n in range(ALL_BODIES):
-        assert await come(f"t{n // OWN_BODIES}") == []
+    for n in range(MAX_BODIES):
+        assert await come(f"t{n // MAX_TENANT_BODIES}") == []
     assert await come("t0") == [429]
     assert await come("other") == [503]
     go_on.set()
     await asyncio.gather(*tasks)
-    assert len(inside) == ALL_BODIES
+    assert len(inside) == MAX_BODIES
     assert await come("t0") == []
     await asyncio.gather(*tasks)
-    assert len(inside) == ALL_BODIES + 1
+    assert len(inside) == MAX_BODIES + 1
 
 
 @pytest.mark.parametrize(

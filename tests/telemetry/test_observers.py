@@ -18,6 +18,7 @@ from ragcachekit import (
     Observer,
     ProximityCache,
     QueryLookup,
+    QueueConfig,
     QueueFull,
     RagCache,
     RequestStart,
@@ -118,7 +119,7 @@ def test_what_the_queue_ends(rag, seen, prompt) -> None:
         cancelled.cancel()
         with pytest.raises(DeadlineExceeded):
             late.result()
-        waiting = [rag.submit(prompt, max_new_tokens=1) for _ in range(rag.queue._config.max_waiting)]
+        waiting = [rag.submit(prompt, max_new_tokens=1) for _ in range(QueueConfig().max_waiting)]
         with pytest.raises(QueueFull):
             rag.submit(prompt, max_new_tokens=1)
         for request in waiting:

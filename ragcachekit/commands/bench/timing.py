@@ -1,21 +1,33 @@
-"""TTFT benches: samples, rows, engines per tier, and the checks before any figure."""
+"""Measured times to the first token: ordinary prefill against linked chunk KV, in one run."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from tqdm.auto import tqdm
+from transformers import DynamicCache
 
+from ragcachekit.commands.bench.prompts import corpus_prompt, random_prompt
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.bench.shapes import describe, dtype_named, random_model
+from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.agreement import tolerance_for
+from ragcachekit.model.pretrained import load_model
+from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore, Tier
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import GpuStore, HostStore
@@ -26,20 +38,58 @@ COLD_DISK = "disk-cold"  # the disk tier after the system has dropped its files 
 KNOWN_TIERS = ("gpu", "host", "disk", *((COLD_DISK,) if hasattr(os, "posix_fadvise") else ()))
 NO_TIER = "none"
 ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
+_SHAPE = "smollm2-135m"
 _EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
 _BYTES = 32 << 30  # nothing that is measured may be evicted
 
 
-class Measured(NamedTuple):
-    """One request: times in ms, recomputed / cached rows, and how the linked forward ran."""
+@dataclass(frozen=True, kw_only=True)
+class TtftSettings:
+    """What is measured.
+
+    ``shape`` is a key of ``SHAPES`` for random weights (default smollm2-135m), ``model`` a folder or hub id.
+    ``corpus`` is a folder of documents for ``model``'s prompts, whose question is then fixed; default: random
+    tokens. Of ``tiers``, ``disk`` is read through the system's page cache; ``disk-cold`` drops the files from
+    it before each request. ValueError for unknown names.
+    """
+
+    shape: str | None = None
+    model: str | os.PathLike[str] | None = None
+    corpus: str | os.PathLike[str] | None = None
+    prompt_tokens: Sequence[int] = (2048,)
+    chunk_tokens: int = 490
+    question_tokens: int = 64
+    policies: Sequence[str] = ("full", "lego:16", "reuse")
+    encoder: str | None = None
+    dtypes: Sequence[str] = ("float32",)
+    runs: int = 5
+    device: str = "cpu"
+    tiers: Sequence[str] = ("host",)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and self.model is not None:
+            raise ValueError("give a shape (random weights) or a model, not both")
+        if self.corpus is not None and self.model is None:
+            raise ValueError("a corpus needs the tokenizer of a model; random weights have none")
+        for dtype in self.dtypes:
+            dtype_named(dtype)
+        if self.runs < 1:
+            raise ValueError(f"runs must be at least 1, got {self.runs}")
+        if not self.tiers or not set(self.tiers) <= set(KNOWN_TIERS):
+            raise ValueError(f"unknown tiers {tuple(self.tiers)}; known: {', '.join(KNOWN_TIERS)}")
+        for policy in self.policies:
+            open_policy(policy)
+
+
+class Sample(NamedTuple):
+    """One request: times in ms, and recomputed / cached rows."""
 
     ttft_ms: float
-    link_ms: float
     recompute_ratio: float
     prompt_tokens: int
+    link_ms: float = 0.0
     wait_ms: float = 0.0
-    overlap: float | None = None
-    forward: str = ""
 
 
 @dataclass
@@ -48,36 +98,27 @@ class Timings:
 
     policy: str
     tier: str
-    samples: list[Measured] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
-    def median(self, name: str) -> float | None:
-        """Of one field, over the samples that have it."""
-        values = [value for sample in self.samples if (value := getattr(sample, name)) is not None]
-        return statistics.median(values) if values else None
+    def median(self, name: str) -> float:
+        """Of one field."""
+        return float(statistics.median(getattr(sample, name) for sample in self.samples))
 
     def row(self, full_ms: float) -> dict[str, Any]:
         """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
         times = [sample.ttft_ms for sample in self.samples]
-        forwards = sorted({sample.forward for sample in self.samples} - {""})
         return {
-            "policy": self.policy,
             "tier": self.tier,
-            "prompt_tokens": round(self.median("prompt_tokens") or 0),
+            "prompt_tokens": round(self.median("prompt_tokens")),
             "recompute_ratio": self.median("recompute_ratio"),
             "ttft_ms": statistics.median(times),
             "ttft_ms_min": min(times),
             "ttft_ms_max": max(times),
             "speedup": full_ms / statistics.median(times),
-            **{name: self.median(name) for name in ("link_ms", "wait_ms", "overlap")},
-            "forward": ", ".join(forwards) or None,
+            "link_ms": self.median("link_ms"),
+            "wait_ms": self.median("wait_ms"),
             "runs": len(times),
         }
-
-
-def rows(timings: Sequence[Timings]) -> tuple[dict[str, Any], ...]:
-    """Rows of all timings, with speed-ups over the one called ``full``."""
-    full_ms = next(t.median("ttft_ms") or 0.0 for t in timings if t.policy == "full")
-    return tuple(t.row(full_ms) for t in timings)
 
 
 @dataclass(frozen=True)
@@ -98,6 +139,49 @@ class Engines:
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
+    """Measure TTFT of prompts of system text, chunks and question, per dtype and prompt size.
+
+    Every round asks once in every way, so that a drifting machine hits all alike. Beside the policies stand
+    ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
+    ``prefix-cache``: generate over a transformers cache of all but the question, its copy not counted.
+
+    Times are in ms: ``ttft_ms`` is the median of the runs, ``link_ms`` places kept rows, ``wait_ms`` is spent
+    waiting for loads. Raises ValueError for sizes that do not fit together; RagCacheError if the library's
+    answer is not the model's own: no figure is given then.
+    """
+    name = describe(settings.shape or _SHAPE, ", ".join(settings.dtypes))
+    if settings.model is not None:
+        name = ", ".join([os.fspath(settings.model), *settings.dtypes])
+    found: list[dict[str, Any]] = []
+    rounds = len(settings.dtypes) * len(settings.prompt_tokens) * (settings.runs + 1)
+    with tqdm(total=rounds, disable=not progress, desc="ttft", unit="round") as bar:
+        for dtype in settings.dtypes:
+            lm, tokenizer = _load(settings, dtype)
+            for count in settings.prompt_tokens:
+                if settings.corpus is None:
+                    vocab = lm.config.get_text_config().vocab_size
+                    sizes = count, settings.chunk_tokens, settings.question_tokens
+                    prompt = random_prompt(vocab, *sizes, settings.seed)
+                else:
+                    sample = tokenizer, count, settings.chunk_tokens, settings.seed
+                    prompt = corpus_prompt(settings.corpus, *sample)
+                timings = _measure(lm, prompt, settings, bar)
+                full_ms = next(t.median("ttft_ms") for t in timings if t.policy == "full")
+                for t in timings:
+                    encoder = open_policy(t.policy).encoder if t.tier != NO_TIER else "none"
+                    named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
+                    found.append({"dtype": dtype, **named, **t.row(full_ms)})
+    return BenchReport("ttft", name, settings.seed, tuple(found))
+
+
+def _load(settings: TtftSettings, dtype: str) -> tuple[Any, Any]:
+    if settings.model is None:
+        shape = settings.shape or _SHAPE
+        return random_model(shape, dtype=dtype, device=settings.device, seed=settings.seed), None
+    return load_model(resolve_model(os.fspath(settings.model)), settings.device, dtype=dtype_named(dtype))
 
 
 @contextmanager
@@ -138,6 +222,19 @@ def open_engines(
         )
 
 
+def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Sample:
+    """Time one request; RagCacheError if KV came from elsewhere than ``tier`` (``none``: from anywhere)."""
+    report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
+    link = report.link
+    sources = {use.source for use in link.uses}
+    served = sources == {tier.removesuffix("-cold")}
+    if tier == NO_TIER:
+        served = not link.reused_tokens + link.recomputed_tokens
+    if not served:
+        raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
+    return Sample(report.ttft_ms, link.recompute_ratio, link.prompt_tokens, link.link_ms, link.wait_ms)
+
+
 def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
     """Compare ``full``, and the linked path at ratio 1.0, with the model's own ``generate``.
 
@@ -154,15 +251,11 @@ def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
     report = linked.report
     if not report.recomputed_tokens or report.approximate_tokens:
         raise RagCacheError(f"the linked path was not checked: {report}")
-    scale = float(expected.abs().max())
-    allowed = tolerance_for(model.dtype) * scale
+    allowed = tolerance_for(model.dtype) * float(expected.abs().max())
     difference = float((_first_logits(model, linked.inputs) - expected).abs().max())
     if not difference <= allowed:
         raise RagCacheError(f"at ratio 1.0 the logits differ by {difference:.2g}, allowed {allowed:.2g}")
-    (found,) = rag.generate(prompt, policy=_EVERYTHING, **ONE_TOKEN).token_ids
-    # Two tokens whose logits are equal but for rounding may change places.
-    if not float(expected[token] - expected[found]) <= allowed:
-        raise RagCacheError(f"linked inside generate, the first token is {found}, not {token}")
+    _check_token(rag, prompt, _EVERYTHING, expected)
 
 
 def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
@@ -170,9 +263,13 @@ def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
 
     Raises RagCacheError if they differ, but for rounding.
     """
-    expected = _first_logits(rag.model, rag.link(prompt, policy=policy).inputs)
+    _check_token(rag, prompt, policy, _first_logits(rag.model, rag.link(prompt, policy=policy).inputs))
+
+
+def _check_token(rag: RagCache, prompt: str | Prompt, policy: str, expected: torch.Tensor) -> None:
     answer = rag.generate(prompt, policy=policy, **ONE_TOKEN)
     (found,) = answer.token_ids
+    # Two tokens whose logits are equal but for rounding may change places.
     allowed = tolerance_for(rag.model.dtype) * float(expected.abs().max())
     if not float(expected.max() - expected[found]) <= allowed:
         raise RagCacheError(
@@ -188,3 +285,75 @@ def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     )
     logits: torch.Tensor = output.logits[0][0].float().cpu()
     return logits
+
+
+def _measure(lm: Any, prompt: Prompt, settings: TtftSettings, bar: tqdm[Any]) -> list[Timings]:
+    used = [policy for policy in dict.fromkeys(settings.policies) if policy != "full"]
+
+    def fill(rag: RagCache) -> None:
+        for policy in ("reuse", *used):
+            rag.generate(prompt, policy=policy, **ONE_TOKEN)
+
+    with open_engines(lm, settings.tiers, fill, settings.encoder) as engines:
+        check_exact(engines.warm[settings.tiers[-1]], prompt)
+        for rag, policy in itertools.product(engines.warm.values(), used):
+            check_policy(rag, prompt, policy)
+        bar.update()
+        ways = _ways(lm, prompt, used, engines)
+        if lm.device.type == "cuda":  # kernels are compiled at the first request
+            for _, ask in ways:
+                ask()
+        for _ in range(settings.runs):
+            for timings, ask in ways:
+                timings.samples.append(ask())
+            bar.update()
+        return [timings for timings, _ in ways]
+
+
+def _ways(
+    model: Any, prompt: Prompt, policies: Sequence[str], engines: Engines
+) -> list[tuple[Timings, Callable[[], Sample]]]:
+    """What one round measures, in order; ``policies`` without ``full``."""
+
+    def of(rag: RagCache, policy: str, tier: str) -> Sample:
+        if tier == COLD_DISK:
+            engines.drop_pages()
+        return ask_engine(rag, prompt, policy, tier)
+
+    ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
+    prefix = _prefix_cache(model, ids, len(prompt.segments[-1].token_ids or ()))
+    uncached = policies[0] if policies else "reuse"
+    return [
+        (Timings("generate", NO_TIER), lambda: _time_generate(model, ids)),
+        (Timings("prefix-cache", NO_TIER), lambda: _time_generate(model, ids, prefix)),
+        (Timings("full", NO_TIER), partial(of, engines.cold, "full", NO_TIER)),
+        (Timings("cold", NO_TIER), partial(of, engines.cold, uncached, NO_TIER)),
+        *(
+            (Timings(p, tier), partial(of, rag, p, tier))
+            for tier, rag in engines.warm.items()
+            for p in policies
+        ),
+    ]
+
+
+@torch.no_grad()
+def _prefix_cache(model: Any, ids: list[list[int]], question: int) -> DynamicCache:
+    """All but the question, as transformers keeps a prompt for several continuations."""
+    cache = DynamicCache()
+    prefix = torch.tensor(ids, device=model.device)[:, :-question]
+    model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None = None) -> Sample:
+    cache = {} if prefix is None else {"past_key_values": copy.deepcopy(prefix)}
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    tensor = torch.tensor(ids, device=model.device)
+    output = model.generate(
+        input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **cache, **ONE_TOKEN
+    )
+    output[:, -1].tolist()  # waits for the device
+    ratio = 1.0 if prefix is None else 0.0
+    return Sample((time.perf_counter() - start) * 1e3, ratio, len(ids[0]))

@@ -23,15 +23,14 @@ from ragcachekit.commands.calibrate.losses import (
     Panel,
 )
 from ragcachekit.commands.calibrate.race import ROUND, Bounds, Candidate, decision, race
-from ragcachekit.commands.checks import check_writable
 from ragcachekit.commands.own_questions import DOCUMENT, Asking, Sample, check_neighbours, neighbours_of
-from ragcachekit.commands.workspace import check_dtype, load_checked
-from ragcachekit.encode.neighbours import Neighbours
+from ragcachekit.commands.workspace import CacheFolder, check_dtype, load_checked
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.pretrained import weights_folder
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.neighbours import Neighbours
 from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.budgets.calibration import Calibration, CurvePoint, write_record
 from ragcachekit.policies.registry import open_policy
@@ -105,7 +104,7 @@ def run(
     Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
     the model, the cache folder or a prompt cannot be used, or ``full`` scores (nearly) nothing.
     """
-    check_writable(settings.folder)
+    CacheFolder(settings.folder).check_writable()
     sample = settings.sample(answered=settings.quality in NEED_ANSWERS)
     if needs_neighbours(settings.encoder):
         check_neighbours(settings.neighbours, sample)

@@ -17,21 +17,22 @@ from ragcachekit.engine.auto.probes import Probe
 from ragcachekit.engine.auto.prompts import PROMPTS, CheckPrompt
 from ragcachekit.engine.auto.record import TuneRow
 from ragcachekit.engine.auto.selection import Measured, contenders, means
-from ragcachekit.engine.prompt_planner import MODEL_CHANGED, PromptPlanner
 from ragcachekit.engine.shadow import divergence
 from ragcachekit.errors import ModelChanged, RagCacheError
 from ragcachekit.forward.linker import link
 from ragcachekit.forward.scoring_pass import choose
-from ragcachekit.model.encoding import Ids
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import TokenSegment
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.plan import make_plan
+from ragcachekit.plan.planner import MODEL_CHANGED, Planner
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.auto import Pair
 from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.prompt.parser import PromptParser
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory import HostStore
+from ragcachekit.types import Ids
 
 SECONDS = 60.0
 """Time budget of one check; a prompt that would not end within it is dropped."""
@@ -57,11 +58,12 @@ class PolicyCheck:
         self,
         model: Any,
         rope: Rope,
-        prompts: PromptPlanner,
+        parser: PromptParser,
+        planner: Planner,
         encoder_over: Callable[[KVStore], BackgroundEncoder],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model, self._rope, self._prompts = model, rope, prompts
+        self._model, self._rope, self._parser, self._planner = model, rope, parser, planner
         self._encoder_over, self._clock = encoder_over, clock
 
     def run(
@@ -88,10 +90,10 @@ class PolicyCheck:
         """
         steps = _Steps(self._clock, wait)
         results: dict[Pair, list[Measured]] = {pair: [] for pair in policies}
-        most = self._prompts.context - ANSWER_TOKENS
+        most = self._planner.context - ANSWER_TOKENS
         fitting = (prompt for prompt in prompts if len(prompt.token_ids) <= most)
         for prompt in tqdm(islice(fitting, PROMPTS), total=PROMPTS, unit="prompt", disable=not progress):
-            if not self._prompts.unchanged():
+            if not self._planner.unchanged():
                 raise ModelChanged(MODEL_CHANGED)
             try:
                 left = {pair: policies[pair] for pair in contenders(results)}
@@ -105,9 +107,9 @@ class PolicyCheck:
 
     def prompt(self, probe: Probe, system: Ids) -> CheckPrompt:
         """A probe as a prompt behind ``system``."""
-        tokens = self._prompts.tokens
+        tokens = self._parser.tokens
         separator = tokens.blank_line()
-        texts = {self._prompts.chunk_ids(text): text for text in probe.texts}
+        texts = {self._parser.chunk_ids(text): text for text in probe.texts}
         segments = [TokenSegment(system, False)] if system else []
         for number, ids in enumerate(texts):
             between = [TokenSegment(separator, False)] if number else []
@@ -128,7 +130,7 @@ class PolicyCheck:
         try:
             encoder = self._encoder_over(store)
             for pair, policy in policies.items():
-                request = self._prompts.request_over(store, prompt.segments, prompt.texts, policy, namespace)
+                request = self._planner.request_over(store, prompt.segments, prompt.texts, policy, namespace)
                 # Not as a plan has them missing: its own rows would be exact here.
                 wanted = [
                     Missing(item.key, item.token_ids, item.encoding)
@@ -154,7 +156,7 @@ class PolicyCheck:
         namespace: str,
         store: KVStore,
     ) -> LinkPlan:
-        request = self._prompts.request_over(store, prompt.segments, prompt.texts, policy, namespace)
+        request = self._planner.request_over(store, prompt.segments, prompt.texts, policy, namespace)
         return make_plan(request, VariantPool())
 
     @torch.no_grad()

@@ -19,16 +19,17 @@ from ragcachekit.engine.auto.probes import probes
 from ragcachekit.engine.auto.prompts import PROMPTS, CheckPrompt, SeenPrompts
 from ragcachekit.engine.auto.record import TuneReport, read_report, record_path, write_report
 from ragcachekit.engine.auto.selection import LEAST_PROMPTS, choice
-from ragcachekit.engine.prompt_planner import PromptPlanner
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.encoding import Ids
 from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.auto import ALONE, Pair, candidates
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.types import Ids
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class AutoPolicies:
     fingerprint : str
     encoder : str or None
         The one that the user gave: then only the policy is chosen.
-    prompts : PromptPlanner
+    parser : PromptParser
+    planner : Planner
     check : PolicyCheck
     active : ActiveRequests
         Background checks wait while one runs.
@@ -73,13 +75,14 @@ class AutoPolicies:
         folder: Path,
         fingerprint: str,
         encoder: str | None,
-        prompts: PromptPlanner,
+        parser: PromptParser,
+        planner: Planner,
         check: PolicyCheck,
         active: ActiveRequests,
     ) -> None:
         self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
-        self._prompts, self._check, self._active = prompts, check, active
-        self._policies = self._opened(candidates(encoder, bool(prompts.neighbours)))
+        self._parser, self._planner, self._check, self._active = parser, planner, check, active
+        self._policies = self._opened(candidates(encoder, bool(planner.neighbours)))
         self._lock = RLock()
         self._namespaces: dict[str, _Namespace] = {}
         self._seen = SeenPrompts()
@@ -94,7 +97,7 @@ class AutoPolicies:
             if self._encoder is None:
                 policy = replace(policy, encoder=pair[0])
                 with suppress(ValueError):
-                    self._prompts.encodings(policy)
+                    self._planner.encodings(policy)
                     out[pair] = policy
             else:
                 out[pair] = policy
@@ -121,8 +124,8 @@ class AutoPolicies:
         with self._lock:
             known = self._of(namespace)
             if known.report is not None:  # by tune, or before many other namespaces
-                self._prompts.last_prompts.suggest(namespace, known.report.system)
-            unknown = known.alone or self._prompts.last_prompts.last(namespace) is None
+                self._planner.last_prompts.suggest(namespace, known.report.system)
+            unknown = known.alone or self._planner.last_prompts.last(namespace) is None
             known.alone = self._encoder is None and unknown and not given
         return self.resolve(namespace).policy
 
@@ -155,7 +158,7 @@ class AutoPolicies:
         found = [prompt for prompt in (seen if prompts is None else prompts) if prompt.tells]
         if prompts is not None and not found:
             raise ValueError("none of the prompts has two chunks and text behind them")
-        system = self._prompts.last_prompts.last(namespace) if system is None else system
+        system = self._planner.last_prompts.last(namespace) if system is None else system
         found = found or self._made(texts, system, namespace)
         return self._checked(found, system or (), namespace, known, progress=progress)
 
@@ -168,7 +171,7 @@ class AutoPolicies:
         with self._lock:
             report = self._of(namespace).report if within is not None else None
             if report is not None and within is not None and within.within(report.system):
-                self._prompts.last_prompts.forget(namespace)  # which may have it from the record
+                self._planner.last_prompts.forget(namespace)  # which may have it from the record
                 everything = True
             if not everything:
                 return
@@ -188,16 +191,16 @@ class AutoPolicies:
             report = read_report(self._path(namespace), self._fingerprint, namespace, pairs)
             self._namespaces[namespace] = _Namespace(report, begun=report is not None)
             if report is not None:
-                self._prompts.last_prompts.suggest(namespace, report.system)
+                self._planner.last_prompts.suggest(namespace, report.system)
         return self._namespaces[namespace]
 
     def _path(self, namespace: str) -> Path:
-        scope = self._encoder or ("neighbours" if self._prompts.neighbours else "")
+        scope = self._encoder or ("neighbours" if self._planner.neighbours else "")
         return record_path(self._folder, self._fingerprint, namespace, scope)
 
     def _pair(self, namespace: str, known: _Namespace) -> tuple[Pair, tuple[str, ...]]:
         first = next(iter(self._policies))
-        changing = self._encoder is None and self._prompts.last_prompts.changing(namespace)
+        changing = self._encoder is None and self._planner.last_prompts.changing(namespace)
         if known.report is not None and not changing:
             return known.report.pair, ()
         if not changing and not known.alone:
@@ -211,13 +214,13 @@ class AutoPolicies:
         if system is None:
             raise ValueError("tune needs system=, the text before the first chunk: no prompt had one yet")
         if texts is None:
-            texts = self._prompts.registry.texts(namespace)[-MOST_TEXTS:]
+            texts = self._parser.registry.texts(namespace)[-MOST_TEXTS:]
         return [self._check.prompt(probe, system) for probe in probes(texts, PROMPTS)]
 
     def _check_quietly(self, namespace: str) -> None:
         with self._lock:
             known, prompts = self._of(namespace), self._seen.of(namespace)
-            system = self._prompts.last_prompts.last(namespace)
+            system = self._planner.last_prompts.last(namespace)
             if system is None or not prompts:  # forgotten meanwhile
                 known.begun = False
                 return

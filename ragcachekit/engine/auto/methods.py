@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from ragcachekit.engine.auto.prompts import CheckPrompt
 from ragcachekit.engine.auto.record import TuneReport
 from ragcachekit.engine.chunk_methods import ChunkMethods, strings
-from ragcachekit.engine.prompt_planner import MODEL_CHANGED
-from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.errors import ModelChanged
+from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.parser import PromptLike
 
 
 class TuneMethods(ChunkMethods):
@@ -63,13 +63,14 @@ class TuneMethods(ChunkMethods):
             In a cancelled :class:`ragcachekit.CancelScope`.
         """
         namespace = self._checked(namespace)
-        if not self._prompts.unchanged():
+        if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         given = None if texts is None else strings(texts, "texts")
-        behind = None if system is None else self._prompts.text_before(system)
+        behind = None if system is None else self._parser.system_ids(system)
         asked = None if prompts is None else [self._prompt(prompt, namespace) for prompt in prompts]
         return self._components.auto.tune(given, asked, behind, namespace, progress)
 
     def _prompt(self, prompt: PromptLike, namespace: str) -> CheckPrompt:
-        request = self._prompts.request(prompt, namespace, open_policy("full"))
-        return CheckPrompt(request.segments, request.texts)
+        parsed = self._parser.parse(prompt, namespace)
+        self._planner.prepare(parsed, open_policy("full"))  # notes the prompt, and refuses one too long
+        return CheckPrompt(parsed.segments, parsed.texts)

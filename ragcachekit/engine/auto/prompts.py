@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from threading import Lock
 
-from ragcachekit.model.encoding import Ids
-from ragcachekit.plan.encodings import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment
+from ragcachekit.types import Ids
 
 PROMPTS = 16
 """Most prompts of one check, and prompts kept per namespace."""

@@ -8,11 +8,10 @@ from threading import Event
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.generate.run import Generated
-from ragcachekit.model.encoding import Ids
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.prefix_tree.base import Match
 from ragcachekit.threads import Condition
-from ragcachekit.types import ENCODING_PREFIX
+from ragcachekit.types import ENCODING_PREFIX, Ids
 
 POLL = 0.05
 """Seconds after which a waiting request looks whether it was cancelled."""

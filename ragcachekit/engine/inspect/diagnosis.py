@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
-from ragcachekit.engine.prompt_segmenter import PromptLike, PromptSegmenter
-from ragcachekit.prompt.base import Segmentation, word_runs_across
 from ragcachekit.prompt.differences import Difference, difference
+from ragcachekit.prompt.parser import PromptLike, PromptParser
+from ragcachekit.prompt.registry import is_inside_word
+from ragcachekit.prompt.segments import Segmentation
 from ragcachekit.reports import Report
 from ragcachekit.reports.base import shorten
 from ragcachekit.types import Chunk, Prompt
@@ -84,16 +85,16 @@ class Diagnosis(Report):
 
 
 def diagnose(
-    prompts: PromptSegmenter, prompt: PromptLike, documents: Iterable[object], namespace: str | None = None
+    parser: PromptParser, prompt: PromptLike, documents: Iterable[object], namespace: str | None = None
 ) -> Diagnosis:
     """Diagnose a prompt; ``namespace`` None takes all documents for registered.
 
     ``documents`` are strings, or objects with ``page_content`` or ``get_content()``; TypeError for others.
     """
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
-    ideal = _as_registered(prompts, prompt, texts)
-    real = ideal if namespace is None else prompts.segment(prompt, namespace)
-    known = {text.strip() for text in (texts if namespace is None else prompts.registry.texts(namespace))}
+    ideal = _as_registered(parser, prompt, texts)
+    real = ideal if namespace is None else parser.segment(prompt, namespace)
+    known = {text.strip() for text in (texts if namespace is None else parser.registry.texts(namespace))}
     found, possible, whole = _chunks(real), _chunks(ideal), _text(real)
     chunks = []
     for number, text in enumerate(texts, 1):
@@ -102,7 +103,7 @@ def diagnose(
             why = Difference("found")
         elif real.fallback is not None and body in whole:
             why = Difference("template")
-        elif len(body) < prompts.registry.min_chars:
+        elif len(body) < parser.registry.min_chars:
             why = Difference("too short")
         elif body in possible:
             why = Difference("overlapped" if body in known else "not registered")
@@ -112,7 +113,7 @@ def diagnose(
             why = difference(text, whole)
         shown = (number, shorten(" ".join(text.split()), 50), why.why == "found")
         chunks.append(ChunkDiagnosis(*shown, *why, ADVICE.get(why.why, "")))
-    return Diagnosis(tuple(chunks), tuple(_notes(prompts, prompt, real, whole)))
+    return Diagnosis(tuple(chunks), tuple(_notes(parser, prompt, real, whole)))
 
 
 def text_of(document: object, number: int = 1) -> str:
@@ -125,46 +126,46 @@ def text_of(document: object, number: int = 1) -> str:
     return text
 
 
-def without_template(prompts: PromptSegmenter, prompt: PromptLike) -> bool:
+def without_template(parser: PromptParser, prompt: PromptLike) -> bool:
     """Whether the prompt is a string that lacks the chat template that the model has."""
-    if not isinstance(prompt, str) or not prompts.has_chat_template:
+    if not isinstance(prompt, str) or not parser.has_chat_template:
         return False
-    return not any(token in prompt for token in prompts.tokens.special_tokens)
+    return not any(token in prompt for token in parser.tokens.special_tokens)
 
 
-def _as_registered(prompts: PromptSegmenter, prompt: PromptLike, texts: Sequence[str]) -> Segmentation:
+def _as_registered(parser: PromptParser, prompt: PromptLike, texts: Sequence[str]) -> Segmentation:
     scratch = uuid4().hex
-    prompts.registry.add(scratch, texts)
+    parser.registry.add(scratch, texts)
     try:
-        return prompts.segment(prompt, scratch)
+        return parser.segment(prompt, scratch)
     finally:
-        prompts.registry.clear(scratch)
+        parser.registry.clear(scratch)
 
 
 def _chunks(segmentation: Segmentation) -> set[str]:
-    return {(s.text or "").strip() for s in segmentation.prompt.segments if isinstance(s, Chunk)}
+    return {(s.text or "").strip() for s in segmentation.segments if isinstance(s, Chunk)}
 
 
 def _text(segmentation: Segmentation) -> str:
-    return "".join(segment.text or "" for segment in segmentation.prompt.segments)
+    return "".join(segment.text or "" for segment in segmentation.segments)
 
 
 def _at_its_edges(body: str, whole: str) -> Difference:
     at = whole.index(body)
     end = at + len(body)
-    if word_runs_across(whole, at) or word_runs_across(whole, end):
-        edge = at if word_runs_across(whole, at) else end
+    if is_inside_word(whole, at) or is_inside_word(whole, end):
+        edge = at if is_inside_word(whole, at) else end
         return Difference(
             "word runs on", body[:24] if edge == at else body[-24:], whole[edge - 12 : edge + 24]
         )
     return Difference("overlapped")
 
 
-def _notes(prompts: PromptSegmenter, prompt: PromptLike, real: Segmentation, whole: str) -> Iterable[str]:
+def _notes(parser: PromptParser, prompt: PromptLike, real: Segmentation, whole: str) -> Iterable[str]:
     if real.fallback is not None:
         yield f"the whole prompt is computed in full: {real.fallback}"
-    elif without_template(prompts, prompt):
+    elif without_template(parser, prompt):
         yield NO_TEMPLATE
     elif not isinstance(prompt, str | Prompt):
         yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
-    yield from real.prompt.notes
+    yield from real.notes

@@ -8,11 +8,11 @@ from typing import NoReturn
 
 from ragcachekit.engine.inspect.diagnosis import Diagnosis, diagnose
 from ragcachekit.engine.inspect.view import PromptView, prompt_view
-from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.queue.methods import QueueMethods
 from ragcachekit.observers import Observer
-from ragcachekit.plot.plots import MeasuredPolicy, Plots
+from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.reports import GenerateReport, Records
 from ragcachekit.reports.base import pairs_html
 from ragcachekit.store.base import StoreStats
@@ -31,7 +31,7 @@ class InspectMethods(QueueMethods):
     def encoder(self) -> str:
         """Name of the encoder of the default policy."""
         chosen = self._components.resolve(self._policy, self.namespace).policy
-        return self._prompts.encodings(chosen).name
+        return self._planner.encodings(chosen).name
 
     @property
     def reports(self) -> tuple[GenerateReport, ...]:
@@ -69,7 +69,7 @@ class InspectMethods(QueueMethods):
 
         >>> print(rag.inspect(prompt).ansi())                      # doctest: +SKIP
         """
-        decode = partial(self._prompts.tokens.decode, special=True)
+        decode = partial(self._parser.tokens.decode, special=True)
         with self._components.active:
             plan = self._path.begin(self._request(prompt, namespace, policy))
             plan = self._components.generator.link(plan, self._path.plan).plan
@@ -92,7 +92,7 @@ class InspectMethods(QueueMethods):
         TypeError
             For a document of another type.
         """
-        return diagnose(self._prompts, prompt, documents, self._checked(namespace))
+        return diagnose(self._parser, prompt, documents, self._checked(namespace))
 
     def chunks_in_memory(self) -> frozenset[str]:
         """Ids of the chunks of all namespaces whose KV is in GPU or host memory; costs no I/O."""

@@ -15,7 +15,6 @@ from ragcachekit.engine.auto.methods import TuneMethods
 from ragcachekit.engine.chunk_methods import several
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.inspect.diagnosis import NO_TEMPLATE, without_template
-from ragcachekit.engine.prompt_segmenter import PromptLike
 from ragcachekit.engine.queue.request import Request, TokenCounter, Work
 from ragcachekit.engine.queue.request_queue import RequestQueue
 from ragcachekit.engine.queue.runner import Runner
@@ -25,6 +24,7 @@ from ragcachekit.generate.options import effective
 from ragcachekit.observers import Watch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.reports import Answer
 
 
@@ -76,7 +76,7 @@ class QueueMethods(TuneMethods):
         self._components.generator.check_options(options, "deadline", "wait")
         with self._watch(begun, prompt, namespace, options) as watch:
             stop = stop_strings(stop)
-            request = self._asked(self._prompts.with_tools(prompt, tools), namespace, policy)
+            request = self._asked(prompt, namespace, policy, tools)
             filled = self._components.generator.options(options, len(request.token_ids), stop)
             return self._queued(request, filled, stop, begun, wait, watch, deadline=deadline)
 
@@ -104,8 +104,7 @@ class QueueMethods(TuneMethods):
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
         namespace = self._checked(namespace)
-        given = [self._prompts.with_tools(prompt, tools) for prompt in prompts]
-        asked = [self._asked(prompt, namespace, policy) for prompt in given]
+        asked = [self._asked(prompt, namespace, policy, tools) for prompt in prompts]
         longest = max((len(request.token_ids) for request in asked), default=0)
         requests: list[Request] = []
         try:
@@ -126,20 +125,25 @@ class QueueMethods(TuneMethods):
         return self._observers.begin(begun, prompt, namespace or self.namespace, options)
 
     def _request(
-        self, prompt: PromptLike, namespace: str | None, policy: str | SelectionPolicy | None
+        self,
+        prompt: PromptLike,
+        namespace: str | None,
+        policy: str | SelectionPolicy | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> PromptRequest:
         namespace = self._checked(namespace)
-        return self._path.request(prompt, namespace, self._components.choose_policy(policy, namespace))
+        return self._path.request(prompt, namespace, self._components.choose_policy(policy, namespace), tools)
 
     def _asked(
         self,
         prompt: PromptLike,
         namespace: str | None,
         policy: str | SelectionPolicy | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> PromptRequest:
         """As :meth:`_request`; the first plain text of a chat model has a note."""
-        request = self._request(prompt, namespace, policy)
-        if self._told_of_template or not without_template(self._prompts, prompt):
+        request = self._request(prompt, namespace, policy, tools)
+        if self._told_of_template or not without_template(self._parser, prompt):
             return request
         self._told_of_template = True
         return replace(request, notes=(*request.notes, NO_TEMPLATE))
@@ -165,7 +169,7 @@ class QueueMethods(TuneMethods):
             streamer = tokens = TokenQueue()
         cancelled = Event()
         counted = None if streamer is None else TokenCounter(streamer, prompt.token_ids)
-        estimator, context = self._prompts.estimator(prompt), self._prompts.context
+        estimator, context = self._planner.estimator(prompt), self._planner.context
         room = context - estimator.tokens
         work = Work(
             prompt,
@@ -179,7 +183,7 @@ class QueueMethods(TuneMethods):
             counted,
             watch,
         )
-        queue, detokenizer = self.queue, Detokenizer(self._prompts.decode, stop)
+        queue, detokenizer = self.queue, Detokenizer(self._parser.decode, stop)
         request = Request(work, tokens, detokenizer, queue.cancel, queue.refuse_own_thread)
         try:
             queue.submit(request, wait)

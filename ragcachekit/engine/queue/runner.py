@@ -91,7 +91,7 @@ class Runner:
         with work.scope, CancelScope(closed), CancelScope(work.cancel), CancelScope(Late(work.deadline)):
             run.first = self._components.shadow.draw(options)
             # A changed model may attend by other code than the batch's.
-            unchanged = self._components.prompts.unchanged()
+            unchanged = self._components.planner.unchanged()
             why = self._decoder.unsupported(options) if unchanged else "the model changed"
             note = () if why is None else (f"generated alone and not in a batch: {why}",)
             prompt = replace(request.work.prompt, notes=(*request.work.prompt.notes, *note))

@@ -284,13 +284,13 @@ def test_a_step_that_fails_can_be_repeated(decoder, rag, monkeypatch):
 @pytest.mark.parametrize("policy", ["full", "reuse", "cacheblend:0.3"])
 def test_the_cache_is_that_of_one_run(name, policy):
     rag = warmed(name, PROMPT, policy=policy)
-    decoder, prompts = decoder_for(rag), rag._prompts
+    decoder, parser = decoder_for(rag), rag._parser
     ours = begin(decoder, rag, PROMPT, max_new_tokens=6, eos_token_id=NEVER)
     begin(decoder, rag, OTHER)
     finish(decoder)
     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": NEVER, "pad_token_id": 0}
     rope, plan = rag._components.generator._rope, plan_for(rag, PROMPT)
-    alone = run_generate(rag.model, rope, plan, options, decode=prompts.decode, whole=True)
+    alone = run_generate(rag.model, rope, plan, options, decode=parser.decode, whole=True)
     generated = ours.generated()
     assert generated.token_ids == alone.token_ids
     assert generated.report.recomputed_tokens == alone.report.recomputed_tokens

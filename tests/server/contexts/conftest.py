@@ -9,13 +9,12 @@ import pytest
 from fastapi import FastAPI
 
 from ragcachekit import RagCache
-from ragcachekit.server.body_limit import BodyLimit
-from ragcachekit.server.contexts.routes import router
-from ragcachekit.server.contexts.store import ContextStore
-from ragcachekit.server.keys import ApiKeys, add_key
+from ragcachekit.server.context_routes import router
+from ragcachekit.server.contexts import ContextStore
+from ragcachekit.server.keys import ApiKeys, Limits, Tenant, add_key
 from ragcachekit.server.limits import Usage
+from ragcachekit.server.middleware import BodyLimit
 from ragcachekit.server.responses import add_handlers
-from ragcachekit.server.tenants import Limits, Tenant
 from speaking import byte_level, speaker
 
 NOW = 1_700_000_000.0
@@ -69,8 +68,8 @@ def app(store, keys):
     """The application."""
     app = FastAPI()
     add_handlers(app, 1.0)
-    app.include_router(router(store, Usage(), "tiny"))
-    app.add_middleware(BodyLimit, most=100_000, tenant=ApiKeys(keys[0]).tenant)
+    app.include_router(router(store, "tiny"))
+    app.add_middleware(BodyLimit, max_bytes=100_000, tenant=ApiKeys(keys[0]).tenant, usage=Usage())
     return app
 
 

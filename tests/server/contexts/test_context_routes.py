@@ -13,8 +13,8 @@ import pytest
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.prompt.messages import marked
-from ragcachekit.server.contexts.store import ContextStore
-from ragcachekit.server.tenants import Tenant
+from ragcachekit.server.contexts import ContextStore
+from ragcachekit.server.keys import Tenant
 from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."

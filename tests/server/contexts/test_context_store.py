@@ -11,7 +11,7 @@ import pytest
 
 from context_kit import ONE, THREE, TWO, Engine, make
 from ragcachekit.errors import StoreError
-from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError
 
 
@@ -177,18 +177,17 @@ async def test_tokens_of_all_contexts_are_limited_and_charged_before_they_are_co
     await make(store, ada, TWO)
 
 
-async def test_expiring_goes_on_by_itself_and_after_an_error(rag, clock, ada, bob):
-    store = ContextStore(rag, clock=clock)
-    await make(store, ada, ONE)
-    await make(store, bob, TWO, seconds=120)
-    clock.now += 60
-    rag.fails = StoreError("busy")
-    sweeping = asyncio.create_task(store.run(every=0.001))
-    await asyncio.sleep(0.02)
-    assert not sweeping.done()
-    rag.fails = None
-    async with asyncio.timeout(10):
-        while rag.encoded != {("bob", TWO)}:
-            await asyncio.sleep(0.001)
-    sweeping.cancel()
-    assert len(store.all(bob)) == 1
+async def test_a_creation_whose_process_was_killed_is_forgotten_at_its_deadline(rag, folder, clock, ada):
+    rag.go_on.clear()
+    killed = ContextStore(rag, folder, clock, timeout=100)
+    task = asyncio.create_task(make(killed, ada, ONE))
+    await asyncio.to_thread(rag.begun.wait, 10)
+    other = ContextStore(rag, folder, clock, timeout=100)
+    for seconds, left in ((199, {("ada", ONE)}), (1, set())):
+        clock.now += seconds
+        await other.expire()
+        assert rag.encoded == left
+        assert other.all(ada) == []
+    rag.go_on.set()
+    with pytest.raises(ApiError, match="not found"):
+        await task

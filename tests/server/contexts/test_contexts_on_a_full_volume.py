@@ -8,7 +8,7 @@ import pytest
 
 from context_kit import ONE, TWO, Engine
 from faults import Faults, injected
-from ragcachekit.server.contexts.store import ContextStore
+from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.responses import api_error
 
 BODY = {"model": "models/tiny", "contents": [{"parts": [{"text": ONE}]}], "ttl": "60s"}

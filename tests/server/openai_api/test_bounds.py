@@ -14,11 +14,10 @@ from pydantic import ValidationError
 
 from ragcachekit.generate.batch.sampling import Sampling
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server.contexts.wire import NewContext
-from ragcachekit.server.keys import add_key
+from ragcachekit.server.context_routes import NewContext
+from ragcachekit.server.keys import Limits, add_key
 from ragcachekit.server.limits import Grant
-from ragcachekit.server.openai.schemas import ChatRequest, TextRequest
-from ragcachekit.server.tenants import Limits
+from ragcachekit.server.schemas import ChatRequest, TextRequest
 from server_kit import DOCUMENTS, LONG, MODEL, QUESTION, served, until
 
 MANY = 100_000
@@ -129,13 +128,10 @@ def test_two_prompts_of_a_key_are_tokenised_at_once_also_when_clients_left(tenan
     assert asked(url, second).status_code == 200
 
 
-def test_every_copy_of_a_prompt_is_charged_and_takes_a_place(tenants, charged):
+def test_every_copy_of_a_prompt_is_charged(tenants, charged):
     url, key, _ = tenants
     usage = asked(url, key, n=3).json()["usage"]
     assert charged[-1] == 3 * usage["prompt_tokens"] + usage["completion_tokens"]
-    refused = asked(url, key, n=5)
-    assert (refused.status_code, "at once" in refused.json()["error"]["message"]) == (429, True)
-    assert "retry-after" not in refused.headers
 
 
 def test_a_stream_is_charged_what_was_generated_also_when_it_is_left(tenants, charged):
@@ -144,7 +140,7 @@ def test_a_stream_is_charged_what_was_generated_also_when_it_is_left(tenants, ch
     expected, once = charged[-1], whole.json()["usage"]["prompt_tokens"]
     assert asked(url, key, max_tokens=100, n=2, stream=True).status_code == 200
     until(lambda: len(charged) == 4)
-    assert charged == [0, expected, 0, expected]
+    assert charged[1::2] == [expected] * 2
     del charged[:]
     body = {"model": MODEL, "messages": [USER], "max_tokens": 400, "temperature": 0, "stream": True}
     with httpx.stream("POST", url + CHAT, json=body, headers={"X-API-Key": key}, timeout=LONG) as response:

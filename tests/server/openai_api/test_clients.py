@@ -198,9 +198,10 @@ async def test_llama_index(url, client):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("waiting", [False, True])
-def test_a_client_that_goes_away_cancels_its_request(url, rag, monkeypatch, stream, waiting):
-    before, step = rag.queue.stats().cancelled, rag.queue._runner.step
-    monkeypatch.setattr(rag.queue._runner, "step", lambda: time.sleep(0.02) or step())
+def test_a_client_that_goes_away_cancels_its_request(url, rag, request, stream, waiting):
+    before = rag.queue.stats().cancelled
+    hook = rag.model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    request.addfinalizer(hook.remove)
     asked = {**ASKED, "max_tokens": 200, "stop": ["never"], "stream": stream}
     with (
         openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=0.3) as client,

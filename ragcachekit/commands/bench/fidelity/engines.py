@@ -11,15 +11,15 @@ from ragcachekit.commands.bench.fidelity.continued import ROWS, ContinuedPrompt,
 from ragcachekit.commands.bench.fidelity.prompts import FidelityPrompt
 from ragcachekit.commands.bench.fidelity.questions import FidelityQuestion
 from ragcachekit.config import QUANTISATIONS, StoreConfig
-from ragcachekit.encode.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.detokenizer import cut_at_stop
 from ragcachekit.generate.options import end_tokens
 from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.tokens import PromptTokenizer
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
+from ragcachekit.prompt.tokenizer import PromptTokenizer
 from ragcachekit.reports import Answer, LinkReport
 from ragcachekit.store.factory import open_store
 

@@ -16,8 +16,8 @@ from ragcachekit.commands.reading_prompt import (
     prompt_for,
 )
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.tokens import PromptTokenizer
 from ragcachekit.prompt.token_runs import find_runs
+from ragcachekit.prompt.tokenizer import PromptTokenizer
 
 ASK, FEW_SHOT = "ask", "few-shot"
 STYLES = (ASK, FEW_SHOT)

@@ -37,11 +37,11 @@ from ragcachekit.commands.own_questions import (
     neighbours_of,
 )
 from ragcachekit.commands.workspace import check_dtype, load_checked
-from ragcachekit.encode.neighbours import Neighbours
 from ragcachekit.errors import PromptTooLong, RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings
+from ragcachekit.plan.neighbours import Neighbours
 from ragcachekit.policies.registry import open_policy
 
 POLICIES = (

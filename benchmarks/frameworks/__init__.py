@@ -1,1 +1,0 @@
-"""LangChain and LlamaIndex over the cache: batches, response modes, text splitters."""

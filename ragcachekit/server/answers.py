@@ -1,0 +1,204 @@
+"""Responses in OpenAI's form, whole or in pieces, with the tokens' log probabilities."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from ragcachekit import Answer, ToolCall, ToolCallReader
+from ragcachekit.generate.hooks import ScoreObserver
+from ragcachekit.server.errors import stopping
+
+
+class Logprobs(ScoreObserver):
+    """Records distributions as the model gives them, before temperature and the cuts of sampling.
+
+    A token's entry is complete when the next one is chosen, the last one's at the end.
+    """
+
+    def __init__(self, top: int, tokenizer: Any) -> None:
+        self._top, self._tokenizer = top, tokenizer
+        self._last: torch.Tensor | None = None
+        self._taken = 0
+        self.entries: list[dict[str, Any]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._complete(int(input_ids[0, -1]))
+        self._last = scores[0].float().log_softmax(-1)
+        return scores
+
+    @property
+    def pending(self) -> bool:
+        """Whether entries were not taken."""
+        return self._taken < len(self.entries)
+
+    def take(self) -> list[dict[str, Any]]:
+        """The entries since the last call, as in chat completions."""
+        entries = self.entries[self._taken :]
+        self._taken += len(entries)
+        return entries
+
+    def end(self, token_ids: Sequence[int], text: str) -> None:
+        """Complete the last token's entry; drop those after ``text``, of an end token or a stop string."""
+        if token_ids:
+            self._complete(token_ids[-1])
+        count = len(token_ids)
+        while count and len(self._decode(token_ids[: count - 1], skip_special_tokens=True)) >= len(text):
+            count -= 1
+        del self.entries[max(count, self._taken) :]
+
+    def _decode(self, ids: Sequence[int], **options: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False, **options))
+
+    def _complete(self, token: int) -> None:
+        if self._last is None:
+            return
+        values, ids = self._last.topk(min(self._top, len(self._last)))
+        top = zip(ids.tolist(), values.tolist(), strict=True)
+        entry = _entry(self._decode([token]), float(self._last[token]))
+        entry["top_logprobs"] = [_entry(self._decode([one]), value) for one, value in top]
+        self._last = None
+        self.entries.append(entry)
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    whole = "\ufffd" not in token  # else a part of a character, whose bytes are unknown
+    logprob = max(logprob, -9999.0)
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode()) if whole else None}
+
+
+def text_logprobs(entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+    """Entries as in text completions; the first token is ``offset`` characters after the answer's start."""
+    tokens = [entry["token"] for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{o["token"]: o["logprob"] for o in entry["top_logprobs"]} for entry in entries],
+        "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
+    }
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of one response: that of chat or of text completions."""
+
+    chat: bool
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = field(default_factory=lambda: uuid4().hex)
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The response of a request that is not streamed."""
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
+
+    def piece(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        """An event of a stream."""
+        out = {**self._head("chat.completion.chunk"), "choices": choices}
+        return out if usage is None else {**out, "usage": usage}
+
+    def _head(self, name: str) -> dict[str, Any]:
+        kind, id = (name, f"chatcmpl-{self.id}") if self.chat else ("text_completion", f"cmpl-{self.id}")
+        return {"id": id, "object": kind, "created": self.created, "model": self.model}
+
+
+class Choice:
+    """One answer of a response: its text, calls and log probabilities."""
+
+    def __init__(self, form: Form, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> None:
+        self._form, self.index, self._parallel = form, index, parallel
+        self._reader = ToolCallReader(tools)
+        self._given = 0
+        self.logprobs: Logprobs | None = None
+
+    def start(self) -> dict[str, Any] | None:
+        """The first event of a streamed chat answer."""
+        return self._delta({"role": "assistant", "content": ""}) if self._form.chat else None
+
+    def push(self, text: str) -> dict[str, Any] | None:
+        """The event of a new piece of text, unless it may belong to a tool call."""
+        text = self._reader.push(text)
+        return self._piece(text) if text else None
+
+    def end(self, answer: Answer) -> list[dict[str, Any]]:
+        """The last events of a stream: what is left, and why it ended."""
+        text, calls, reason = self._rest(answer)
+        events = [self._piece(text)] if text or (self.logprobs and self.logprobs.pending) else []
+        if calls:
+            events.append(self._delta({"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]}))
+        return [*events, self._delta({}, reason)]
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The choice of a response that is not streamed."""
+        text, calls, reason = self._rest(answer)
+        if not self._form.chat:
+            return {**self._shown("text", text, reason), "logprobs": self._logprobs(text)}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {**self._shown("message", message, reason), "logprobs": self._logprobs(text)}
+
+    def _rest(self, answer: Answer) -> tuple[str, list[dict[str, Any]], str]:
+        reason = answer.report.finish_reason
+        if reason == "cancelled":  # by the engine: a client that went away gets no answer
+            raise stopping()
+        if self.logprobs is not None:
+            self.logprobs.end(answer.token_ids, answer.text)
+        text = self._reader.rest(answer.text)
+        text += "".join(call.text for call in self._reader.invalid)
+        calls = self._reader.calls if self._parallel else self._reader.calls[:1]
+        return text, [_called(call) for call in calls], "tool_calls" if calls else reason
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        logprobs = self._logprobs(text)
+        return self._delta({"content": text} if self._form.chat else text, logprobs=logprobs)
+
+    def _delta(self, delta: Any, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        name, delta = ("delta", delta) if self._form.chat else ("text", delta or "")
+        return self._form.piece([{**self._shown(name, delta, reason), "logprobs": logprobs}])
+
+    def _shown(self, name: str, value: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": self.index, name: value, "finish_reason": reason}
+
+    def _logprobs(self, text: str) -> dict[str, Any] | None:
+        given, self._given = self._given, self._given + len(text)
+        if self.logprobs is None:
+            return None
+        entries = self.logprobs.take()
+        if self._form.chat:
+            return {"content": entries, "refusal": None}
+        return text_logprobs(entries, given)
+
+
+def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    """Token counts of the answers to each prompt; a prompt counts once, as its first answer found it."""
+    links = [answers[0].report.link for answers in prompts]
+    first = prompts[0][0].report
+    prompt_tokens = sum(link.prompt_tokens for link in links)
+    output = sum(answer.report.output_tokens for answers in prompts for answer in answers)
+    ours = {
+        name: sum(getattr(link, name) for link in links)
+        for name in ("exact_tokens", "approximate_tokens", "recomputed_tokens", "computed_tokens")
+    }
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": prompt_tokens + output,
+        "prompt_tokens_details": {"cached_tokens": sum(link.reused_tokens for link in links)},
+        "ragcachekit": {
+            **ours,
+            "miss_reason": links[0].miss_reason or None,
+            "ttft_ms": first.ttft_ms,
+            "queue_ms": first.queue_ms,
+        },
+    }
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}

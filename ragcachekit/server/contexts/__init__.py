@@ -1,1 +1,0 @@
-"""Prompts that clients store under a name: context caching."""

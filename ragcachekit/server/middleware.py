@@ -1,0 +1,213 @@
+"""What comes before a route: a stop, the API key, and a body of bounded size; and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ragcachekit.server.errors import ApiError, overloaded, stopping
+from ragcachekit.server.keys import Tenant
+from ragcachekit.server.limits import Usage
+from ragcachekit.server.responses import api_path, response
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 32 << 10
+"""Bytes of all headers together."""
+
+BODY_SECONDS = 60.0
+"""Time in which a body must arrive."""
+
+MAX_TENANT_BODIES, MAX_BODIES = 4, 16
+"""How many bodies of the largest size may be in memory, for one tenant and for all."""
+
+CLIENT_GONE = 499
+"""Status of a response that nobody reads."""
+
+RETRY_AFTER = 1.0
+_DRAINED = 8  # bodies of the largest size
+_DRAIN_SECONDS = 5.0
+_Result = TypeVar("_Result")
+
+
+class BodyLimit:
+    """ASGI middleware that authenticates requests and reads their bodies, or refuses them.
+
+    It refuses missing or wrong keys (401), requests beyond a key's limits (429), large bodies (413) and
+    headers (431), and bodies that arrive too slowly (408) or would be too many bytes beside those of the
+    tenant's other requests (429) or of all requests (503). The tenant is ``request.state.tenant`` afterwards,
+    and what it may use ``request.state.grant``. Other paths than ``/v1...`` pass.
+
+    Parameters
+    ----------
+    app : ASGI application
+    max_bytes : int
+        Of a body.
+    tenant : callable
+        The tenant of a request's headers, or ApiError; :meth:`.ApiKeys.tenant`.
+    usage : Usage, optional
+        Counts requests; None: they are not limited here.
+    seconds : float
+        Time in which a body must arrive.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_bytes: int,
+        tenant: Callable[[Mapping[str, str]], Tenant],
+        usage: Usage | None = None,
+        seconds: float = BODY_SECONDS,
+    ) -> None:
+        self._app, self._max_bytes, self._tenant, self._seconds = app, max_bytes, tenant, seconds
+        self._usage = usage
+        self._held = Counter[str]()  # bytes of the bodies in memory, by tenant
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass the request on with its body in one piece."""
+        if api_path(scope) is None:
+            return await self._app(scope, receive, send)
+        request, held = Request(scope, receive), Counter[str]()
+        parts = request.stream()
+        with ExitStack() as stack:
+            stack.callback(lambda: self._held.subtract(held))
+            try:
+                request.state.tenant = tenant = self._authenticated(request)
+                if self._usage is not None:
+                    request.state.grant = stack.enter_context(self._usage.admit(tenant))
+                body = await self._body(request, parts, tenant.name, held)
+            except ClientDisconnect:
+                return None
+            except ApiError as error:
+                if "expect" not in request.headers:  # else the client waits for a word before it sends
+                    await self._drain(parts)
+                return await response(error, scope)(scope, receive, send)
+            return await self._app(scope, _replay(body, receive), send)
+
+    def _authenticated(self, request: Request) -> Tenant:
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
+            message = f"The request's headers have more than {MAX_HEADER_BYTES} bytes."
+            raise ApiError(431, message, code="headers_too_large")
+        return self._tenant(request.headers)
+
+    async def _body(
+        self, request: Request, parts: AsyncIterator[bytes], tenant: str, held: Counter[str]
+    ) -> bytes:
+        body, announced = bytearray(), request.headers.get("content-length", "")
+        message = f"The request's body has more than {self._max_bytes} bytes."
+        too_large = ApiError(413, message, code="body_too_large")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for part in parts:
+                    if len(body) + len(part) > self._max_bytes:
+                        raise too_large
+                    self._hold(tenant, len(part))
+                    held[tenant] += len(part)
+                    body += part
+        except TimeoutError:
+            message = f"The request's body did not arrive within {self._seconds:g} s."
+            raise ApiError(408, message, code="body_too_slow") from None
+        return bytes(body)
+
+    def _hold(self, tenant: str, size: int) -> None:
+        most = MAX_TENANT_BODIES * self._max_bytes
+        if self._held[tenant] + size > most:
+            message = f"The bodies of {tenant!r}'s requests have more than {most} bytes together."
+            raise ApiError(429, message, kind="requests", code="rate_limit_exceeded", retry_after=RETRY_AFTER)
+        if self._held.total() + size > MAX_BODIES * self._max_bytes:
+            raise overloaded("The server holds too many requests; please try again later.", RETRY_AFTER)
+        self._held[tenant] += size
+
+    async def _drain(self, parts: AsyncIterator[bytes]) -> None:
+        """Receive what the client still sends, within bounds: many read no answer before they sent all."""
+        left = _DRAINED * self._max_bytes
+        with suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(min(_DRAIN_SECONDS, self._seconds)):
+                async for part in parts:
+                    left -= len(part)
+                    if left < 0:
+                        return
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
+class Activity:
+    """How many requests of the API run, and whether new ones are refused."""
+
+    def __init__(self) -> None:
+        self.running, self.stopping = 0, False
+
+
+class Gate:
+    """ASGI middleware that counts the API's requests, names them, and refuses new ones while stopping.
+
+    A request whose client takes nothing for ``send_timeout`` seconds ends.
+    """
+
+    def __init__(self, app: ASGIApp, activity: Activity, retry_after: float, send_timeout: float) -> None:
+        self._app, self._activity, self._retry_after = app, activity, retry_after
+        self._send_timeout = send_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if api_path(scope) is None:
+            return await self._app(scope, receive, send)
+        if self._activity.stopping:
+            return await response(stopping(self._retry_after), scope)(scope, receive, send)
+        name = f"req_{uuid4().hex}"
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = name
+            try:
+                async with asyncio.timeout(self._send_timeout):
+                    await send(message)
+            except TimeoutError:
+                raise _Stalled from None
+
+        self._activity.running += 1
+        try:
+            await self._app(scope, receive, named)
+        except _Stalled:
+            log.warning("%s: its client read nothing for %g s", name, self._send_timeout)
+        finally:
+            self._activity.running -= 1
+
+
+class _Stalled(Exception):
+    pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """The result of work that is cancelled when the client goes away; None then. The body must be read."""
+    tasks = task, gone = asyncio.create_task(work), asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait(tasks)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

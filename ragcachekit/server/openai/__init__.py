@@ -1,1 +1,0 @@
-"""The routes of OpenAI's API: chat and text completions, models."""

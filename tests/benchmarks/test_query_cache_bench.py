@@ -1,0 +1,145 @@
+"""The query-cache bench measures what it says."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.query_cache.hits import PANELS, Sweep, plot, replays, run, searched
+from benchmarks.query_cache.workload import PREFIXES, Workload, of_dataset, variants, with_copies
+
+
+def workload(evidence=()) -> Workload:
+    """Ten questions, each asked four times with a little noise, shuffled."""
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((10, 16))
+    asked = np.repeat(base, 4, axis=0) + 1e-3 * rng.standard_normal((40, 16))
+    order = rng.permutation(40)
+    distinct = tuple(int(at) // 4 for at in order)
+    texts = ("The guard has nothing to say.",) * 40
+    return Workload("noise", texts, asked[order].astype(np.float32), np.eye(16), distinct, evidence)
+
+
+def search(question: np.ndarray) -> list[int]:
+    return [int(np.sign(question[0])), 7, 9]
+
+
+def rows_of(asked: Workload, sweep: Sweep, find=search):
+    return list(replays(asked, searched(asked, find), sweep))
+
+
+def test_rows_of_a_sweep() -> None:
+    rows = rows_of(workload(), Sweep((2, 40), (0.0, 0.05), reorder=False))
+    by_case = {(row["capacity"], row["tolerance"]): row for row in rows}
+    assert by_case[40, 0.0]["hit_rate"] == 0.0
+    assert by_case[40, 0.05]["hit_rate"] == 30 / 40
+    assert by_case[2, 0.05]["hit_rate"] < 30 / 40
+    assert by_case[40, 0.0]["result_recall"] == 1.0
+    assert all(row["lookup_us"] > 0 and row["latency_ms"] > 0 for row in rows)
+    assert "evidence" not in rows[0]
+
+
+def test_a_second_pass_hits_what_the_first_left() -> None:
+    (row,) = rows_of(workload(), Sweep((40,), (0.0,), passes=2, reorder=False))
+    assert (row["n"], row["hit_rate"]) == (80, 0.5)
+
+
+def test_recall_counts_what_the_index_would_have_said() -> None:
+    asked = np.array([[1.0, 0.0], [1.0, 0.01]], np.float32)
+    answers = {0.0: [1, 2], 0.01: [2, 3]}
+    two = Workload("two", ("a", "b"), asked, np.eye(2), (0, 1), (frozenset({1}), frozenset({3})))
+    (row,) = rows_of(two, Sweep((1,), (0.5,), reorder=False), lambda q: answers[round(float(q[1]), 2)])
+    assert (row["hit_rate"], row["result_recall"], row["wrong_hits"]) == (0.5, 0.75, 0.5)
+    assert (row["evidence"], row["evidence_uncached"]) == (0.5, 1.0)
+
+
+def test_candidates_are_put_in_order_for_the_question_that_hits_them() -> None:
+    asked = np.array([[1.0, 0.0, 0.0], [0.9, 0.4, 0.0]], np.float32)
+    turns = np.linspace(-0.5, 1.0, 16)
+    chunks = np.stack([np.cos(turns), np.sin(turns), 0 * turns], 1).astype(np.float32)
+    two = Workload("two", ("a", "a"), asked, chunks, (0, 0))
+    nearest = [[int(at) for at in np.argsort(-(chunks @ question))] for question in asked]
+    found = searched(two, lambda question: nearest[int(question[1] > 0)])
+    assert set(found.ids[0]) != set(found.ids[1])
+    for reorder, recall in ((True, 1.0), (False, 0.5 + len({*found.ids[0]} & {*found.ids[1]}) / 8)):
+        (row,) = replays(two, found, Sweep((1,), (0.5,), reorder=reorder))
+        assert (row["hit_rate"], row["result_recall"]) == (0.5, recall)
+
+
+def test_a_saved_search_saves_its_own_time() -> None:
+    asked, ms = workload(), iter(range(1, 41))
+    found = searched(asked, search)
+    object.__setattr__(found, "ms", tuple(1000.0 * next(ms) for _ in range(40)))
+    (row,) = replays(asked, found, Sweep((40,), (0.05,), reorder=False))
+    seen, spent = set(), 0.0
+    for at, number in enumerate(asked.distinct):
+        spent += 0.0 if number in seen else found.ms[at]
+        seen.add(number)
+    assert row["latency_saved"] == pytest.approx(1 - spent / sum(found.ms), abs=1e-3)
+
+
+def test_variants_put_distinct_prefixes_before_the_question() -> None:
+    made = variants("Where was Anna Baird born?", 4)
+    assert made == variants("Where was Anna Baird born?", 4)
+    assert len(set(made)) == 4
+    assert all(text.endswith(" Where was Anna Baird born?") for text in made)
+    assert all(text.startswith(PREFIXES) for text in made)
+
+
+def test_copies_are_unit_rows_behind_the_first_ones() -> None:
+    rows = np.eye(8, dtype=np.float32)
+    filled = with_copies(rows, 100, 0)
+    assert (filled[:8] == rows).all()
+    assert filled.shape == (100, 8)
+    assert np.allclose(np.linalg.norm(filled, axis=1), 1)
+    assert with_copies(rows, 3, 0).shape == (8, 8)
+
+
+def test_a_dataset_of_questions_in_four_wordings(one_minilm, tmp_path) -> None:
+    texts = ["Berne is the capital of Switzerland.", "Oslo is the capital of Norway.", "Cork floats."]
+    asked = [("What is the capital of Switzerland?", 0), ("What is the capital of Norway?", 1)]
+    lines = [
+        {"question": question, "chunks": texts, "answer": texts[at].split()[0]} for question, at in asked
+    ]
+    file = tmp_path / "q.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    found = of_dataset(f"jsonl:{file}", 2, vectors=50)
+    assert (len(found.texts), len(found.chunks), sorted(found.distinct)) == (8, 50, [0] * 4 + [1] * 4)
+    report = run(found, Sweep((8,), (0.0, 0.3)), "brute")
+    exact, wide = report.part("sweep").rows
+    assert (exact["hit_rate"], exact["result_recall"]) == (0.0, 1.0)
+    assert wide["hit_rate"] >= 0.75
+    plot(report, tmp_path / "q.svg")
+    drawn = (tmp_path / "q.svg").read_text()
+    assert drawn.count("<!-- ") >= len(PANELS)
+
+
+def test_the_command_over_own_files(proofs, one_minilm, corpus, world, tmp_path):
+    asked = [question.text for question in world.questions[:10]]
+    (tmp_path / "log.txt").write_text("\n".join([*asked, *(f"Please tell me: {text}" for text in asked)]))
+    result = proofs(
+        *("query-cache", "--log", tmp_path / "log.txt", "--corpus", corpus, "--json", tmp_path / "q.json")
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "q.json").read_text())["rows"]
+    assert {row["capacity"] for row in rows} == {2, 10, 20}
+    exact = [row for row in rows if row["tolerance"] == 0]
+    assert all((row["hit_rate"], row["result_recall"]) == (0, 1) for row in exact)
+    assert max(row["hit_rate"] for row in rows) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --log with --corpus, or --dataset"),
+        (("--corpus", "."), "give --log with --corpus, or --dataset"),
+        (("--dataset", "squat:a"), "unknown dataset"),
+        (("--dataset", "squad:a", "--tolerances", "wide"), "takes numbers with commas"),
+    ],
+)
+def test_the_command_says_what_to_give(proofs, arguments, message):
+    result = proofs("query-cache", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output

@@ -1,0 +1,272 @@
+"""LangChain's batches: decoded together, as alone, and ended by Ctrl-C, cancelled tasks and early ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from integration_kit import FACTS
+from langchain_core.caches import InMemoryCache
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
+
+from langchain_ragcachekit import ChatRagCache, RagCacheLLM
+from langchain_ragcachekit.settings import MAX_THREADS, together
+from layer_kit import LONG, WAITED, cancellations, interrupts, streams_ended, threads_ended, watched
+from ragcachekit import CancelScope, QueueConfig, QueueFull, RagCache
+from speaking import byte_level, speaker
+
+LAYERS = 8
+QUESTIONS = [f"{fact} Question {number}?" for number, fact in enumerate((*FACTS, *FACTS[:2]))]
+TEMPLATE = ChatPromptTemplate.from_messages([("system", "Answer from the context."), ("human", "{question}")])
+BATCHED = [{"question": question} for question in QUESTIONS]
+TOKENS = 24
+
+
+def chat_of(rag):
+    return ChatRagCache(cache=rag, max_tokens=TOKENS)
+
+
+def plain(rag):
+    return RagCacheLLM(cache=rag, max_tokens=TOKENS)
+
+
+def chain_of(rag):
+    return TEMPLATE | chat_of(rag) | StrOutputParser()
+
+
+def texts(messages):
+    return [message.content for message in messages]
+
+
+TOGETHER = {
+    "chat.batch": lambda rag: texts(chat_of(rag).batch(QUESTIONS)),
+    "chat.batch_as_completed": lambda rag: texts(
+        message for _, message in sorted(chat_of(rag).batch_as_completed(QUESTIONS))
+    ),
+    "chain.batch": lambda rag: chain_of(rag).batch(BATCHED),
+    "chain.abatch": lambda rag: asyncio.run(chain_of(rag).abatch(BATCHED)),
+    "llm.batch": lambda rag: plain(rag).batch(QUESTIONS),
+    "llm.agenerate": lambda rag: [
+        g[0].text for g in asyncio.run(plain(rag).agenerate(QUESTIONS)).generations
+    ],
+}
+ALONE = {
+    "chat": lambda rag: texts([chat_of(rag).invoke(question) for question in QUESTIONS]),
+    "chain": lambda rag: [chain_of(rag).invoke(question) for question in BATCHED],
+    "llm": lambda rag: [plain(rag).invoke(question) for question in QUESTIONS],
+}
+
+
+@pytest.mark.parametrize("call", TOGETHER)
+def test_a_batch_is_decoded_together_and_answers_as_alone(rag, call):
+    expected = ALONE[call.partition(".")[0]](rag)
+    before = rag.queue.stats()
+    assert TOGETHER[call](rag) == expected
+    after = rag.queue.stats()
+    assert after.submitted - before.submitted == len(QUESTIONS)
+    assert 0 < after.steps - before.steps < len(QUESTIONS) * (TOKENS - 1) / 2, "two or more per step"
+
+
+def test_batches_wait_for_room_and_say_when_told_not_to(tiny_model, tiny_tokenizer, digests):
+    tight = QueueConfig(max_batch=1, max_waiting=1)
+    with RagCache(tiny_model, tiny_tokenizer, policy="full", queue=tight, cache_dir=digests) as rag:
+        assert len(chat_of(rag).batch(QUESTIONS)) == len(QUESTIONS)
+        impatient = ChatRagCache(cache=rag, max_tokens=TOKENS, generate_kwargs={"wait": False})
+        results = impatient.batch(QUESTIONS, return_exceptions=True)
+        refused = [result for result in results if isinstance(result, QueueFull)]
+        assert 0 < len(refused) < len(QUESTIONS)
+
+
+def test_all_prompts_of_a_batch_are_there_at_once_unless_told_otherwise():
+    assert {config.get("max_concurrency") for config in together(None, 8)} == {8, None}
+    assert together({"max_concurrency": 2}, 8)[0]["max_concurrency"] == 2
+    assert together([{"tags": ["a"]}, {}], 2)[0]["tags"] == ["a"]
+    assert together(None, 1000)[0]["max_concurrency"] == MAX_THREADS
+    assert together(None, 0) == []
+    given = {"tags": ["a"]}
+    together(given, 2)
+    assert given == {"tags": ["a"]}
+
+
+# -- what ends them ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return speaker(num_hidden_layers=LAYERS, max_position_embeddings=1024)
+
+
+@pytest.fixture
+def layered(model, digests):
+    with RagCache(model, byte_level(), policy="lego:4", cold="never", cache_dir=digests) as rag:
+        yield rag
+    assert threads_ended()
+
+
+@pytest.fixture
+def chat(layered):
+    return ChatRagCache(cache=layered, max_tokens=1)
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    with interrupts(monkeypatch) as interrupt:
+        yield interrupt
+
+
+def completed_of(chat, **options):
+    return list(chat.batch_as_completed(QUESTIONS, **options))
+
+
+BATCHES = {
+    "chat": lambda chat, **options: chat.batch(QUESTIONS, **options),
+    "as completed": completed_of,
+    "chain": lambda chat, **options: (TEMPLATE | chat | StrOutputParser()).batch(BATCHED, **options),
+    "fallbacks": lambda chat, **options: chat.with_fallbacks([chat]).batch(QUESTIONS, **options),
+    "exceptions returned": lambda chat, **o: chat.batch(QUESTIONS, return_exceptions=True, **o),
+    "llm, as completed": lambda chat, **o: completed_of(RagCacheLLM(cache=chat.rag, max_tokens=1), **o),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 2], ids=["all at once", "two at a time"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_an_interrupt_ends_a_batch(chat, model, interrupt, batch, limit):
+    with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
+        BATCHES[batch](chat, config={"max_concurrency": limit})
+    assert layers.most_after <= 1
+    assert layers.begun < len(QUESTIONS) * LAYERS
+    assert texts(chat.batch(QUESTIONS)) == texts(map(chat.invoke, QUESTIONS))
+
+
+def test_an_interrupted_batch_leaves_no_answers_in_langchains_cache(layered, chat, model, interrupt):
+    cached = ChatRagCache(rag=layered, cache=InMemoryCache(), max_tokens=1)
+    with watched(model, 3, interrupt), pytest.raises(KeyboardInterrupt):
+        cached.batch(QUESTIONS, {"max_concurrency": 2})
+    assert texts(cached.batch(QUESTIONS)) == texts(chat.batch(QUESTIONS))
+
+
+def test_a_batch_that_is_left_early_ends_what_runs_and_what_waits(chat, model, monkeypatch):
+    chat.invoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
+    cancelled, started, late = cancellations(monkeypatch), [], []
+
+    def hold_all_but_one(*_):
+        started.append(threading.get_ident())
+        if len(started) > 1:
+            cancelled.wait(WAITED)
+
+    hooks = [
+        model.model.layers[0].register_forward_pre_hook(hold_all_but_one),
+        model.model.layers[1].register_forward_pre_hook(lambda *_: late.append(len(started) > 1)),
+    ]
+    try:
+        results = chat.batch_as_completed(QUESTIONS, {"max_concurrency": 2})
+        number, answer = next(results)
+        results.close()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(started) <= 3, "the first, and two more at a time"
+    assert len(late) == 1, "no other came to its second layer"
+    assert answer.content == chat.invoke(QUESTIONS[number]).content
+
+
+@pytest.mark.parametrize("chain", ["parallel", "assign"])
+def test_a_chain_with_threads_of_its_own_ends_in_a_scope(chat, model, interrupt, chain):
+    answer = RunnableLambda(lambda given: given["question"]) | chat
+    if chain == "parallel":
+        whole = RunnableParallel(one=answer, two=answer)
+    else:
+        whole = RunnablePassthrough.assign(answer=answer)
+    with (
+        watched(model, 3, interrupt) as layers,
+        pytest.raises(KeyboardInterrupt),
+        CancelScope(on_interrupt=True),
+    ):
+        whole.invoke(BATCHED[0])
+    assert layers.most_after <= 1
+
+
+TASKS = {
+    "chat.abatch": lambda chat: chat.abatch(QUESTIONS[:3]),
+    "chain.ainvoke": lambda chat: (TEMPLATE | chat).ainvoke(BATCHED[0]),
+    "llm.abatch": lambda chat: RagCacheLLM(cache=chat.rag).abatch(QUESTIONS),
+}
+
+
+@pytest.mark.parametrize("call", TASKS)
+async def test_cancelling_a_task_ends_its_forwards(chat, model, monkeypatch, call):
+    """One prompt at a time is prefilled; the next may start, and ends in its first layer."""
+    await chat.ainvoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
+    cancelled, started, late = cancellations(monkeypatch), [], []
+    inside, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def hold(*_):
+        started.append(threading.get_ident())
+        if len(started) == 1:
+            loop.call_soon_threadsafe(inside.set)
+        cancelled.wait(WAITED)
+
+    hooks = [
+        model.model.layers[0].register_forward_pre_hook(hold),
+        model.model.layers[1].register_forward_pre_hook(lambda *_: late.append(threading.get_ident())),
+    ]
+    try:
+        task = asyncio.ensure_future(TASKS[call](chat))
+        await asyncio.wait_for(inside.wait(), LONG)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await streams_ended()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert len(started) <= 2
+    assert late == []
+    assert chat.invoke(QUESTIONS[0]).content
+
+
+PROGRAM = """
+import signal, sys, threading
+from layer_kit import watched
+from speaking import byte_level, speaker
+from langchain_ragcachekit import ChatRagCache
+from ragcachekit import CancelScope, RagCache
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+model = speaker(num_hidden_layers=30, max_position_embeddings=1024)
+cancelled, cancel = threading.Event(), CancelScope.cancel
+CancelScope.cancel = lambda scope: (cancel(scope), cancelled.set())
+
+def compute():
+    print("computing", flush=True)
+    cancelled.wait(600)  # a machine that stands still for a while ends no wait
+
+rag = RagCache(model, byte_level(), cold="never", cache_dir=sys.argv[1])
+with watched(model, 2, compute) as layers:
+    try:
+        ChatRagCache(cache=rag, max_tokens=1).batch(["Where does the river flow?"] * 8)
+    except KeyboardInterrupt:
+        print("interrupted", layers.most_after, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="another process is interrupted by a signal")
+def test_a_process_that_is_interrupted_in_a_batch_ends(tmp_path):
+    arguments = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment, pipe = {**os.environ, "PYTHONPATH": paths}, subprocess.PIPE
+    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdout.readline() == "computing\n"
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+    words = [word for line in out.splitlines() if line.startswith("interrupted") for word in line.split()]
+    assert words[:1] == ["interrupted"], (out, errors)
+    assert int(words[1]) <= 1, (out, errors)
+    assert process.returncode == 0, (out, errors)
