@@ -29,7 +29,6 @@ from ragcachekit.types import Chunk, Prompt, Text
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
-    from ragcachekit.engine.auto.record import TuneReport
     from ragcachekit.engine.inspect.diagnosis import Diagnosis
     from ragcachekit.engine.inspect.view import PromptView
     from ragcachekit.engine.queue.request import Request
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
+    from ragcachekit.quality.records import TuneReport
     from ragcachekit.query.adaptive import AdaptiveTolerance
     from ragcachekit.query.base import Partition
     from ragcachekit.query.calibrate import calibrate
@@ -125,7 +125,7 @@ _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
     "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
-    "ragcachekit.engine.auto.record": ("TuneReport",),
+    "ragcachekit.quality.records": ("TuneReport",),
     "ragcachekit.engine.inspect.diagnosis": ("Diagnosis",),
     "ragcachekit.engine.inspect.view": ("PromptView",),
     "ragcachekit.engine.queue.request": ("Request",),

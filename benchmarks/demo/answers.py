@@ -14,10 +14,11 @@ from benchmarks.demo.chain import Asked, ask, messages
 from benchmarks.demo.questions import Question
 from benchmarks.demo.score import PART, Answered, contains
 from benchmarks.demo.work import Work
-from ragcachekit.commands.bench.fidelity import metrics
 from ragcachekit.commands.reading_prompt import bare_ids
+from ragcachekit.commands.text_scores import word_f1
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
+from ragcachekit.quality.compare import divergence, loss_per_token
 
 
 class Answering:
@@ -54,10 +55,10 @@ class Answering:
             full_right=contains(full.text, question.answer),
             cached_right=contains(cached.answer, question.answer),
             same=full.text == cached.answer,
-            f1=metrics.token_f1(cached.answer, full.text),
-            kl=metrics.divergence(log_probs[0], found[0]),
-            full_loss=metrics.loss_per_token(log_probs, tokens),
-            cached_loss=metrics.loss_per_token(found, tokens),
+            f1=word_f1(cached.answer, full.text),
+            kl=divergence(log_probs[0], found[0]),
+            full_loss=loss_per_token(log_probs, tokens),
+            cached_loss=loss_per_token(found, tokens),
             chunks=tuple(chunks),
             cached_chunks=cached.chunks,
             prompt_tokens=link["prompt_tokens"],

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcachekit.commands.bench.fidelity.datasets.base import Sampling
-from ragcachekit.commands.bench.fidelity.datasets.registry import load_dataset
 from ragcachekit.commands.corpus import read_corpus
+from ragcachekit.commands.datasets import Sampling, load_dataset
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.estimate import read_log
 
@@ -77,7 +76,7 @@ def of_dataset(
 
     The index holds all passages of the file. Copies of their embeddings, with noise, fill it up to
     ``vectors``, so that a search costs what it costs in a large index. Errors as of
-    :func:`~ragcachekit.commands.bench.fidelity.datasets.registry.load_dataset`.
+    :func:`~ragcachekit.commands.datasets.load_dataset`.
     """
     passages = load_dataset(spec)
     places: dict[str, int] = {}

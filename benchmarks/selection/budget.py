@@ -13,18 +13,17 @@ import numpy as np
 import typer
 from tqdm.auto import tqdm
 
-from benchmarks.world.questions import KINDS, held_out_world, world_questions
+from benchmarks.world.questions import KINDS, world_sample
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench.fidelity.engines import FULL, needs_neighbours
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.calibrate.losses import Loss, Panel
-from ragcachekit.commands.calibrate.race import ROUND, WITHIN, Bounds, decision, race
-from ragcachekit.commands.calibrate.run import candidates
+from ragcachekit.commands.calibrate import ROUND, Loss, Losses, candidates, race
 from ragcachekit.commands.console import quiet_loading, show, written
+from ragcachekit.commands.engines import FULL, Engines
+from ragcachekit.commands.question_prompts import PromptMaker
+from ragcachekit.commands.questions import DOCUMENT
 from ragcachekit.model.pretrained import load_model
-from ragcachekit.plan.neighbours import PrecedingChunks
-from ragcachekit.policies.budgets.budget import Budget
+from ragcachekit.policies.measured import Budget
 
 Row = dict[str, Any]
 
@@ -58,10 +57,7 @@ def budget(
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What is measured: ``budgets`` in nats per token of the answer, for the ``policies`` over each encoder.
-
-    Each of ``repeats`` calibrations draws at most ``calibrate_on`` of the ``questions``; the others check it.
-    """
+    """``repeats`` calibrations on ``calibrate_on`` of the questions, each checked on the others."""
 
     budgets: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4)
     encoders: tuple[str, ...] = ("standalone", "similar:1")
@@ -80,81 +76,60 @@ class CheckSettings:
             raise ValueError(f"calibrate on at least {ROUND} questions, and on fewer than are asked in all")
 
 
-def run(settings: CheckSettings | None = None, *, progress: bool = False) -> BenchReport:
+def run(settings: CheckSettings, *, progress: bool = False) -> BenchReport:
     """Ask every candidate every question, then calibrate on many draws of them.
 
     One row per encoder and budget: ``held`` is the share of calibrations whose policy lost at most the budget
     on the questions that were not drawn (``full`` loses nothing); ``chosen`` counts policies. And the mean
-    losses, ``part`` = ``losses``. ValueError for bad settings, or more questions than the world has.
+    losses, ``part`` = ``losses``.
     """
-    chosen = settings or CheckSettings()
     rows: list[Row] = []
-    for encoder in chosen.encoders:
-        policies = candidates(chosen.policies, encoder)
-        table = _table(chosen, encoder, policies, progress)
-        rows += [
-            _row(chosen, encoder, policies, table, budget)
-            for budget in tqdm(chosen.budgets, desc=f"calibrating, {encoder}", disable=not progress)
-        ]
-        rows += [
-            {
-                "part": "losses",
-                "encoder": encoder,
-                "policy": policy,
-                "ratio_spent": float(np.mean([loss.ratio for loss in column])),
-                "kl": float(np.mean([loss.kl for loss in column])),
-                "kl_p90": float(np.quantile([loss.kl for loss in column], 0.9)),
-                "kl_max": max(loss.kl for loss in column),
-                "n": len(column),
-            }
-            for policy, column in zip(policies, zip(*table, strict=True), strict=True)
-        ]
-    return BenchReport("budget", READER_NAME, chosen.seed, tuple(rows))
+    for encoder in settings.encoders:
+        policies = candidates(settings.policies, encoder)
+        table = _table(settings, encoder, policies, progress)
+        numbers = tqdm(settings.budgets, desc=f"calibrating, {encoder}", disable=not progress)
+        rows += [_row(settings, encoder, policies, table, budget) for budget in numbers]
+        for policy, column in zip(policies, zip(*table, strict=True), strict=True):
+            kls = [loss.kl for loss in column]
+            row = {"part": "losses", "encoder": encoder, "policy": policy, "n": len(column)}
+            row |= {"ratio_spent": float(np.mean([loss.ratio for loss in column]))}
+            row |= {"kl": float(np.mean(kls)), "kl_p90": float(np.quantile(kls, 0.9)), "kl_max": max(kls)}
+            rows.append(row)
+    return BenchReport("budget", READER_NAME, settings.seed, tuple(rows))
 
 
 def _table(
     settings: CheckSettings, encoder: str, policies: Sequence[str], progress: bool
 ) -> list[list[Loss]]:
     """Losses ``[questions][policies]``."""
-    per_type = -(-settings.questions // len(KINDS))
-    questions = world_questions(settings.seed, per_type)[: settings.questions]
-    near = PrecedingChunks(article.chunks for article in held_out_world(settings.seed).articles)
+    sample = world_sample(settings.seed, -(-settings.questions // len(KINDS)))
+    questions = sample.questions[: settings.questions]
+    near = sample.neighbours(DOCUMENT) if encoder.startswith("similar") else None
     with one_thread(), tempfile.TemporaryDirectory(prefix="ragcachekit-budget-") as folder:
         model, tokenizer = load_model(READER, "cpu")
-        panel = Panel(
-            model,
-            tokenizer,
-            questions,
-            encoder=encoder,
-            neighbours=near if needs_neighbours(encoder) else None,
-            max_new_tokens=ANSWER_TOKENS,
-            cache_dir=folder,
-        )
-        numbers = tqdm(range(len(questions)), desc=encoder, unit="question", disable=not progress)
-        with closing(panel):
-            return [list(panel.losses(at, policies)) for at in numbers]
+        options: dict[str, Any] = {"max_new_tokens": ANSWER_TOKENS, "neighbours": near, "cache_dir": folder}
+        with closing(Engines(model, tokenizer, [encoder], **options)) as engines:
+            losses = Losses(engines, PromptMaker(tokenizer), questions, encoder)
+            numbers = tqdm(range(len(questions)), desc=encoder, unit="question", disable=not progress)
+            return [losses.of(number, policies) for number in numbers]
 
 
 def _row(
     settings: CheckSettings, encoder: str, policies: Sequence[str], table: list[list[Loss]], budget: float
 ) -> Row:
-    rng, bounds = np.random.default_rng(settings.seed), Bounds(settings.seed)
-    losses = np.array([[loss.loss for loss in row] for row in table])
+    rng, losses = np.random.default_rng(settings.seed), np.array([[one.loss for one in row] for row in table])
     column = {policy: at for at, policy in enumerate(policies)}
-    names, lost, ratios = Counter[str](), list[float](), list[float]()
-    asked, answers = list[int](), list[int]()
+    names, lost, answers = Counter[str](), list[float](), list[int]()
     for _ in range(settings.repeats):
         order = rng.permutation(len(table))
         drawn, others = order[: settings.calibrate_on].tolist(), order[settings.calibrate_on :]
         found = race(
-            lambda at, racing: [table[at][column[name]] for name in racing], policies, drawn, budget, bounds
+            lambda number, racing: [table[number][column[name]] for name in racing], policies, drawn, budget
         )
-        within = [one for one in found if decision(one, found, budget) == WITHIN]
-        name = min(within, key=lambda one: one.cost).policy if within else FULL.policy
+        within = [one for one in found if one.decision(budget) == "within"]
+        name = min(within, key=lambda one: one.mean("ratio")).policy if within else FULL.policy
         names[name] += 1
         lost.append(float(losses[others, column[name]].mean()) if within else 0.0)
-        ratios.append(within[0].mean("ratio") if within else 1.0)
-        asked.append(max(len(one.losses) for one in found))
         answers.append(sum(len(one.losses) for one in found))
     return {
         "part": "budget",
@@ -163,8 +138,6 @@ def _row(
         "held": float(np.mean(np.array(lost) <= budget)),
         "loss": float(np.mean(lost)),
         "loss_p90": float(np.quantile(lost, 0.9)),
-        "ratio_spent": float(np.mean(ratios)),
-        "asked": float(np.mean(asked)),
         "answers": float(np.mean(answers)),
         "chosen": ", ".join(f"{name} {count}" for name, count in names.most_common()),
         "repeats": settings.repeats,

@@ -49,7 +49,7 @@ def read(path: Path) -> dict[Way, dict[int, dict[str, Any]]]:
         raise ValueError(f"{path} is no work file of bench fidelity")
     found: dict[Way, dict[int, dict[str, Any]]] = {}
     for line in map(json_format.loads, lines):
-        way = line["way"]["policy"], line["way"]["encoder"]
+        way = line["policy"], line["encoder"]
         found.setdefault(way, {})[line["question"]] = line["result"]
     return found
 

@@ -12,8 +12,16 @@ from langchain_core.runnables.config import RunnableConfig, get_config_list
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
 from ragcachekit import Answer, CancelScope, ToolCallReader, astream
+from ragcachekit.frameworks import (
+    DEFAULT_MAX_TOKENS,
+    SETTINGS,
+    check_arguments,
+    check_engine,
+    generation_options,
+    model_name,
+    with_max_tokens,
+)
 
-DEFAULT_MAX_TOKENS = 256
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""
 MAX_THREADS = 64
@@ -57,16 +65,7 @@ class EngineSettings(BaseModel):
     @classmethod
     def _sort_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name not in IGNORED}
-        unknown = sorted(values.keys() - cls.model_fields.keys() - {"max_new_tokens"})
-        if unknown:
-            raise ValueError(
-                f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
-                "generate_kwargs={...}"
-            )
-        if "max_new_tokens" in values:
-            if values.get("max_tokens") is not None:
-                raise ValueError("give max_tokens or max_new_tokens, not both")
-            values["max_tokens"] = values.pop("max_new_tokens")
+        values = check_arguments(values, cls.model_fields.keys())
         if values.get("max_tokens", 0) is None:
             del values["max_tokens"]
         if not isinstance(values.get("cache"), BaseCache | bool | None):
@@ -77,8 +76,7 @@ class EngineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.rag, name, None)) for name in ("submit", "count_tokens")):
-            raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.rag!r}")
+        check_engine(type(self).__name__, self.rag)
         return self
 
     def batch_as_completed(
@@ -103,9 +101,7 @@ class EngineSettings(BaseModel):
     @property
     def model_name(self) -> str:
         """Name or path of the engine's model; its class where it has none."""
-        model = self.rag.model
-        config = getattr(model, "config", None)
-        return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+        return model_name(self.rag)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -166,27 +162,13 @@ class EngineSettings(BaseModel):
 
     def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
-        overrides = dict(overrides)
+        overrides = with_max_tokens(overrides)
         overrides.pop("stream", None)
         if (model := overrides.pop("model", None)) not in (None, self.model_name):
             raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
         tools = self._schemas(overrides.pop("tools", None), overrides.pop("tool_choice", None))
-        names = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k")
-        if (most := overrides.pop("max_new_tokens", None)) is not None:
-            if overrides.get("max_tokens") is not None:
-                raise ValueError("give max_tokens or max_new_tokens, not both")
-            overrides["max_tokens"] = most
-        given = {name: overrides.pop(name) for name in names if name in overrides}
-        own = {name: getattr(self, name) for name in ("rag", *names)}
-        chosen = EngineSettings.model_validate({**own, **given})
-        options: dict[str, Any] = {
-            "namespace": chosen.namespace,
-            "policy": chosen.policy,
-            "stop": (self.stop if stop is None else stop) or None,
-            "max_new_tokens": chosen.max_tokens,
-            "do_sample": bool(chosen.temperature),
-        }
-        if chosen.temperature:
-            sampling = {"temperature": chosen.temperature, "top_p": chosen.top_p, "top_k": chosen.top_k}
-            options |= {name: value for name, value in sampling.items() if value is not None}
+        given = {name: overrides.pop(name) for name in SETTINGS if name in overrides}
+        own = {name: getattr(self, name) for name in ("rag", *SETTINGS)}
+        chosen = EngineSettings.model_validate({**own, **given, **({} if stop is None else {"stop": stop})})
+        options = generation_options({name: getattr(chosen, name) or None for name in SETTINGS})
         return {**options, **self.generate_kwargs, **overrides, **({"tools": tools} if tools else {})}

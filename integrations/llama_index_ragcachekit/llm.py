@@ -27,8 +27,15 @@ from llama_index_ragcachekit.messages import to_dicts
 from llama_index_ragcachekit.pickling import NotPickled
 from llama_index_ragcachekit.responses import as_chat, as_completion
 from ragcachekit import agenerate, astream
-
-DEFAULT_MAX_TOKENS = 256
+from ragcachekit.frameworks import (
+    DEFAULT_MAX_TOKENS,
+    SETTINGS,
+    check_arguments,
+    check_engine,
+    generation_options,
+    model_name,
+    with_max_tokens,
+)
 
 Response = TypeVar("Response")
 
@@ -73,23 +80,12 @@ class RagCacheLLM(NotPickled, CustomLLM):
     @model_validator(mode="before")
     @classmethod
     def _known_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if "max_new_tokens" in values:
-            if "max_tokens" in values:
-                raise ValueError("max_tokens and max_new_tokens are the same: give one of them")
-            values = {("max_tokens" if name == "max_new_tokens" else name): v for name, v in values.items()}
         # "class_name" is what LlamaIndex writes beside the fields when it serialises a component.
-        unknown = sorted(values.keys() - cls.model_fields.keys() - {"class_name"})
-        if unknown:
-            raise ValueError(
-                f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
-                "generate_kwargs={...}"
-            )
-        return values
+        return check_arguments(values, {*cls.model_fields, "class_name"})
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        if not all(callable(getattr(self.cache, name, None)) for name in ("submit", "count_tokens")):
-            raise ValueError(f"{type(self).__name__} needs cache=RagCache(...), got {self.cache!r}")
+        check_engine(type(self).__name__, self.cache)
         return self
 
     @classmethod
@@ -109,7 +105,7 @@ class RagCacheLLM(NotPickled, CustomLLM):
             context_window=self.context_window or limit,
             num_output=self.max_tokens,
             is_chat_model=chat,
-            model_name=str(getattr(config, "_name_or_path", "") or type(self.cache.model).__name__),
+            model_name=model_name(self.cache),
         )
 
     @llm_completion_callback()
@@ -203,25 +199,10 @@ class RagCacheLLM(NotPickled, CustomLLM):
 
     def _options(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""
-        settings = {
-            name: getattr(self, name)
-            for name in ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
-        }
         if overrides.get("tools"):
             raise ValueError("RagCacheLLM does not call tools natively; let a ReActAgent prompt for them")
-        settings |= overrides
-        length, temperature = settings.pop("max_tokens"), settings.pop("temperature")
-        sampling = {name: settings.pop(name) for name in ("top_p", "top_k")}
-        options = {
-            "max_new_tokens": length,
-            "do_sample": bool(temperature),
-            **self.generate_kwargs,
-            **settings,
-        }
-        if temperature:
-            options |= {"temperature": temperature}
-            options |= {name: value for name, value in sampling.items() if value is not None}
-        return options
+        settings = {name: getattr(self, name) for name in SETTINGS} | with_max_tokens(overrides)
+        return {**self.generate_kwargs, **generation_options(settings)}
 
 
 def _as_text(prompt_args: dict[str, Any]) -> dict[str, Any]:

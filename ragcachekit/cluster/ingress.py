@@ -168,7 +168,7 @@ class Ingress:
             log.error("a replica failed", exc_info=error)
             if started:
                 raise
-            refused = overloaded("The engine is gone; please try again.", 1.0)
+            refused = overloaded("The engine is gone; please try again.")
             await response(refused, scope)(scope, receive, send)
         finally:
             gone.cancel()

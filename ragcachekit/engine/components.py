@@ -11,20 +11,17 @@ from typing import Any, Literal
 from torch import nn
 
 from ragcachekit.background import flush_all
-from ragcachekit.config import StoreConfig, TreeConfig, check_type
+from ragcachekit.config import ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.active_requests import ActiveRequests, GiveWay
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.auto.check import PolicyCheck
-from ragcachekit.engine.auto.chooser import AutoPolicies
 from ragcachekit.engine.capture.row_capture import RowCapture
 from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
-from ragcachekit.engine.shadow import Shadow, shadow_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.model.identity.fingerprint import fingerprint
@@ -40,12 +37,15 @@ from ragcachekit.plan.neighbours import by_namespace
 from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
-from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.calibration import Budgets, Chosen
+from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
+from ragcachekit.quality.auto import AutoPolicies
+from ragcachekit.quality.budget import Budgets, ResolvedPolicy
+from ragcachekit.quality.check import PolicyCheck
+from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.factory import open_store
@@ -130,19 +130,20 @@ class EngineComponents:
         self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
         opened.callback(self.capture.close)
         self.generator = Generator(model, rope, self.parser, rope.context)
-        self.shadow = Shadow(shadow_config(settings.shadow), self.generator, unchanged, give_way)
+        shadow = settings.shadow
+        if not isinstance(shadow, ShadowConfig):
+            shadow = ShadowConfig(shadow or 0.0)
+        self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, give_way)
         opened.callback(self.shadow.close)
         self.budgets = Budgets(folder, self.fingerprint, self.planner.encodings(open_policy("full")).name)
         private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())
-        check = PolicyCheck(model, rope, self.parser, self.planner, private)
-        given = settings.encoder
-        self.auto = AutoPolicies(
-            folder, self.fingerprint, given, self.parser, self.planner, check, self.active
-        )
+        check = PolicyCheck(model, rope, self.planner, private)
+        wait, given = self.active.wait_for_none, settings.encoder
+        self.auto = AutoPolicies(folder, self.fingerprint, given, self.parser, self.planner, check, wait)
         opened.callback(self.auto.close)
         self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
-    def resolve(self, policy: SelectionPolicy, namespace: str) -> Chosen:
+    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
         """The concrete policy that a budget or ``auto`` stands for."""
         if isinstance(policy, Auto):
             return self.auto.resolve(namespace)
@@ -153,12 +154,12 @@ class EngineComponents:
         auto = isinstance(self.policy, Auto)
         return self.auto.to_encode(namespace, known) if auto else self.resolve(self.policy, namespace).policy
 
-    def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> Chosen:
+    def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
         asked = self.policy if policy is None else open_policy(policy)
         chosen = self.resolve(asked, namespace)
         why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
-        return chosen if why is None else Chosen(open_policy("full"), "full", fallback=why)
+        return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""

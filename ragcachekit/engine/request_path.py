@@ -16,8 +16,8 @@ from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.policies.budgets.calibration import Chosen
 from ragcachekit.prompt.parser import PromptLike, Tools
+from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.store.base import NullStore
 from ragcachekit.types import KVKey
@@ -57,7 +57,7 @@ class RequestPath:
         return self.cold != "never"
 
     def request(
-        self, prompt: PromptLike, namespace: str, chosen: Chosen, tools: Tools | None = None
+        self, prompt: PromptLike, namespace: str, chosen: ResolvedPolicy, tools: Tools | None = None
     ) -> PromptRequest:
         """The prompt, tokenised; its entries are looked up by :meth:`looked_up`."""
         epoch = self._components.forgets.now()

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, Look, PlacedChunk, SelectionPolicy
-from ragcachekit.policies.budgets.budget import Budget
+from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.reports import ShownPolicy
 
 

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ragcachekit.config import check_type
-from ragcachekit.policies.auto import Auto
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.budgets.budget import Budget
 from ragcachekit.policies.cacheblend import CacheBlend, CacheBlendGradual
 from ragcachekit.policies.compose import union
 from ragcachekit.policies.craft import Craft, CraftFocused
@@ -18,6 +16,7 @@ from ragcachekit.policies.full import Full
 from ragcachekit.policies.heavy import Heavy
 from ragcachekit.policies.impact import TokenImpact
 from ragcachekit.policies.lego import Lego
+from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.prefix import Prefix
 from ragcachekit.policies.query import Query
 from ragcachekit.policies.random_tokens import Random

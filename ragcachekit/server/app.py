@@ -85,7 +85,7 @@ def create_app(
     # Without the pages that would load scripts from elsewhere.
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)
     app.state.activity = activity
-    add_handlers(app, config.retry_after)
+    add_handlers(app)
 
     def allowed(request: Request) -> bool:
         host = request.client.host if request.client else ""
@@ -95,7 +95,7 @@ def create_app(
     app.include_router(openai_routes.router(services))
     app.include_router(context_routes.router(services.contexts, services.model_name))
     app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant, Usage())
-    app.add_middleware(Gate, activity, config.retry_after, 4 * config.heartbeat)
+    app.add_middleware(Gate, activity, 4 * config.heartbeat)
     return app
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ragcachekit.config import WHOLE, check_number
 
-_SECONDS = ("timeout", "heartbeat", "retry_after", "flush_timeout")
+_SECONDS = ("timeout", "heartbeat", "flush_timeout")
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,9 @@ class ServerConfig:
     - ``heartbeat``: Seconds of silence after which a stream gets an empty comment. A client that takes
       nothing for four times as long is gone.
     - ``flush_timeout``: Seconds that a stop waits for background work, as writes to disk.
-    - ``max_body_bytes``: Most bytes of a request's body; larger ones are refused with 413.
+    - ``max_body_bytes``: Largest body of a request; larger ones are refused with 413.
     - ``max_choices``: Most answers of one request (``n`` times its prompts); each takes a place in the queue.
-    - ``default_tokens``: Most tokens of an answer where the request does not say; its context ends any.
-    - ``retry_after``: Seconds that clients are told to wait while the queue is full or the server stops.
+    - ``default_tokens``: Most tokens of an answer by default; the model's context ends any.
     - ``public_metrics``: Whether ``/metrics`` and the queue's numbers in ``/health`` need no key. Without
       ``keys``, and on the server's machine, they never do.
     """
@@ -38,7 +37,6 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
     max_choices: int = 32
     default_tokens: int = 1024
-    retry_after: float = 1.0
     flush_timeout: float = 30.0
     public_metrics: bool = False
 

@@ -12,6 +12,9 @@ _GOOGLE = {
 }
 _HEAD, _TAIL = 300, 100  # characters
 
+RETRY_AFTER = 1.0
+"""Seconds that clients wait while there is no room or the server stops."""
+
 
 class ApiError(Exception):
     """An error response: ``{"error": {"message", "type", "param", "code"}}`` with an HTTP status.
@@ -60,14 +63,14 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-def overloaded(message: str, retry_after: float) -> ApiError:
-    """No room for the request now: 503; ``retry_after`` in seconds."""
-    return ApiError(503, message, kind="server_error", code="overloaded", retry_after=retry_after)
+def overloaded(message: str) -> ApiError:
+    """No room for the request now: 503."""
+    return ApiError(503, message, kind="server_error", code="overloaded", retry_after=RETRY_AFTER)
 
 
-def stopping(retry_after: float = 1.0) -> ApiError:
+def stopping() -> ApiError:
     """The server is stopping: 503."""
-    return overloaded("The server is stopping; please try again.", retry_after)
+    return overloaded("The server is stopping; please try again.")
 
 
 def _shortened(text: str) -> str:

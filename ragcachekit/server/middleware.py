@@ -14,7 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcachekit.server.errors import ApiError, overloaded, stopping
+from ragcachekit.server.errors import RETRY_AFTER, ApiError, overloaded, stopping
 from ragcachekit.server.keys import Tenant
 from ragcachekit.server.limits import Usage
 from ragcachekit.server.responses import api_path, response
@@ -33,7 +33,6 @@ MAX_TENANT_BODIES, MAX_BODIES = 4, 16
 CLIENT_GONE = 499
 """Status of a response that nobody reads."""
 
-RETRY_AFTER = 1.0
 _DRAINED = 8  # bodies of the largest size
 _DRAIN_SECONDS = 5.0
 _Result = TypeVar("_Result")
@@ -126,7 +125,7 @@ class BodyLimit:
             message = f"The bodies of {tenant!r}'s requests have more than {most} bytes together."
             raise ApiError(429, message, kind="requests", code="rate_limit_exceeded", retry_after=RETRY_AFTER)
         if self._held.total() + size > MAX_BODIES * self._max_bytes:
-            raise overloaded("The server holds too many requests; please try again later.", RETRY_AFTER)
+            raise overloaded("The server holds too many requests; please try again later.")
         self._held[tenant] += size
 
     async def _drain(self, parts: AsyncIterator[bytes]) -> None:
@@ -162,15 +161,14 @@ class Gate:
     A request whose client takes nothing for ``send_timeout`` seconds ends.
     """
 
-    def __init__(self, app: ASGIApp, activity: Activity, retry_after: float, send_timeout: float) -> None:
-        self._app, self._activity, self._retry_after = app, activity, retry_after
-        self._send_timeout = send_timeout
+    def __init__(self, app: ASGIApp, activity: Activity, send_timeout: float) -> None:
+        self._app, self._activity, self._send_timeout = app, activity, send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if api_path(scope) is None:
             return await self._app(scope, receive, send)
         if self._activity.stopping:
-            return await response(stopping(self._retry_after), scope)(scope, receive, send)
+            return await response(stopping(), scope)(scope, receive, send)
         name = f"req_{uuid4().hex}"
 
         async def named(message: Message) -> None:

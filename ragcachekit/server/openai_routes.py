@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -63,12 +63,8 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
         if body.stream:
             streams = [await stack.enter_async_context(stream) for stream in job.streams()]
             wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-
-            def error_body(error: Exception) -> dict[str, Any]:
-                return api_error(error, services.config.retry_after, request.scope).body()
-
             heartbeat = services.config.heartbeat
-            return EventStream(job, streams, stack.pop_all(), grant, wants_usage, heartbeat, error_body)
+            return EventStream(job, streams, stack.pop_all(), grant, wants_usage, heartbeat, request.scope)
         answers = await while_connected(request.receive, job.answers())
         if answers is None:
             return Response(status_code=CLIENT_GONE)
@@ -81,7 +77,7 @@ class EventStream(StreamingResponse):
     """The answers of ``streams``, which were entered, as server-sent events.
 
     ``stack`` is left in the end; the tokens that were computed are charged to ``grant``, however the stream
-    ends. ``error_body`` makes the last event out of an error.
+    ends. ``scope`` is the request's.
     """
 
     def __init__(
@@ -92,12 +88,12 @@ class EventStream(StreamingResponse):
         grant: Grant,
         wants_usage: bool,
         heartbeat: float,
-        error_body: Callable[[Exception], dict[str, Any]],
+        scope: Scope,
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), headers=headers, media_type="text/event-stream")
         self._job, self._streams, self._stack, self._grant = job, streams, stack, grant
-        self._wants_usage, self._heartbeat, self._error_body = wants_usage, heartbeat, error_body
+        self._wants_usage, self._heartbeat, self._scope = wants_usage, heartbeat, scope
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
@@ -134,7 +130,7 @@ class EventStream(StreamingResponse):
                 yield _data(self._job.form.piece([], usage_of(self._job.by_prompt(answers))))
             yield b"data: [DONE]\n\n"
         except Exception as error:
-            yield _data(self._error_body(error))
+            yield _data(api_error(error, self._scope).body())
         finally:
             for pump in pumps:
                 pump.cancel()

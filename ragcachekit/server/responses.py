@@ -66,14 +66,14 @@ def _refused(error: ValidationError) -> ApiError:
     return invalid(f"Invalid value for '{param}': {message}.", named)
 
 
-def api_error(error: Exception, retry_after: float, scope: Scope) -> ApiError:
+def api_error(error: Exception, scope: Scope) -> ApiError:
     """The response for an error of a request; 500 for a bug, which is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
-        return overloaded("The engine is overloaded; please try again later.", retry_after)
+        return overloaded("The engine is overloaded; please try again later.")
     if isinstance(error, Closed):
-        return stopping(retry_after)
+        return stopping()
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, "The request timed out.", kind="server_error", code="timeout")
     if is_full(error):
@@ -97,7 +97,7 @@ def response(error: ApiError, scope: Scope) -> JSONResponse:
     return JSONResponse(error.google_body() if google else error.body(), error.status, error.headers)
 
 
-def add_handlers(app: FastAPI, retry_after: float) -> None:
+def add_handlers(app: FastAPI) -> None:
     """Answer every error of the application's routes as :func:`response`."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
@@ -105,7 +105,7 @@ def add_handlers(app: FastAPI, retry_after: float) -> None:
             known = {404: "Invalid URL", 405: "Not allowed to use this method"}
             what = known.get(error.status_code, str(error.detail))
             error = ApiError(error.status_code, f"{what} ({request.method} {request.url.path})")
-        return response(api_error(error, retry_after, request.scope), request.scope)
+        return response(api_error(error, request.scope), request.scope)
 
     kinds = (HTTPException, ApiError, QueueFull, Closed, DeadlineExceeded, PromptTooLong, OSError)
     for kind in (*kinds, GenerationNotSupported, ValueError, TypeError, TemplateError, Exception):

@@ -10,18 +10,18 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.selection import budget as module
-from ragcachekit.commands.calibrate.losses import Loss
+from ragcachekit.commands.calibrate import Loss
 
 
 def test_bench_budget_measures_on_other_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of question ``i`` are known: calibrations never see those that check them."""
-    table = [[Loss(x, x, 0.0, 0.0, 0.0, r) for x, r in ((i / 1000, 0.0), (0.0, 0.1))] for i in range(40)]
+    table = [[Loss(x, x, 0.0, 0.0, r) for x, r in ((i / 1000, 0.0), (0.0, 0.1))] for i in range(40)]
     monkeypatch.setattr(module, "_table", lambda *_: table)
     drawn: list[list[int]] = []
 
-    def spied(ask, policies, order, budget, bounds):
+    def spied(ask, policies, order, budget):
         drawn.append(list(order))
-        return module_race(ask, policies, order, budget, bounds)
+        return module_race(ask, policies, order, budget)
 
     module_race = module.race
     monkeypatch.setattr(module, "race", spied)
@@ -45,7 +45,7 @@ def test_bench_budget_runs(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["budget", *given, *counts])
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert [(row["part"], row.get("asked"), row.get("n")) for row in rows] == [
+    assert [(row["part"], row.get("answers"), row.get("n")) for row in rows] == [
         ("budget", 8.0, None),
         ("losses", None, 12),
     ]

@@ -15,8 +15,7 @@ def work_file(path, ways):
     for policy, encoder, ratio, values in ways:
         for question, value in enumerate(values):
             result = {"ratio_spent": ratio, "answer_kl": value}
-            way = {"policy": policy, "encoder": encoder}
-            lines.append({"question": question, "way": way, "result": result})
+            lines.append({"question": question, "policy": policy, "encoder": encoder, "result": result})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

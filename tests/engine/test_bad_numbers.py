@@ -77,7 +77,7 @@ def test_of_loading_and_query_caches():
     both(lambda v: ProximityCache(4, tolerance=v), "tolerance")
 
 
-@pytest.mark.parametrize("name", ["timeout", "heartbeat", "retry_after", "flush_timeout"])
+@pytest.mark.parametrize("name", ["timeout", "heartbeat", "flush_timeout"])
 def test_of_the_server(name):
     both(lambda v: ServerConfig(**{name: v}), name)
 

@@ -10,8 +10,8 @@ from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfi
 from ragcachekit.engine import admission
 from ragcachekit.engine import components as stock
 from ragcachekit.errors import ModelChanged
-from ragcachekit.policies.budgets.calibration import Budgets
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.quality.budget import Budgets
 from ragcachekit.store.memory import HostStore
 
 

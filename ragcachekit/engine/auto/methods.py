@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ragcachekit.engine.auto.prompts import CheckPrompt
-from ragcachekit.engine.auto.record import TuneReport
 from ragcachekit.engine.chunk_methods import ChunkMethods, strings
 from ragcachekit.errors import ModelChanged
 from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
+from ragcachekit.quality.check import CheckPrompt
+from ragcachekit.quality.records import TuneReport
 
 
 class TuneMethods(ChunkMethods):

@@ -67,7 +67,7 @@ def keys(tmp_path):
 def app(store, keys):
     """The application."""
     app = FastAPI()
-    add_handlers(app, 1.0)
+    add_handlers(app)
     app.include_router(router(store, "tiny"))
     app.add_middleware(BodyLimit, max_bytes=100_000, tenant=ApiKeys(keys[0]).tenant, usage=Usage())
     return app

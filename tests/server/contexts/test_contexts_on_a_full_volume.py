@@ -68,7 +68,7 @@ async def test_a_full_volume_is_507_and_loses_nothing(client_of, folder, rag, co
 
 def test_other_routes_have_it_in_openais_form():
     error = api_error(
-        OSError(errno.ENOSPC, "No space left on device", "/secret"), 1.0, {"type": "http", "path": "/v1/x"}
+        OSError(errno.ENOSPC, "No space left on device", "/secret"), {"type": "http", "path": "/v1/x"}
     )
     assert error.status == 507
     assert error.body()["error"]["code"] == "insufficient_storage"
@@ -77,4 +77,4 @@ def test_other_routes_have_it_in_openais_form():
 
 
 def test_another_failure_of_the_disk_stays_500():
-    assert api_error(OSError(errno.EIO, "failed"), 1.0, {"type": "http", "path": "/v1/x"}).status == 500
+    assert api_error(OSError(errno.EIO, "failed"), {"type": "http", "path": "/v1/x"}).status == 500

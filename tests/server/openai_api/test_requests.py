@@ -110,9 +110,9 @@ def test_values_that_change_nothing_are_taken(http):
     ],
 )  # fmt: skip
 def test_errors_of_the_engine(error, status):
-    found = api_error(error, 2.5, {"type": "http", "path": "/v1/chat/completions"})
+    found = api_error(error, {"type": "http", "path": "/v1/chat/completions"})
     assert found.status == status
-    assert found.headers == ({"Retry-After": "3"} if status == 503 else {})
+    assert found.headers == ({"Retry-After": "1"} if status == 503 else {})
     assert "secret" not in str(found)
 
 

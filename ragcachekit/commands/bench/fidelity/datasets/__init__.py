@@ -1,1 +1,0 @@
-"""Datasets of questions, by the format of their file."""

@@ -1,0 +1,356 @@
+"""Calibration of a quality budget: the cheapest policy that loses no more than that against full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from tqdm.auto import tqdm
+
+from ragcachekit.commands.bench.report import BenchReport, versions
+from ragcachekit.commands.bench.resample import Bootstrap
+from ragcachekit.commands.datasets import Question
+from ragcachekit.commands.engines import FULL, Engines, needs_neighbours
+from ragcachekit.commands.question_prompts import PromptMaker
+from ragcachekit.commands.questions import AskSettings, Sample
+from ragcachekit.commands.text_scores import word_f1
+from ragcachekit.commands.workspace import CacheFolder, load_checked
+from ragcachekit.errors import RagCacheError
+from ragcachekit.model.identity.fingerprint import fingerprint
+from ragcachekit.model.pretrained import weights_folder
+from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.plan.encodings import Encodings
+from ragcachekit.policies.measured import Budget, PolicyAndEncoder
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
+
+REUSE = "reuse"
+"""Always measured: what it loses shows how much there is to lose."""
+
+CANDIDATES = (
+    *(REUSE, "lego:4", "lego:16"),
+    *("impact:0.05", "impact:0.1", "impact:0.2", "impact:0.3"),
+    *("deep:0.3", "deep:0.5"),
+)
+"""Policies measured by default."""
+
+KL, GOLD, F1, JUDGE = "kl", "gold-loss", "f1", "judge"
+QUALITIES = (KL, GOLD, F1)
+"""Qualities that the command line offers; the judge is of the Python interface."""
+
+ROUND = 8
+"""Questions between two decisions, and the least number of them."""
+
+CONFIDENCE, OVER_CONFIDENCE = 0.9, 0.95
+"""Of the upper bound that is compared with a budget, and of the lower bound that drops a candidate."""
+
+MIN_SCORE = 0.1
+"""Least mean score of ``full``; below it most of the score is chance."""
+
+Judge = Callable[[str, str, str], float]
+"""Function of question, answer and reference (the right answer, or that of ``full``), giving 0 to 1."""
+
+
+@dataclass(frozen=True)
+class CalibrateSettings(AskSettings):
+    """What is calibrated, and on what; the record goes to the cache folder.
+
+    ``budget`` is what may be lost, in the unit of ``quality``: nats per token (``kl``, ``gold-loss``) or
+    shares of a score (``f1``, ``judge``); ``policies`` are the candidates.
+    """
+
+    encoder: str = "standalone"
+    quality: str = KL
+    budget: float = 0.1
+    namespace: str = "default"
+    max_new_tokens: int = 24
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Budget(self.budget)
+        if not self.namespace:
+            raise ValueError("the namespace is empty; leave it out for 'default'")
+        if self.quality not in (*QUALITIES, JUDGE):
+            raise ValueError(f"unknown quality {self.quality!r}; known: {', '.join(QUALITIES)}")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one policy loses on one question.
+
+    ``loss`` is in the quality that is calibrated. ``kl`` is KL(full || policy) and ``gold`` what the right
+    answer becomes less likely, means over the answer's tokens in nats. ``score`` is that of full's answer, 0
+    where none is asked for. ``ratio`` is recomputed / cached rows.
+    """
+
+    loss: float
+    kl: float
+    gold: float
+    score: float
+    ratio: float
+
+
+@dataclass
+class Candidate:
+    """A policy with its losses so far; ``over`` once its mean loss is surely above the budget."""
+
+    policy: str
+    losses: list[Loss] = field(default_factory=list)
+    over: bool = False
+    upper: float = np.inf
+
+    def mean(self, name: str) -> float:
+        """Mean of a field of :class:`Loss`."""
+        return float(np.mean([getattr(loss, name) for loss in self.losses]))
+
+    def decision(self, budget: float) -> str:
+        """Whether it is within the budget: "within", "over" or "not sure"."""
+        return "over" if self.over else "within" if self.upper <= budget else "not sure"
+
+
+class Losses:
+    """Losses of policies over one encoder on ``questions``; ``quality`` is that of :attr:`Loss.loss`."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        maker: PromptMaker,
+        questions: Sequence[Question],
+        encoder: str,
+        quality: str = KL,
+        judge: Judge | None = None,
+    ) -> None:
+        self._engines, self._maker, self._questions = engines, maker, questions
+        self._encoder, self._quality = encoder, quality
+        self._judge: Judge | None = (
+            (lambda _, answer, right: word_f1(answer, right)) if quality == F1 else judge
+        )
+
+    def of(self, number: int, policies: Sequence[str]) -> list[Loss]:
+        """What each policy loses on one question.
+
+        RagCacheError if a prompt cannot be reused; ValueError for a judge's score that is not from 0 to 1.
+        """
+        question, engines = self._questions[number], self._engines
+        prompt = self._maker.prompt(question)
+        gold = self._maker.answer_ids(question.answers[0]) if question.answers else ()
+        full, reference = engines.full(prompt, gold)
+        known = question.answers or (full.text.strip(),)
+        score, out = self._score(question.question, full.text, known), []
+        for way in (PolicyAndEncoder(policy, self._encoder) for policy in policies):
+            found, report = engines.compare(question, prompt, way, reference)
+            gold_loss = found.losses[1] - reference.losses[1]
+            lost = {KL: found.kl, GOLD: gold_loss}.get(self._quality)
+            if lost is None:
+                lost = score - self._score(question.question, engines.answer(prompt, way).text, known)
+            out.append(Loss(lost, found.kl, gold_loss, score, report.recompute_ratio))
+        return out
+
+    def _score(self, question: str, answer: str, known: Sequence[str]) -> float:
+        if self._judge is None:
+            return 0.0
+        scores = [float(self._judge(question, answer.strip(), one)) for one in known]
+        if not all(0.0 <= score <= 1.0 for score in scores):
+            raise ValueError(f"the judge gave {scores} on {question!r}; scores are from 0 to 1")
+        return max(scores)
+
+
+def upper_bound(losses: ArrayLike, worst: float, seed: int = 0) -> float:
+    """90 % upper bound of the mean loss over questions, where one more question is lost by ``worst``.
+
+    Without it, a sample would prove that losses too rare to be in it do not exist.
+    """
+    sample = np.append(losses, worst)
+    return _bootstrap(len(sample), seed).upper_of_mean(sample, CONFIDENCE)
+
+
+def lower_bound(losses: ArrayLike, seed: int = 0) -> float:
+    """95 % lower bound of the mean loss."""
+    sample = -np.asarray(losses, np.float64)
+    return -_bootstrap(len(sample), seed).upper_of_mean(sample, OVER_CONFIDENCE)
+
+
+@cache
+def _bootstrap(n: int, seed: int) -> Bootstrap:
+    return Bootstrap(n, seed)
+
+
+def race(
+    ask: Callable[[int, Sequence[str]], Iterable[Loss]],
+    policies: Sequence[str],
+    order: Sequence[int],
+    budget: float,
+    *,
+    seed: int = 0,
+    worst: float = 0.0,
+    progress: bool = False,
+) -> list[Candidate]:
+    """Ask questions by number in this (random) ``order`` until the cheapest within ``budget`` is sure.
+
+    ``ask`` gives what each of the named policies loses on a question. After each round candidates that are
+    surely over the budget are dropped. The upper bound's added question counts the worst loss that was seen,
+    at least ``worst``.
+    """
+    found = [Candidate(name) for name in policies]
+    racing = list(found)
+    for start in tqdm(range(0, len(order), ROUND), desc="calibrate", unit="round", disable=not progress):
+        for number in order[start : start + ROUND]:
+            losses = ask(number, [one.policy for one in racing])
+            for candidate, loss in zip(racing, losses, strict=True):
+                candidate.losses.append(loss)
+                worst = max(worst, loss.loss)
+        for candidate in found:
+            values = [loss.loss for loss in candidate.losses]
+            candidate.upper = upper_bound(values, worst, seed)
+            candidate.over |= lower_bound(values, seed) > budget
+        racing = sorted(
+            (one for one in found if not one.over), key=lambda one: (one.mean("ratio"), one.upper)
+        )
+        if not racing or racing[0].upper <= budget:
+            break
+    return found
+
+
+def candidates(names: Iterable[str], encoder: str) -> list[str]:
+    """Policies to measure over ``encoder``: ``reuse``, and those named or the default ones, without ``full``.
+
+    Raises ValueError for an unknown policy, or one that is defined over another encoder.
+    """
+    out = [REUSE]
+    for name in tuple(names) or CANDIDATES:
+        policy = open_policy(name)
+        if policy.encoder not in (None, encoder):
+            raise ValueError(
+                f"policy {name} is defined over encoder {policy.encoder}, and this calibration is for "
+                f"{encoder}; give --encoder {policy.encoder} or leave {name} out"
+            )
+        if policy.reads_cache:
+            out.append(policy.name)
+    return list(dict.fromkeys(out))
+
+
+def run(
+    settings: CalibrateSettings, *, judge: Judge | None = None, progress: bool = False
+) -> tuple[Calibration, BenchReport]:
+    """Measure the candidates and store the record, for engines loaded from files and made around a model.
+
+    ``judge`` scores answers for the quality ``judge``. Returned are the record as it was stored for a model
+    loaded by ``RagCache.from_pretrained``, and a row per candidate.
+
+    Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
+    the model, the cache folder or a prompt cannot be used, or ``full`` scores (nearly) nothing.
+    """
+    CacheFolder(settings.folder).check_writable()
+    near = needs_neighbours(settings.encoder)
+    sample = settings.sample(answered=settings.quality in (GOLD, F1), needs_neighbours=near)
+    if len(sample.questions) < ROUND:
+        raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
+    if (judge is not None) != (settings.quality == JUDGE):
+        raise ValueError(
+            'a judge and quality="judge" go together; run(settings, judge=...) takes the function'
+        )
+    model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
+    encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
+    policies, maker = candidates(settings.policies, encoder), PromptMaker(tokenizer)
+    engines = Engines(
+        model,
+        tokenizer,
+        [encoder],
+        stop=maker.stop,
+        max_new_tokens=settings.max_new_tokens,
+        neighbours=sample.neighbours(settings.neighbours, progress) if near else None,
+        cache_dir=settings.cache_dir,
+    )
+    with closing(engines):
+        found = race(
+            Losses(engines, maker, sample.questions, encoder, settings.quality, judge).of,
+            policies,
+            np.random.default_rng(settings.seed).permutation(len(sample.questions)).tolist(),
+            settings.budget,
+            seed=settings.seed,
+            worst=float(settings.quality in (F1, JUDGE)),
+            progress=progress,
+        )
+        record = _record(settings, sample, found, encoder, engines.fingerprint)
+    source = weights_folder(settings.model)
+    loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
+    # The same weights have two fingerprints: by their files, and in memory.
+    by_files = replace(record, fingerprint=loaded.digest)
+    for one in (record, by_files):
+        write_record(calibration_path(settings.folder, one.fingerprint, one.namespace), one)
+    rows = tuple(_row(record, candidate) for candidate in found)
+    return by_files, BenchReport("calibrate", settings.model, settings.seed, rows)
+
+
+def _record(
+    settings: CalibrateSettings, sample: Sample, found: Sequence[Candidate], encoder: str, digest: str
+) -> Calibration:
+    """RagCacheError if ``full`` scores so little that a policy which answers nothing loses nothing."""
+    longest = max(found, key=lambda one: len(one.losses))
+    score, asked = longest.mean("score"), len(longest.losses)
+    if settings.quality in (F1, JUDGE) and score < max(MIN_SCORE, settings.budget):
+        raise RagCacheError(
+            f"no budget is stored: a full prefill scores (nearly) nothing ({settings.quality} {score:.3f} on "
+            f"{asked} questions), so that nothing can be lost against it; use the quality kl, which compares "
+            "with full's own answers"
+        )
+    curve = [
+        CurvePoint(one.policy, one.mean("ratio"), one.mean("loss"), one.upper, len(one.losses))
+        for one in found
+    ]
+    curve.sort(key=lambda point: (point.ratio, point.upper))
+    return Calibration(
+        fingerprint=digest,
+        namespace=settings.namespace,
+        encoder=encoder,
+        quality=settings.quality,
+        budget=settings.budget,
+        curve=(*curve, CurvePoint(FULL.policy, 1.0, 0.0, 0.0, asked)),
+        n=asked,
+        sample=sample.kind,
+        seed=settings.seed,
+        versions=versions(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _row(record: Calibration, found: Candidate) -> dict[str, Any]:
+    return {
+        "policy": found.policy,
+        "encoder": record.encoder,
+        "ratio_spent": found.mean("ratio"),
+        "loss": found.mean("loss"),
+        "upper": found.upper,
+        "kl": found.mean("kl"),
+        "gold_loss": found.mean("gold"),
+        "n": len(found.losses),
+        "decision": found.decision(record.budget),
+        "chosen": found.policy == record.cheapest(record.budget).policy,
+        "budget": record.budget,
+        "quality": record.quality,
+        "namespace": record.namespace,
+    }
+
+
+def summary(record: Calibration) -> str:
+    """What was chosen and how sure it is, in a sentence or two."""
+    chosen = record.cheapest(record.budget)
+    if chosen.policy != FULL.policy:
+        return (
+            f"budget:{record.budget:g} -> {chosen.policy} on {record.encoder}: {record.quality} loss "
+            f"{chosen.loss:.4f}, surely at most {chosen.upper:.4f} (90 %), ratio spent {chosen.ratio:.3f}, "
+            f"{chosen.n} questions"
+        )
+    best = min((point for point in record.curve if point.policy != FULL.policy), key=lambda p: p.upper)
+    more = "more questions or " if best.loss < record.budget else ""
+    return (
+        f"budget:{record.budget:g} -> full: no candidate is surely within it after {record.n} questions; "
+        f"nearest is {best.policy}, {best.loss:.4f}, surely at most {best.upper:.4f}; "
+        f"give {more}a larger budget"
+    )

@@ -1,0 +1,159 @@
+"""Policies compared with a full prefill on questions: one engine per chunk encoder, around one model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ragcachekit.commands.datasets import Question
+from ragcachekit.commands.question_prompts import QuestionPrompt
+from ragcachekit.config import QUANTISATIONS, StoreConfig
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
+from ragcachekit.forward.linked_prompt import LinkedPrompt
+from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
+from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
+from ragcachekit.reports import Answer, LinkReport
+from ragcachekit.store.factory import open_store
+
+FULL = PolicyAndEncoder("full", "none")
+"""Reads no cache, and so has no encoder."""
+
+_TRIES = 2
+
+
+class Engines:
+    """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
+
+    Chunks of the encoder ``standalone+int8`` are rounded to eight bits at rest. ``stop`` are texts where an
+    answer ends. ``neighbours`` are for the encoders ``similar:n`` and ``average:n``, which takes the chunks
+    beside a chunk where they are of documents.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        encoders: Iterable[str],
+        *,
+        stop: Sequence[str] = (),
+        max_new_tokens: int = 64,
+        neighbours: Neighbours | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        encoders = list(encoders)
+        self._model, self._stop = model, list(stop)
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        self._encoded: set[tuple[str, str, str]] = set()
+        self._stores = {
+            kind: open_store(StoreConfig(quantise={"host": kind} if kind else {}))
+            for kind in dict.fromkeys(map(quantisation, encoders))
+        }
+        self._engines = {
+            name: RagCache(
+                model,
+                tokenizer,
+                policy="reuse",
+                encoder=name.partition("+")[0],
+                neighbours=_neighbours(name, neighbours),
+                store=self._stores[quantisation(name)],
+                cold="now",
+                cache_dir=cache_dir,
+            )
+            for name in encoders
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model."""
+        return next(iter(self._engines.values())).fingerprint
+
+    def full(self, prompt: QuestionPrompt, *continuations: tuple[int, ...]) -> tuple[Answer, Reference]:
+        """What a full prefill answers, and log probabilities along that and other ``continuations``."""
+        answer = self.answer(prompt, FULL)
+        linked = self._link(prompt, FULL)
+        return answer, Reference.of(
+            Continuation(self._model, linked.inputs), answer.token_ids, *continuations
+        )
+
+    def compare(
+        self, question: Question, prompt: QuestionPrompt, way: PolicyAndEncoder, reference: Reference
+    ) -> tuple[Comparison, LinkReport]:
+        """Encode the chunks of a question, link its prompt, and compare with a full prefill.
+
+        RagCacheError if chunk KV is not kept, or the prompt is computed in full.
+        """
+        self.encode(question, prompt, way)
+        linked = self._link(prompt, way)
+        if linked.report.fallback:
+            raise RagCacheError(
+                f"{way} fell back to a full prefill ({linked.report.fallback}): nothing to measure"
+            )
+        return compare(Continuation(self._model, linked.inputs), reference), linked.report
+
+    def answer(self, prompt: QuestionPrompt, way: PolicyAndEncoder, *, whole: bool = False) -> Answer:
+        """A greedy answer from cached chunks; ``whole``: no text stops it."""
+        return self._engine(way).generate(
+            prompt.prompt, policy=way.policy, stop=None if whole else self._stop or None, **self._options
+        )
+
+    def encode(self, question: Question, prompt: QuestionPrompt, way: PolicyAndEncoder) -> None:
+        """Encode chunks one by one: in a batch the last digits would depend on the order of questions.
+
+        For ``average:n`` the document is encoded as a whole: its chunks share forwards.
+        """
+        chunks = question.chunks if way != FULL else ()
+        new = [text for text in chunks if (way.encoder, prompt.before, text) not in self._encoded]
+        groups = [[text] for text in new]
+        if new and _averages(way.encoder):
+            groups = [list(question.document or chunks)]
+        for texts in groups:
+            self._engine(way).encode(texts, system=prompt.before)
+            self._encoded.update((way.encoder, prompt.before, text) for text in texts)
+
+    def close(self) -> None:
+        """Close engines and stores."""
+        for engine in self._engines.values():
+            engine.close()
+        for store in self._stores.values():
+            store.close()
+
+    def _link(self, prompt: QuestionPrompt, way: PolicyAndEncoder) -> LinkedPrompt:
+        """Try again if something was missing: what was computed in place would be too good."""
+        for _ in range(_TRIES):
+            linked = self._engine(way).link(prompt.prompt, policy=way.policy)
+            if all(use.source != "computed" for use in linked.report.uses):  # full asks for no chunk
+                return linked
+        raise RagCacheError(
+            f"chunk KV for {way} is not kept: {linked.report}; the prompt may exceed the store's budget"
+        )
+
+    def _engine(self, way: PolicyAndEncoder) -> RagCache:
+        return next(iter(self._engines.values())) if way == FULL else self._engines[way.encoder]
+
+
+def quantisation(encoder: str) -> str:
+    """``int8`` of ``standalone+int8``, else nothing; ValueError for an unknown quantisation."""
+    _, rounded, kind = encoder.partition("+")
+    if rounded and kind not in QUANTISATIONS:
+        raise ValueError(f"encoder {encoder!r}: unknown rounding {kind!r}; known: {', '.join(QUANTISATIONS)}")
+    return kind
+
+
+def needs_neighbours(encoder: str) -> bool:
+    """Whether an encoder looks for similar chunks."""
+    return encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
+
+
+def _neighbours(encoder: str, source: Neighbours | None) -> Neighbours | None:
+    """What an encoder takes of a source; a mean over contexts takes the chunks encoded together instead."""
+    if not needs_neighbours(encoder) or (_averages(encoder) and isinstance(source, PrecedingChunks)):
+        return None
+    return source
+
+
+def _averages(encoder: str) -> bool:
+    return encoder.startswith("average")

@@ -1,0 +1,92 @@
+"""calibrate and the fidelity bench: what reuse does to the answers of a user's own model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import note, quiet_loading, resumed, show, written
+
+
+def calibrate(
+    model: opt.Model = "",
+    questions: opt.QuestionsFile = None,
+    corpus: opt.OptionalCorpus = None,
+    encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
+    neighbours: opt.Neighbours = "document",
+    quality: Annotated[
+        str,
+        typer.Option(help="What may be lost: kl, gold-loss (nats per token), f1 (share)."),
+    ] = "kl",
+    budget: Annotated[float, typer.Option(help="How much of it, on average over questions.")] = 0.1,
+    policies: opt.Policies = None,
+    namespace: opt.Namespace = "default",
+    probes: opt.Probes = 30,
+    chunk_tokens: opt.ChunkTokens = 200,
+    cache: opt.CacheDir = None,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 24,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    json: opt.Json = None,
+) -> None:
+    """Find the cheapest policy that surely loses no more than a budget, and store it for policy="budget:x".
+
+    Questions need no right answers for kl, which compares with full's own answers.
+    """
+    from ragcachekit.commands import calibrate as module
+
+    quiet_loading()
+    settings = opt.settings_of(
+        module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
+    )
+    record, report = module.run(settings, progress=True)
+    columns = ("policy", "ratio_spent", "n", "loss", "upper", "kl", "gold_loss", "decision")
+    show(report.table(f"Loss against full: {record.quality}, up to {record.n} {record.sample}", columns))
+    typer.echo(module.summary(record))
+    note(f"stored for namespace {record.namespace!r} in {settings.folder}")
+    written(report, json)
+
+
+def fidelity(
+    model: opt.Model = "",
+    questions: opt.QuestionsFile = None,
+    corpus: opt.OptionalCorpus = None,
+    policies: opt.Policies = None,
+    encoders: opt.Encoders = "standalone",
+    dataset: opt.Dataset = None,
+    count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 50,
+    distractors: Annotated[int, typer.Option(min=0, help="Passages beside the relevant ones.")] = 3,
+    order: Annotated[str, typer.Option(help="Of passages: shuffled or given.")] = "shuffled",
+    half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "all",
+    prompt: Annotated[str, typer.Option(help="ask (as the command does) or few-shot.")] = "ask",
+    neighbours: opt.Neighbours = "embedding",
+    probes: opt.Probes = 200,
+    chunk_tokens: opt.ChunkTokens = 200,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    cache: opt.CacheDir = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    resume: opt.Resume = None,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """What reuse does to answers: every policy over every encoder, beside a full prefill.
+
+    Answers to probes that are made of a corpus are to be read by their agreement with full.
+    """
+    from ragcachekit.commands.bench import fidelity as module
+    from ragcachekit.commands.bench.fidelity_rows import plot as draw
+    from ragcachekit.commands.bench.fidelity_rows import tables
+    from ragcachekit.commands.datasets import Sampling
+
+    quiet_loading()
+    lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
+    lists["sampling"] = Sampling(count, distractors, order, half, seed)
+    settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
+    report = resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
+    if plot is not None:
+        draw(report, plot)

@@ -1,0 +1,168 @@
+"""Questions that a user's model is asked: from a file, a dataset, or made of a corpus."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, documents, read_corpus
+from ragcachekit.commands.datasets import Question, Sampling, draw_questions
+from ragcachekit.commands.workspace import CacheFolder, check_dtype, load_tokenizer
+from ragcachekit.errors import CorpusError
+from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.quality.probes import probes
+
+EMBEDDING, DOCUMENT = "embedding", "document"
+"""Sources of neighbours: the nearest chunks by all-MiniLM-L6-v2, or the chunks before in the document."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Questions of one ``kind`` (a user's, or probes made from a corpus).
+
+    ``documents`` are the chunks of each document, in order, where that is known. ``texts`` are the chunks
+    among which neighbours are looked for, beside those of the questions.
+    """
+
+    questions: tuple[Question, ...]
+    kind: str = "questions"
+    documents: tuple[tuple[str, ...], ...] = ()
+    texts: tuple[str, ...] = ()
+
+    def neighbours(self, source: str, progress: bool = False) -> Neighbours:
+        """Neighbours for ``similar:n``, from :data:`EMBEDDING` or :data:`DOCUMENT`."""
+        if source == DOCUMENT:
+            return PrecedingChunks(self.documents)
+        from ragcachekit.commands.embedding import MiniLM  # an extra, and needed here only
+
+        asked = (chunk for question in self.questions for chunk in question.chunks)
+        texts = list(dict.fromkeys([*self.texts, *asked]))
+        return SimilarChunks(texts, MiniLM().embed(texts, progress=progress))
+
+
+@dataclass(frozen=True)
+class AskSettings:
+    """Settings of commands that ask a user's model.
+
+    Questions are from a ``dataset`` (``squad:FILE``, ...; as ``sampling`` draws them) or from the JSONL file
+    ``questions``, or else ``probes`` of them are made from ``corpus``, cut into chunks of at most
+    ``chunk_tokens``. ``policies`` are compared (empty: the default ones). ``neighbours`` of ``similar:n`` are
+    by ``embedding`` or of the ``document``. The rest is as for :class:`~ragcachekit.RagCache`.
+    """
+
+    model: str
+    questions: str | os.PathLike[str] | None = None
+    corpus: str | os.PathLike[str] | None = None
+    dataset: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    policies: tuple[str, ...] = ()
+    neighbours: str = DOCUMENT
+    probes: int = 30
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    seed: int = 0
+    max_new_tokens: int = 64
+    device: str | None = None
+    dtype: str = "auto"
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        if self.neighbours not in (EMBEDDING, DOCUMENT):
+            raise ValueError(f"unknown neighbours {self.neighbours!r}; known: {EMBEDDING}, {DOCUMENT}")
+
+    @property
+    def folder(self) -> Path:
+        """The cache folder."""
+        return CacheFolder.at(self.cache_dir).path
+
+    def sample(self, *, answered: bool = True, needs_neighbours: bool = False) -> Sample:
+        """Read the questions (``answered``: each with a right answer), or make probes.
+
+        Raises ValueError or CorpusError without either, and ValueError if neighbours are needed and nothing
+        has the documents that they are of.
+        """
+        sample = self._sample(answered)
+        if needs_neighbours and self.neighbours == DOCUMENT and not sample.documents:
+            raise ValueError(
+                "it is not known which chunks precede a chunk: give --corpus, a --dataset with documents "
+                '(squad), or questions with their "document"; or use --neighbours embedding'
+            )
+        return sample
+
+    def _sample(self, answered: bool) -> Sample:
+        if self.dataset is not None:
+            return _with_documents(draw_questions(self.dataset, self.sampling))
+        if self.questions is None and self.corpus is None:
+            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
+        corpus: tuple[tuple[str, ...], ...] = ()
+        if self.corpus is not None:
+            tokenizer = load_tokenizer(self.model)
+            chunks = read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer).chunks
+            corpus = tuple(map(tuple, documents(chunks)))
+        if self.questions is None:
+            return Sample(_from_corpus(corpus, self.probes, self.seed), "probes", corpus)
+        asked = tuple(read_questions(self.questions, answered=answered))
+        if not corpus:
+            return _with_documents(asked)
+        return Sample(asked, documents=corpus, texts=tuple(text for texts in corpus for text in texts))
+
+
+def read_questions(path: str | os.PathLike[str], *, answered: bool = True) -> list[Question]:
+    """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line.
+
+    Not ``answered``: the answer may be missing. A line may have a ``"type"``, and as ``"document"`` the
+    chunks of the document that its chunks come from.
+
+    Raises ValueError for a bad line (with its number) or a file without questions; OSError.
+    """
+    out = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    out.append(_question(json.loads(line), answered))
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
+    if not out:
+        raise ValueError(f'{path} has no questions; give {{"question", "chunks", "answer"}} per line')
+    return out
+
+
+def _question(found: Any, answered: bool) -> Question:
+    if not isinstance(found, dict):
+        raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
+    needed = ("question", "chunks", *(["answer"] if answered else []))
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"{', '.join(map(repr, missing))} missing")
+    chunks, kind, document = found["chunks"], found.get("type", ""), found.get("document", [])
+    if not isinstance(chunks, list) or not chunks:
+        raise TypeError("'chunks' must be a list of texts, at least one")
+    if not isinstance(document, list) or not all(isinstance(text, str) for text in document):
+        raise TypeError("'document' must be the list of its chunks, in order")
+    texts = {name: found[name] for name in ("question", "answer") if name in found}
+    texts |= {f"chunk {number}": chunk for number, chunk in enumerate(chunks, 1)}
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise TypeError(f"{name} must be a text that is not empty")
+    if not isinstance(kind, str) or kind == "all":
+        raise TypeError("'type' must be a text other than 'all'")
+    answers = (found["answer"],) if "answer" in found else ()
+    return Question(found["question"], tuple(chunks), answers, kind, tuple(document))
+
+
+def _with_documents(questions: Sequence[Question]) -> Sample:
+    known = dict.fromkeys(one.document for one in questions if one.document)
+    return Sample(tuple(questions), documents=tuple(known))
+
+
+def _from_corpus(corpus: Sequence[Sequence[str]], number: int, seed: int) -> tuple[Question, ...]:
+    try:
+        found = probes(corpus, number, seed)
+    except ValueError as error:
+        raise CorpusError(f"the corpus is too small to ask about ({error}); give --questions") from error
+    ask = 'How does the sentence continue that begins with "{}"?'
+    return tuple(Question(ask.format(one.beginning), one.chunks, (one.rest,)) for one in found if one.rest)

@@ -1,0 +1,203 @@
+"""What was measured, as it is stored in the cache folder: the choice of ``auto``, and calibrations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.policies.measured import Auto, Budget, PolicyAndEncoder
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.reports import Report
+
+log = logging.getLogger(__name__)
+
+FULL, STANDALONE = "full", "standalone"
+SCHEMA = 3
+
+
+@dataclass(frozen=True)
+class TuneRow(Report):
+    """A measured policy and encoder; means over ``prompts``.
+
+    ``kl`` is KL(full || this) in nats per answer token, ``ratio`` recomputed / cached rows.
+    """
+
+    encoder: str
+    policy: str
+    kl: float
+    ratio: float
+    prompts: int
+
+    @property
+    def pair(self) -> PolicyAndEncoder:
+        """Policy and encoder."""
+        return PolicyAndEncoder(self.policy, self.encoder)
+
+
+@dataclass(frozen=True)
+class TuneReport(Report):
+    """What :meth:`ragcachekit.RagCache.tune` measured and chose.
+
+    - ``encoder``, ``policy``: The choice.
+    - ``rows``: One per candidate. Candidates that were clearly worse have fewer prompts.
+    - ``seconds``: Duration without waiting for requests.
+    - ``date``: ISO 8601, UTC.
+    - ``system``: Token ids of the text before the first chunk.
+    """
+
+    fingerprint: str
+    namespace: str
+    encoder: str
+    policy: str
+    rows: tuple[TuneRow, ...]
+    seconds: float
+    date: str
+    system: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def pair(self) -> PolicyAndEncoder:
+        """Policy and encoder of the choice."""
+        return PolicyAndEncoder(self.policy, self.encoder)
+
+    @property
+    def standalone(self) -> PolicyAndEncoder | None:
+        """The best choice over chunks encoded alone, if one was measured."""
+        rows = [row for row in self.rows if row.encoder == STANDALONE]
+        return min(rows, key=lambda row: row.kl).pair if rows else None
+
+    def _shown(self) -> list[tuple[str, object]]:
+        return [shown for shown in super()._shown() if shown[0] not in ("fingerprint", "system")]
+
+    def __str__(self) -> str:
+        lines = [("encoder", "policy", "recomputed", "KL", "prompts", "")]
+        for row in self.rows:
+            chosen = "chosen" if row.pair == self.pair else ""
+            lines.append(
+                (row.encoder, row.policy, f"{row.ratio:.1%}", f"{row.kl:.4f}", str(row.prompts), chosen)
+            )
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A calibrated candidate."""
+
+    policy: str
+    ratio: float  # recomputed / cached rows, mean over the questions
+    loss: float  # against full, mean
+    upper: float  # one-sided 90 % upper bound of that mean
+    n: int  # questions that it was asked
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Result of ``ragcachekit calibrate`` for one model, namespace and encoder."""
+
+    fingerprint: str
+    namespace: str
+    encoder: str
+    quality: str  # what losses are in: kl (nats per token of the answer), ...
+    budget: float  # that it was calibrated for
+    curve: tuple[CurvePoint, ...]  # all candidates by ratio; full is the last
+    n: int  # questions asked
+    sample: str  # questions, or probes made from a corpus
+    seed: int  # of probes and bootstrap
+    versions: dict[str, str]
+    date: str  # ISO 8601, UTC
+
+    def cheapest(self, loss: float) -> CurvePoint:
+        """The candidate of least ratio whose upper bound is within ``loss``; ValueError without ``full``."""
+        within = [point for point in self.curve if point.upper <= loss or point.policy == FULL]
+        if not any(point.policy == FULL for point in within):
+            raise ValueError("a calibration curve holds 'full', which loses nothing")
+        return min(within, key=lambda point: (point.ratio, point.upper))
+
+
+_R = TypeVar("_R", TuneReport, Calibration)
+
+
+def calibration_path(folder: Path, fingerprint: str, namespace: str) -> Path:
+    """File of the calibration of a model and a namespace."""
+    return _path(folder / "calibrations", fingerprint, namespace)
+
+
+def choice_path(folder: Path, fingerprint: str, namespace: str, scope: str) -> Path:
+    """File of the choice of ``auto``; ``scope`` is the encoder that the user gave, if any."""
+    return _path(folder / "auto", fingerprint, namespace, scope)
+
+
+def write_record(path: Path, record: TuneReport | Calibration) -> None:
+    """Store a record, atomically and with mode 0600; OSError if the folder cannot be written."""
+    replace_file(path, json.dumps({"schema": SCHEMA, **asdict(record)}, indent=1))
+
+
+def read_calibration(folder: Path, fingerprint: str, namespace: str) -> Calibration | None:
+    """The stored calibration, or None; an invalid one counts as none and is logged."""
+    return _read(calibration_path(folder, fingerprint, namespace), fingerprint, namespace, _calibration)
+
+
+def read_choice(
+    path: Path, fingerprint: str, namespace: str, pairs: Collection[PolicyAndEncoder]
+) -> TuneReport | None:
+    """The stored report over exactly these ``pairs``, or None; an invalid one is logged."""
+
+    def parse(found: dict[str, Any]) -> TuneReport:
+        report = _tune_report(found)
+        if {row.pair for row in report.rows} != set(pairs):
+            raise ValueError("its candidates are not those of this version")
+        return report
+
+    return _read(path, fingerprint, namespace, parse)
+
+
+def _path(folder: Path, *parts: str) -> Path:
+    return folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.json"
+
+
+def _read(path: Path, fingerprint: str, namespace: str, parse: Callable[[dict[str, Any]], _R]) -> _R | None:
+    try:
+        found = parse_json(read_regular(path, own=True))
+        if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
+            raise ValueError(f"it is no record of schema {SCHEMA}")
+        record = parse(found)
+        if (record.fingerprint, record.namespace) != (fingerprint, namespace):
+            raise ValueError("it is about another model or namespace")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning("the record %s is not used: %s", path, error)
+        return None
+    return record
+
+
+def _calibration(found: dict[str, Any]) -> Calibration:
+    curve = tuple(CurvePoint(**point) for point in found.pop("curve"))
+    record = Calibration(**found, curve=curve)
+    if not all(math.isfinite(point.ratio + point.upper) for point in curve):
+        raise ValueError("its curve is not finite")
+    for name in (point.policy for point in curve):
+        policy = open_policy(name)
+        if isinstance(policy, Budget | Auto) or policy.encoder not in (None, record.encoder):
+            raise ValueError(f"{name} is no policy that chunks encoded {record.encoder} can have")
+    record.cheapest(record.budget)
+    return record
+
+
+def _tune_report(found: dict[str, Any]) -> TuneReport:
+    rows = tuple(TuneRow(**row) for row in found.pop("rows"))
+    report = TuneReport(**{**found, "rows": rows, "system": tuple(found["system"])})
+    if report.pair not in {row.pair for row in rows}:
+        raise ValueError("its choice was not measured")
+    if not all(math.isfinite(row.kl + row.ratio) for row in rows):
+        raise ValueError("its rows are not finite")
+    if not all(type(token) is int and token >= 0 for token in report.system):
+        raise ValueError("its system text is no list of token ids")
+    return report

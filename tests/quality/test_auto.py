@@ -1,0 +1,571 @@
+"""``policy="auto"``: what it measures, what it chooses, and when."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+import time
+
+import pytest
+import torch
+
+from families import columns, plain, prefill, stepwise, tokens, wrapped
+from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
+from ragcachekit.engine.active_requests import ActiveRequests
+from ragcachekit.policies.lego import Lego
+from ragcachekit.policies.measured import Auto, PolicyAndEncoder
+from ragcachekit.policies.registry import known_policies, open_policy
+from ragcachekit.policies.reuse import Reuse
+from ragcachekit.prompt.segments import TokenSegment
+from ragcachekit.quality import check
+from ragcachekit.quality.auto import CHANGING, UNKNOWN, SeenPrompts
+from ragcachekit.quality.check import (
+    DEFAULT,
+    MAX_PROMPTS,
+    CheckPrompt,
+    Measured,
+    candidates,
+    choice,
+    contenders,
+)
+from speaking import byte_level, speaker
+
+TEXTS = [f"The river number {n} flows in the town of {n * 7}. Its capital is {n * 13}." for n in range(8)]
+SYSTEM = "Answer from the context.\n"
+ONE = {"max_new_tokens": 1, "do_sample": False}
+RESOLVED = f"auto -> {DEFAULT}"
+
+
+def prompt(number: int, system: str = SYSTEM) -> Prompt:
+    chunks = [Chunk(TEXTS[number % 8]), Text("\n"), Chunk(TEXTS[(number + 1) % 8])]
+    return Prompt([Text(system), *chunks, Text(f"\nWhere does the river flow? {number}")])
+
+
+@pytest.fixture
+def make(tmp_path):
+    opened = []
+
+    def make(**options):
+        options = {"cold": "now", "cache_dir": tmp_path, **options}
+        opened.append(RagCache(speaker(), byte_level(), **options))
+        return opened[-1]
+
+    yield make
+    for rag in opened:
+        rag.close()
+
+
+def auto_of(rag):
+    return rag._components.auto
+
+
+def records(folder):
+    return sorted((folder / "auto").glob("*.json")) if (folder / "auto").is_dir() else []
+
+
+# -- what is measured ----------------------------------------------------------------------------------
+
+
+def kl(full, other):
+    return float(torch.nn.functional.kl_div(other, full, log_target=True, reduction="sum"))
+
+
+def oracle(segments, encoder, first):
+    """KL per token with nothing but transformers: each row alone, over columns as they were encoded.
+
+    ``first`` tokens of every chunk that is not exact are computed.
+    """
+    model, (system, one, between, two, question) = plain("llama"), [s.token_ids for s in segments]
+    ids = [*system, *one, *between, *two, *question]
+    answer, full = [], []
+    while len(answer) < check.ANSWER_TOKENS and 2 not in answer:
+        full.append(prefill(model, [*ids, *answer]).logits[-1].double().log_softmax(-1))
+        answer.append(int(full[-1].argmax()))
+    kept = columns(prefill(model, [*system, *one]), range(len(system)), 0)
+    behind = system if encoder == "system" else ()
+    for chunk, at, exact in (
+        (one, len(system), encoder == "system"),
+        (two, len(system + one + between), False),
+    ):
+        # Attention sees differences of positions alone: the context moves along with the chunk.
+        begin = at - len(behind)
+        run = prefill(model, [*behind, *chunk], range(begin, at + len(chunk)))
+        left = 0 if exact else first
+        kept |= columns(run, range(len(behind) + left, len(behind + chunk)), at + left)
+    logits = stepwise(model, [*ids, *answer[:-1]], kept).logits[-len(answer) :]
+    reused = logits.double().log_softmax(-1)
+    return sum(map(kl, full, reused)) / len(answer)
+
+
+@pytest.mark.parametrize("encoder", ["system", "standalone"])
+@pytest.mark.parametrize(("policy", "first"), [(Reuse(), 0), (Lego(3), 3)])
+def test_kl_is_that_of_transformers(encoder, policy, first, tmp_path):
+    segments = tuple(
+        TokenSegment(tokens(count, seed), seed in (2, 4))
+        for seed, count in enumerate([9, 21, 2, 17, 6], start=1)
+    )
+    with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder=encoder) as rag:
+        pair = PolicyAndEncoder(policy.name, encoder)
+        results, _ = auto_of(rag)._check.run([CheckPrompt(segments)], {pair: policy}, "space")
+    expected = oracle(segments, encoder, first)
+    assert expected > 1e-3, "the oracle can tell reuse from full"
+    (found,) = results[pair]
+    assert found.kl == pytest.approx(expected, rel=1e-3)
+    cached = 9 + 21 + 17
+    recomputed = first * (1 if encoder == "system" else 2)
+    assert found.ratio == pytest.approx(recomputed / cached)
+
+
+def test_nothing_of_the_check_is_stored(make):
+    rag = make()
+    rag.tune(prompts=[prompt(0)])
+    assert sum(tier.entries for tier in rag.stats()) == 0
+
+
+# -- which one is chosen -------------------------------------------------------------------------------
+
+A, B = PolicyAndEncoder("impact:0.1", "system"), PolicyAndEncoder("deep:0.1", "system")
+C = PolicyAndEncoder("lego:16", "standalone")
+
+
+def results(**kls):
+    """Per pair KLs by prompt; the ratio comes first."""
+    named = {"a": A, "b": B, "c": C}
+    return {named[name]: [Measured(kl, ratio) for kl in values] for name, (ratio, *values) in kls.items()}
+
+
+def test_the_least_kl_wins():
+    assert choice(results(a=(0.1, 1, 1, 1, 1), b=(0.1, 0.6, 0.61, 0.59, 0.6))) == B
+
+
+def test_of_two_within_five_percent_the_cheaper_wins():
+    assert choice(results(a=(0.05, 1.04, 1.04, 1.04), b=(0.1, 1, 1, 1))) == A
+    assert choice(results(a=(0.05, 1.06, 1.06, 1.06), b=(0.1, 1, 1, 1))) == B
+
+
+def test_of_two_within_the_noise_the_cheaper_wins():
+    assert choice(results(a=(0.05, 0.1, 3.0, 0.1, 1.2), b=(0.1, 1, 1, 1, 1))) == A
+    assert choice(results(a=(0.05, 1.2, 1.3, 1.2, 1.3), b=(0.1, 1, 1, 1, 1))) == B
+
+
+def test_clearly_worse_candidates_leave_after_three_prompts():
+    assert set(contenders(results(a=(0.1, 1, 1), b=(0.1, 3, 3)))) == {A, B}
+    assert contenders(results(a=(0.1, 1, 1, 1), b=(0.1, 2.1, 2, 2))) == [A]
+    assert contenders(results(a=(0.1, 1, 1, 1), b=(0.1, 0.5))) == [A], "one that left does not return"
+
+
+def test_differences_that_no_answer_shows():
+    found = results(a=(0.05, *[9e-4] * 4), b=(0.1, *[1e-5] * 4))
+    assert set(contenders(found)) == {A, B}
+    assert choice(found) == A
+    assert choice(results(a=(0.05, *[2e-3] * 4), b=(0.1, *[1e-5] * 4))) == B
+
+
+def test_candidates_that_recompute_too_much_are_not_chosen():
+    assert choice(results(a=(0.1, 1, 1), c=(0.16, 0, 0))) == A
+    assert choice(results(c=(0.16, 0, 0))) == C, "unless there is nothing else"
+
+
+def encoders(given, neighbours):
+    return {pair.encoder for pair in candidates(given, neighbours)}
+
+
+def test_the_user_s_encoder_leaves_the_policy_to_choose():
+    assert encoders("sinks:4", False) == {"sinks:4"}
+    assert encoders(None, True) >= {"similar:1", "system", "standalone"}
+    assert "similar:1" not in encoders(None, False)
+
+
+# -- the engine ----------------------------------------------------------------------------------------
+
+
+def test_it_is_the_default_and_begins_with_the_default_pair(make):
+    rag = make()
+    assert rag.policy == RESOLVED
+    rag.generate(prompt(0), **ONE)
+    report = rag.generate(prompt(0), **ONE).report.link
+    assert (report.policy, report.encoder) == (RESOLVED, DEFAULT.encoder)
+    assert report.chunks[0].exact, "behind the system text"
+    assert report.approximate_tokens > 0
+    assert rag.link(prompt(0)).report.policy == RESOLVED
+    assert rag.generate_batch([prompt(0)] * 2, **ONE)[1].report.link.policy == RESOLVED
+
+
+def test_it_answers_as_the_pair_it_stands_for(make):
+    rag, fixed = make(), make(policy=DEFAULT.policy, encoder=DEFAULT.encoder)
+    for number in (0, 0, 1):
+        ours, theirs = (engine.generate(prompt(number), max_new_tokens=8) for engine in (rag, fixed))
+        assert ours.token_ids == theirs.token_ids
+        assert ours.report.link.recompute_ratio == theirs.report.link.recompute_ratio
+
+
+def test_a_choice_is_used_and_kept_for_the_next_process(make, tmp_path, caplog):
+    rag = make()
+    found = rag.tune(prompts=map(prompt, range(4)))
+    assert {row.pair for row in found.rows} == set(candidates(None, False))
+    assert found.pair in {row.pair for row in found.rows}
+    label = f"auto -> {found.policy} on {found.encoder}"
+    assert rag.policy == label
+    (path,) = records(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    other = make()
+    assert other.policy == label
+    assert other.generate(prompt(0), **ONE).report.link.encoder == found.encoder
+    assert make(namespace="else").policy == RESOLVED
+    assert make(encoder="sinks:2").policy == "auto -> impact:0.1 on sinks:2"
+    assert caplog.records == []
+    assert "chosen" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["policy"] == found.policy
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: b"",
+        lambda record: b"[" * 100_000,
+        lambda record: json.dumps([]),
+        lambda record: json.dumps(record | {"schema": 99}),
+        lambda record: json.dumps(record | {"namespace": "else"}),
+        lambda record: json.dumps(record | {"fingerprint": "0" * 64}),
+        lambda record: json.dumps(record | {"policy": "full"}),
+        lambda record: json.dumps(record | {"system": ["a"]}),
+        lambda record: json.dumps(record | {"rows": record["rows"][1:]}),
+        lambda record: json.dumps(record | {"rows": [{**record["rows"][0], "kl": float("nan")}]}),
+        lambda record: json.dumps({**record, "more": 1}),
+    ],
+)
+def test_damaged_and_foreign_records_are_ignored(make, tmp_path, caplog, damage):
+    make().tune(prompts=[prompt(0)])
+    (path,) = records(tmp_path)
+    damaged = damage(json.loads(path.read_text()))
+    path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())
+    rag = make()
+    assert rag.policy == RESOLVED
+    assert "is not used" in caplog.text
+    rag.generate(prompt(0), **ONE)
+
+
+def test_with_neighbours_the_chunk_before_is_tried(make):
+    rag = make(neighbours=PrecedingChunks([TEXTS]))
+    assert rag.policy == "auto -> impact:0.1 on similar:1"
+    found = rag.tune(prompts=[prompt(0), prompt(3)])
+    assert ("reuse", "similar:1") in {row.pair for row in found.rows}
+
+
+def test_a_given_encoder_stays(make):
+    rag = make(encoder="standalone")
+    assert {row.encoder for row in rag.tune(prompts=[prompt(0)]).rows} == {"standalone"}
+    for number in range(2 * MAX_PROMPTS):
+        report = rag.generate(prompt(number, f"{number}: {SYSTEM}"), **ONE).report.link
+    assert report.encoder == "standalone"
+    assert CHANGING not in report.notes
+
+
+def test_tune_on_registered_and_on_given_texts(make):
+    rag = make()
+    rag.register(TEXTS)
+    assert rag.tune(system=SYSTEM).rows
+    assert rag.tune(TEXTS[:2], system=SYSTEM).rows
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "message"),
+    [
+        ({}, {}, "needs system="),
+        ({}, {"system": SYSTEM}, "at least two chunks"),
+        ({}, {"texts": ["one", " one"], "system": SYSTEM}, "at least two chunks"),
+        ({}, {"prompts": ["no chunk here"]}, "none of the prompts"),
+        ({"encoder": "in-prompt"}, {"prompts": [prompt(0)]}, "in-prompt"),
+    ],
+)
+def test_what_cannot_be_measured(make, options, asked, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options).tune(**asked)
+
+
+def test_texts_that_change_with_the_prompts(make):
+    rag = make()
+    for number in range(MAX_PROMPTS):
+        stable = rag.generate(prompt(number), **ONE).report.link
+    assert (stable.encoder, stable.notes) == ("average:3", ())
+    encoders = []
+    for number in range(MAX_PROMPTS):
+        report = rag.generate(prompt(number, f"It is {number} o'clock. {SYSTEM}"), **ONE).report.link
+        encoders.append(report.encoder)
+    assert encoders == ["average:3"] * 9 + ["standalone"] * 7
+    assert CHANGING in report.notes
+    assert report.approximate_tokens > 0, "chunks are found again"
+    for number in range(MAX_PROMPTS):
+        report = rag.generate(prompt(number), **ONE).report.link
+    assert (report.encoder, report.notes) == ("average:3", ())
+
+
+def test_chunks_encoded_before_any_prompt_are_reused(make):
+    rag = make()
+    rag.encode(TEXTS)
+    report = rag.generate(prompt(0), **ONE).report.link
+    assert report.encoder == "standalone"
+    assert [use.source for use in report.chunks] == ["host"] * 2
+    rag.encode(TEXTS[:2])
+    assert rag.generate(prompt(1), **ONE).report.link.encoder == "standalone"
+    assert UNKNOWN in report.notes
+    rag.encode(TEXTS, system=SYSTEM)
+    report = rag.generate(prompt(0), **ONE).report.link
+    assert report.encoder == "average:3"
+    assert [use.source for use in report.chunks] == ["host"] * 2
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["first", "after some were encoded alone"])
+def test_a_prompt_like_those_to_come_shows_what_stands_before_chunks(make, alone):
+    rag = make()
+    if alone:
+        rag.encode(TEXTS[2:])
+    rag.encode(TEXTS, prompt=prompt(0))
+    report = rag.generate(prompt(1), **ONE).report.link
+    assert (report.encoder, report.notes) == ("average:3", ())
+    assert [use.source for use in report.chunks] == ["host"] * 2
+
+
+def test_a_prompt_that_shows_nothing_is_refused(make):
+    rag = make()
+    with pytest.raises(ValueError, match=r"prompt= has no chunk: no chunk registered .* stands verbatim"):
+        rag.encode(TEXTS, prompt=f"{SYSTEM}and no text of these")
+    with pytest.raises(ValueError, match="system= or prompt=, not both"):
+        rag.encode(TEXTS, prompt=prompt(0), system=SYSTEM)
+
+
+def test_a_later_process_encodes_behind_the_recorded_text(make, monkeypatch):
+    monkeypatch.setattr("ragcachekit.quality.auto.choice", lambda results: B)
+    make().tune(prompts=[prompt(0)])
+    rag = make()
+    rag.encode(TEXTS)
+    report = rag.generate(prompt(0), **ONE).report.link
+    assert report.policy == "auto -> deep:0.1 on system"
+    assert [use.source for use in report.chunks] == ["host"] * 2
+
+
+def test_forgetting_a_namespace_drops_its_record(make, tmp_path):
+    rag = make()
+    rag.tune(prompts=[prompt(0)])
+    rag.forget()
+    assert records(tmp_path) == []
+    assert rag.policy == RESOLVED
+    rag.generate(prompt(0), **ONE)
+    rag.forget(texts=[TEXTS[0]])
+    assert auto_of(rag)._seen.of("default") == ()
+
+
+# -- time ----------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass with every look."""
+
+    def __init__(self, step):
+        self.now, self.step = 0.0, step
+
+    def __call__(self):
+        self.now += self.step
+        return self.now
+
+
+def test_the_budget_of_time(make):
+    rag = make()
+    whole = rag.tune(prompts=map(prompt, range(6)))
+    auto_of(rag)._check._clock = Clock(0.25)
+    cut = rag.tune(prompts=map(prompt, range(6)))
+    most = max(row.prompts for row in cut.rows)
+    assert 0 < most < max(row.prompts for row in whole.rows) == 6
+    auto_of(rag)._check._clock = Clock(30.0)
+    with pytest.raises(RagCacheError, match="it measured 0 prompts"):
+        rag.tune(prompts=[prompt(0)])
+    assert rag.policy == f"auto -> {cut.policy} on {cut.encoder}", "the last choice stays"
+
+
+def test_waiting_for_requests_is_not_counted():
+    clock = Clock(0.0)
+
+    def wait():
+        clock.now += 1000
+
+    timer = check._Timer(clock, wait)
+    timer.before_forward()
+    clock.now += 30
+    timer.before_forward()
+    assert timer.seconds == 30
+    clock.now += 1
+    with pytest.raises(check._OutOfTime):
+        timer.before_forward()
+
+
+def test_no_forward_begins_that_would_end_after_the_budget():
+    clock = Clock(0.0)
+    timer = check._Timer(clock, lambda: None)
+    timer.before_forward()
+    for seconds in (7, 16, 1, 20):  # 44 in all, the longest 20
+        clock.now += seconds
+        if timer.seconds < 40:
+            timer.before_forward()
+    with pytest.raises(check._OutOfTime):
+        timer.before_forward()
+    assert timer.seconds <= check.MAX_SECONDS
+
+
+def until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_namespace_is_checked_behind_its_requests_once(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 3)
+    rag = make(cold="background")
+    for number in range(2):
+        rag.generate(prompt(number), **ONE)
+        rag.generate(prompt(number), **ONE)
+    assert rag.flush(60)
+    assert records(tmp_path) == [], "two different prompts so far"
+    rag.generate(prompt(2), **ONE)
+    assert rag.flush(120)
+    (path,) = records(tmp_path)
+    label = rag.policy
+    found = json.loads(path.read_text())
+    assert label == f"auto -> {found['policy']} on {found['encoder']}"
+    path.unlink()
+    rag.generate(prompt(3), **ONE)
+    assert rag.flush(60)
+    assert records(tmp_path) == [], "once"
+
+
+@pytest.mark.parametrize("options", [{"cold": "now"}, {"cold": "never"}, {"policy": "lego:4"}])
+def test_when_nothing_runs_in_the_background(make, tmp_path, monkeypatch, options):
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 1)
+    rag = make(**{"cold": "background", **options})
+    rag.generate(prompt(0), **ONE)
+    assert rag.flush(60)
+    assert records(tmp_path) == []
+
+
+def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 1)
+    waiting = threading.Event()
+    wait = ActiveRequests.wait_for_none
+
+    def waits(self, closed):
+        waiting.set()
+        wait(self, closed)
+
+    monkeypatch.setattr(ActiveRequests, "wait_for_none", waits)
+    rag = make(cold="background")
+    with rag._components.active:
+        rag.generate(prompt(0), **ONE)
+        assert waiting.wait(60)
+        assert not auto_of(rag).flush(0.3)
+        begun = time.monotonic()
+        rag.close()
+        assert time.monotonic() - begun < 5
+    assert records(tmp_path) == []
+
+
+def test_it_goes_on_when_no_request_runs(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 1)
+    rag = make(cold="background")
+    with rag._components.active:
+        rag.generate(prompt(0), **ONE)
+        assert not auto_of(rag).flush(0.3)
+        assert records(tmp_path) == []
+    assert auto_of(rag).flush(120)
+    assert len(records(tmp_path)) == 1
+
+
+def test_its_errors_do_not_reach_an_answer(make, monkeypatch, caplog):
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 1)
+    rag = make(cold="background")
+
+    def fail(*_, **__):
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(auto_of(rag)._check, "run", fail)
+    assert rag.generate(prompt(0), **ONE).token_ids
+    assert rag.flush(60)
+    assert "no more memory" in caplog.text
+    assert rag.policy == RESOLVED
+
+
+def test_a_record_that_cannot_be_written_serves_this_process(make, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("read-only")
+
+    monkeypatch.setattr("ragcachekit.quality.auto.write_record", fail)
+    rag = make()
+    found = rag.tune(prompts=[prompt(0)])
+    assert "could not be stored" in caplog.text
+    assert rag.policy == f"auto -> {found.policy} on {found.encoder}"
+
+
+# -- the rest ------------------------------------------------------------------------------------------
+
+
+def test_auto_is_a_policy_by_name():
+    assert open_policy("auto") == Auto()
+    assert "auto" in known_policies()
+    with pytest.raises(ValueError, match="stands alone"):
+        open_policy("lego:4+auto")
+    with pytest.raises(RagCacheError, match="give it to RagCache"):
+        Auto().select([])
+
+
+def test_seen_prompts_are_bounded(monkeypatch):
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_TOKENS", 100)
+    seen = SeenPrompts()
+
+    def made(number, size=5):
+        ids = tuple(range(number, number + size))
+        return CheckPrompt(
+            (TokenSegment(ids, True), TokenSegment(ids[:1], True), TokenSegment(ids[:1], False))
+        )
+
+    for number in (0, 1, 0):
+        seen.observe("a", made(number))
+    assert seen.of("a") == (made(0), made(1))
+    seen.observe("a", CheckPrompt((TokenSegment((1,), True), TokenSegment((2,), False))))
+    assert len(seen.of("a")) == 2, "one chunk tells nothing"
+    seen.observe("b", made(0, 80))
+    assert len(seen.of("a")) == 2
+    seen.observe("b", made(1, 10))
+    assert (len(seen.of("a")), len(seen.of("b"))) == (0, 2)
+
+
+def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
+    rag = make()
+    drop = rag._drop
+
+    def answered_meanwhile(*asked):
+        rag.generate(prompt(0), **ONE)
+        return drop(*asked)
+
+    rag._path.encode_missing = lambda *_: None  # waits for the forget
+    rag._components.capture.after = lambda _: frozenset()
+    rag._drop = answered_meanwhile
+    rag.forget(texts=[TEXTS[0]])
+    assert auto_of(rag)._seen.of("default") == ()
+
+
+def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):
+    rag = make()
+    auto = auto_of(rag)
+    rag.generate(prompt(0), **ONE)
+    auto._namespaces["default"].checked = True
+    rag.forget(texts=[TEXTS[0]])
+    auto._check_in_background("default")
+    assert not auto._namespaces["default"].checked
+
+
+def test_what_tune_was_given_is_the_text_to_encode_behind(make):
+    rag = make(encoder="system")
+    rag.tune(TEXTS, system=SYSTEM)
+    rag.encode(TEXTS)
+    assert {key.encoding for key in list(rag._components.store.keys())} == {"system"}

@@ -1,0 +1,464 @@
+"""Calibrating a quality budget: the curve, its bound, probes from a corpus, and the commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.world.questions import held_out_world, world_questions
+from benchmarks.world.reader_folder import READER
+from ragcachekit import RagCache
+from ragcachekit.commands import calibrate
+from ragcachekit.commands.app import app
+from ragcachekit.commands.calibrate import (
+    CalibrateSettings,
+    Candidate,
+    Judge,
+    Loss,
+    candidates,
+    lower_bound,
+    race,
+    summary,
+    upper_bound,
+)
+from ragcachekit.commands.question_prompts import PromptMaker
+from ragcachekit.errors import RagCacheError
+from ragcachekit.model.pretrained import load_model
+from ragcachekit.quality.probes import probes
+from ragcachekit.quality.records import Calibration, read_calibration
+
+PER_TYPE = 3
+ASKED = {"max_new_tokens": 3, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder: the reader is admitted once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def questions_file(folder: Path) -> Path:
+    path = folder / "questions.jsonl"
+    rows = [
+        {"question": q.question, "chunks": list(q.chunks), "answer": q.answers[0]}
+        for q in world_questions(0, PER_TYPE)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(folder: Path) -> Path:
+    """Articles as files of two paragraphs."""
+    where = folder / "corpus"
+    where.mkdir()
+    for number, article in enumerate(held_out_world(3).articles[:12]):
+        (where / f"{number:02}.txt").write_text("\n\n".join(article.chunks))
+    return where
+
+
+def command(*arguments: object, folder: Path) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--cache", str(folder)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# -- the bounds ---------------------------------------------------------------------------------------
+
+
+def quantile_of_all_means(sample: list[float], share: float) -> float:
+    """By brute force: the mean of every sequence of draws with replacement."""
+    means = sorted(np.mean(draw) for draw in itertools.product(sample, repeat=len(sample)))
+    return float(np.quantile(means, share))
+
+
+@pytest.mark.parametrize("losses", [[0.0, 0.1, 0.3, 0.02], [0.0, 0.0, 0.0, 0.0], [0.5, -0.2, 0.1, 0.4]])
+def test_the_bounds_are_quantiles_of_all_resamples(losses: list[float]) -> None:
+    """2,000 draws of all 3,125 and 256: their quantile lies between close ones of the whole."""
+    low, high = (quantile_of_all_means([*losses, 0.7], share) for share in (0.875, 0.925))
+    assert low - 1e-12 <= upper_bound(losses, 0.7) <= high + 1e-12
+    low, high = (quantile_of_all_means(losses, share) for share in (0.03, 0.07))
+    assert low - 1e-12 <= lower_bound(losses) <= high + 1e-12
+
+
+def test_questions_without_loss_prove_no_more_than_their_number_allows() -> None:
+    assert upper_bound(np.zeros(30), 0.0) == 0.0
+    assert upper_bound(np.zeros(30), 1.0) == pytest.approx(2 / 31)
+    assert upper_bound(np.zeros(199), 1.0) <= 0.01 < upper_bound(np.zeros(150), 1.0)
+
+
+@pytest.mark.parametrize("n", [8, 16, 30])
+@pytest.mark.parametrize("spikes", [0.0, 0.05])
+def test_the_upper_bound_covers_the_true_mean_nine_times_in_ten(n: int, spikes: float) -> None:
+    """Skewed losses, some of them with rare large ones; the worst candidate shows how large losses get."""
+    rng = np.random.default_rng(n)
+    small = rng.exponential(0.05, (400, n))
+    losses = np.where(rng.random((400, n)) < spikes, 1.0, small)
+    mean = 0.05 * (1 - spikes) + spikes
+    worst = 1.0 if spikes else float(small.max())
+    assert np.mean([upper_bound(row, worst) >= mean for row in losses]) > 0.87
+
+
+# -- the race -----------------------------------------------------------------------------------------
+
+
+def table_race(losses: dict[str, tuple[float, np.ndarray]], budget: float, n: int = 40, worst: float = 0.0):
+    """A race over losses that are known: by policy its ratio and loss per question."""
+    asked: list[tuple[int, tuple[str, ...]]] = []
+
+    def ask(at: int, names: Sequence[str]) -> list[Loss]:
+        asked.append((at, tuple(names)))
+        return [Loss(losses[m][1][at], losses[m][1][at], 0.0, 0.0, losses[m][0]) for m in names]
+
+    found = race(ask, list(losses), range(n), budget, worst=worst)
+    return {one.policy: one for one in found}, asked
+
+
+def noise(mean: float, n: int = 40) -> np.ndarray:
+    return np.random.default_rng(int(mean * 1e4)).uniform(0.8, 1.2, n) * mean
+
+
+def test_the_race_ends_when_the_cheapest_is_sure() -> None:
+    losses = {"reuse": (0.0, noise(0.3)), "lego:4": (0.1, noise(0.01)), "lego:16": (0.4, noise(0.005))}
+    found, asked = table_race(losses, 0.1)
+    assert [at for at, _ in asked] == list(range(8))
+    assert (found["reuse"].over, found["lego:4"].over) == (True, False)
+    assert list(decisions(found, 0.1).values()) == ["over", "within", "within"]
+
+
+def decisions(found: dict[str, Candidate], budget: float) -> dict[str, str]:
+    return {name: one.decision(budget) for name, one in found.items()}
+
+
+def test_what_is_not_sure_is_asked_on_and_nothing_else() -> None:
+    losses = {"reuse": (0.0, noise(0.5)), "lego:4": (0.1, noise(0.095)), "deep:0.5": (0.5, noise(0.001))}
+    found, asked = table_race(losses, 0.1)
+    assert [len(one.losses) for one in found.values()] == [8, 40, 40]
+    assert {names for _, names in asked[8:]} == {("lego:4", "deep:0.5")}
+    assert decisions(found, 0.1) == {"reuse": "over", "lego:4": "not sure", "deep:0.5": "within"}
+
+
+def test_the_worst_loss_of_any_candidate_counts_for_all() -> None:
+    rare = {"reuse": (0.0, np.full(40, 2.0)), "lego:4": (0.1, np.zeros(40))}
+    found, _ = table_race(rare, 0.05, worst=0.5)
+    assert found["lego:4"].upper == upper_bound(np.zeros(40), 2.0)
+    alone, asked = table_race({"lego:4": (0.1, np.zeros(40))}, 0.05)
+    assert (alone["lego:4"].upper, len(asked)) == (0.0, 8)
+
+
+def test_races_keep_their_promise_on_losses_of_many_shapes() -> None:
+    """The policy that a race of 30 chooses is truly over the budget in at most one race in ten."""
+    rng, broken = np.random.default_rng(5), 0
+    for _ in range(150):
+        easy, spikes = rng.gamma(0.5, 0.16, 30), rng.random(30) < 0.1
+        losses = {
+            "reuse": (0.0, easy * 2 + spikes),
+            "lego:4": (0.1, easy + spikes * rng.random(30)),
+            "lego:16": (0.2, easy / 2 + spikes * (rng.random(30) < 0.3)),
+        }
+        truth = {"reuse": 0.16 + 0.1, "lego:4": 0.08 + 0.05, "lego:16": 0.04 + 0.03}
+        found, _ = table_race(losses, 0.1, 30)
+        chosen = [name for name, decided in decisions(found, 0.1).items() if decided == "within"]
+        broken += any(truth[name] > 0.1 for name in chosen)
+    assert broken <= 15
+
+
+# -- candidates ---------------------------------------------------------------------------------------
+
+
+def test_default_candidates_fit_the_encoder_and_leave_full_out() -> None:
+    names = candidates((), "standalone")
+    assert {"reuse", "lego:16", "impact:0.05", "impact:0.1", "impact:0.2", "impact:0.3"} <= set(names)
+    assert "full" not in names
+    assert candidates(("lego0", "full", "lego0"), "sinks:4") == ["reuse", "lego0"]
+    with pytest.raises(ValueError, match="give --encoder sinks:4"):
+        candidates(("lego0",), "standalone")
+    with pytest.raises(ValueError, match="unknown policy"):
+        candidates(("magic",), "standalone")
+
+
+# -- qualities ----------------------------------------------------------------------------------------
+
+
+def asked_by_judge(folder: Path, questions_file: Path, judge: Judge, **changes: Any) -> Calibration:
+    settings = CalibrateSettings(
+        READER,
+        questions=questions_file,
+        policies=("reuse",),
+        quality="judge",
+        budget=0.9,
+        max_new_tokens=3,
+        cache_dir=folder,
+        namespace="judged",
+        **changes,
+    )
+    return calibrate.run(settings, judge=judge)[0]
+
+
+def test_a_judge_scores_answers_of_full_and_of_the_way(folder: Path, questions_file: Path) -> None:
+    calls: list[tuple[str, str, str]] = []
+
+    def judge(question: str, answer: str, reference: str) -> float:
+        calls.append((question, answer, reference))
+        return 1.0 if answer.lower() == reference.lower() else 0.25
+
+    record = asked_by_judge(folder, questions_file, judge)
+    rows = {row["question"]: row for row in map(json.loads, questions_file.read_text().splitlines())}
+    assert all(reference == rows[question]["answer"] for question, _, reference in calls)
+    scores = [1.0 if answer.lower() == ref.lower() else 0.25 for _, answer, ref in calls]
+    lost = np.subtract(scores[::2], scores[1::2])  # full, then reuse
+    assert record.curve[0].loss == pytest.approx(lost.mean())
+    assert record.curve[0].upper == upper_bound(lost, 1.0)
+    assert record.quality == "judge"
+
+
+def test_a_judge_must_score_from_0_to_1(folder: Path, questions_file: Path) -> None:
+    with pytest.raises(ValueError, match="scores are from 0 to 1"):
+        asked_by_judge(folder, questions_file, lambda *_: 7.0)
+    with pytest.raises(RagCacheError, match=r"scores \(nearly\) nothing"):
+        asked_by_judge(folder, questions_file, lambda *_: 0.0)
+    with pytest.raises(ValueError, match="go together"):
+        calibrate.run(CalibrateSettings(READER, questions=questions_file, quality="judge", cache_dir=folder))
+    assert not list(folder.glob("calibrations/*judged*"))
+
+
+def test_the_command_stores_nothing_where_full_scores_nothing(tmp_path: Path, questions_file: Path) -> None:
+    rows = [json.loads(line) for line in questions_file.read_text().splitlines()]
+    path = tmp_path / "wrong.jsonl"
+    path.write_text("".join(json.dumps({**row, "answer": "xyzzy"}) + "\n" for row in rows))
+    arguments = (
+        "calibrate",
+        "--model",
+        READER,
+        "--questions",
+        path,
+        "--budget",
+        "0.2",
+        "--quality",
+        "f1",
+    )
+    options = ("--policies", "reuse", "--cache", tmp_path / "cache")
+    result = CliRunner().invoke(app, [*map(str, (*arguments, *options))])
+    assert result.exit_code == 2
+    assert "scores (nearly) nothing" in result.output
+    assert "use the quality kl" in result.output
+    assert not (tmp_path / "cache" / "calibrations").exists()
+
+
+# -- the curve ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def calibrated_rows(folder: Path, questions_file: Path) -> tuple[Calibration, dict[str, dict[str, Any]]]:
+    threads = torch.get_num_threads()
+    record, report = calibrate.run(
+        CalibrateSettings(
+            READER,
+            max_new_tokens=3,
+            questions=questions_file,
+            policies=("lego:8", "reuse"),
+            budget=0.99,
+            namespace="acme",
+            cache_dir=folder,
+        )
+    )
+    assert torch.get_num_threads() == threads
+    return record, {row["policy"]: row for row in report.rows}
+
+
+@pytest.fixture(scope="module")
+def record(calibrated_rows: tuple[Calibration, dict[str, dict[str, Any]]]) -> Calibration:
+    return calibrated_rows[0]
+
+
+@torch.no_grad()
+def distributions(rag: RagCache, prompt: Any, policy: str, answer: Sequence[int]) -> torch.Tensor:
+    """Probabilities ``[len(answer) + 1, vocab]`` after the linked prompt, token by token."""
+    linked = rag.link(prompt, policy=policy)
+    ids, out = linked.input_ids, []
+    cache = linked.cache if policy != "full" else rag.model(ids[:, :-1], use_cache=True).past_key_values
+    for place, token in enumerate((int(ids[0, -1]), *answer), ids.shape[1] - 1):
+        where = torch.tensor([[place]])
+        logits = rag.model(torch.tensor([[token]]), position_ids=where, past_key_values=cache).logits
+        out.append(logits[0, -1].double().softmax(-1))
+    return torch.stack(out)
+
+
+def test_the_losses_are_what_the_engine_gives(
+    calibrated_rows: tuple[Calibration, dict[str, dict[str, Any]]], folder: Path
+) -> None:
+    """Asked again through the public interface, one token after the other, with sums by hand."""
+    record, rows = calibrated_rows
+    model, tokenizer = load_model(READER, "cpu")
+    maker, asked = PromptMaker(tokenizer), world_questions(0, PER_TYPE)
+    kls: list[float] = []
+    lost: list[float] = []
+    with RagCache(model, tokenizer, policy="reuse", cold="now", cache_dir=folder) as rag:
+        for question in asked:
+            prompt = maker.prompt(question).prompt
+            rag.encode(question.chunks)
+            rag.generate(prompt, policy="reuse", **ASKED)
+            stop = list(maker.stop) or None
+            answer = rag.generate(prompt, policy="full", stop=stop, **ASKED).token_ids
+            full, reuse = (distributions(rag, prompt, name, answer) for name in ("full", "reuse"))
+            kls.append(float((full * (full / reuse).log()).nan_to_num(0).sum(-1).mean()))
+            gold = maker.answer_ids(question.answers[0])
+            full, reuse = (distributions(rag, prompt, name, gold) for name in ("full", "reuse"))
+            places = (range(len(gold)), list(gold))
+            lost.append(float((full[places] / reuse[places]).log().mean()))
+    order = np.random.default_rng(0).permutation(len(asked))[: record.curve[0].n]
+    assert rows["reuse"]["kl"] == pytest.approx(np.take(kls, order).mean(), rel=1e-3, abs=1e-6)
+    assert rows["reuse"]["gold_loss"] == pytest.approx(np.take(lost, order).mean(), rel=1e-3, abs=1e-6)
+    point = next(point for point in record.curve if point.policy == "reuse")
+    assert (point.loss, point.ratio) == (rows["reuse"]["kl"], 0.0)
+    assert [point.policy for point in record.curve][-1] == "full"
+    assert record.curve[-1].upper == 0.0
+
+
+def test_the_record_is_found_by_engines_of_either_making(record: Calibration, folder: Path) -> None:
+    policy = record.cheapest(0.99).policy
+    model, tokenizer = load_model(READER, "cpu")
+    made = RagCache(model, tokenizer, policy="budget:0.99", namespace="acme", cache_dir=folder)
+    loaded = RagCache.from_pretrained(
+        READER, device="cpu", policy="budget:0.99", namespace="acme", cache_dir=folder
+    )
+    with made, loaded:
+        assert made.fingerprint != loaded.fingerprint
+        assert made.policy == loaded.policy == f"budget:0.99 -> {policy}"
+        other = made.link(PromptMaker(tokenizer).prompt(world_questions(0, 1)[0]).prompt, namespace="x")
+        assert other.report.policy == "budget:0.99 -> full"
+    assert read_calibration(folder, loaded.fingerprint, "acme") == record
+
+
+def test_what_nothing_is_within_is_said(record: Calibration) -> None:
+    strict = dataclasses.replace(record, budget=1e-9)
+    assert strict.cheapest(1e-9).policy == "full"
+    assert "no candidate is surely within it" in summary(strict)
+    assert f"-> {record.cheapest(0.99).policy}" in summary(record)
+
+
+def test_questions_need_no_answers_unless_they_are_compared(folder: Path, questions_file: Path) -> None:
+    rows = [json.loads(line) for line in questions_file.read_text().splitlines()]
+    path = folder / "unanswered.jsonl"
+    path.write_text(
+        "".join(json.dumps({k: v for k, v in row.items() if k != "answer"}) + "\n" for row in rows)
+    )
+    given = ("calibrate", "--model", READER, "--questions", path, "--policies", "reuse", "--budget", 0.9)
+    assert "decision" in command(*given, folder=folder)
+    result = CliRunner().invoke(app, [*map(str, given), "--quality", "gold-loss", "--cache", str(folder)])
+    assert result.exit_code == 2
+    assert "'answer' missing" in result.output
+
+
+def test_documents_of_questions_are_neighbours(folder: Path, tmp_path: Path) -> None:
+    """Behind its own document's chunks, what a chunk leans on is there: less is lost than alone."""
+    articles = {chunk: article.chunks for article in held_out_world(0).articles for chunk in article.chunks}
+    path = tmp_path / "documents.jsonl"
+    lines = []
+    for q in world_questions(0, PER_TYPE):
+        row = {"question": q.question, "chunks": list(q.chunks), "document": list(articles[q.chunks[0]])}
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines))
+    given = ("calibrate", "--model", READER, "--questions", path, "--policies", "reuse", "--budget", 0.9)
+    output = command(*given, "--encoder", "similar:1", "--namespace", "behind", folder=folder)
+    assert "on similar:1" in output or "no candidate" in output
+
+
+# -- probes -------------------------------------------------------------------------------------------
+
+HOUSES = {"One": 1700, "Two": 1750, "Three": 1800, "Four": 1850, "Five": 1900}
+TEXT = "{} was built in the year {} by the river. House {} has rooms for all its many guests."
+TEXTS = [TEXT.format(house, year, house) for house, year in HOUSES.items()]
+
+
+def test_probes_are_halves_of_a_sentence_of_their_chunks() -> None:
+    found = probes([TEXTS], 5, seed=1)
+    assert found == probes([TEXTS], 5, seed=1)
+    assert len({probe.beginning for probe in found}) == 5
+    for probe in found:
+        (own,) = (chunk for chunk in probe.chunks if f"{probe.beginning} {probe.rest}" in chunk)
+        assert len(probe.chunks) == len(set(probe.chunks)) == 4
+        assert set(probe.chunks) <= set(TEXTS)
+        if own != TEXTS[0]:  # the chunk before it in its document precedes it
+            assert probe.chunks[probe.chunks.index(own) - 1] == TEXTS[TEXTS.index(own) - 1]
+
+
+def test_probes_of_texts_without_blanks_or_sentences() -> None:
+    found = probes([["一二三四五六七八九十" * 60, "no end", ""], ["other"]], 9)
+    assert len(found) == 3
+    assert all(probe.beginning for probe in found)
+    with pytest.raises(ValueError, match="at least two chunks"):
+        probes([["one", " one "]], 5)
+
+
+# -- the commands -------------------------------------------------------------------------------------
+
+
+def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Path) -> None:
+    output = command(
+        *("calibrate", "--model", READER, "--corpus", corpus, "--chunk-tokens", 60, "--probes", 8),
+        *("--policies", "lego:2000", "--namespace", "probed", "--budget", "0.001"),
+        *("--json", tmp_path / "c.json"),
+        folder=folder,
+    )
+    assert "up to 8 probes" in output
+    found = json.loads((tmp_path / "c.json").read_text())
+    rows = {row["policy"]: row for row in found["rows"]}
+    assert found["bench"] == "calibrate"
+    assert rows["lego:2000"]["kl"] == pytest.approx(0.0, abs=1e-6)  # computes everything too
+    assert 0.9 < rows["lego:2000"]["ratio_spent"] < 1.0  # all but the exact prefix
+    assert rows["reuse"]["decision"] in ("over", "not sure")
+    assert sum(row["chosen"] for row in found["rows"]) <= 1
+
+
+def test_similar_chunks_may_be_those_before(folder: Path, corpus: Path) -> None:
+    output = command(
+        *("calibrate", "--model", READER, "--corpus", corpus, "--chunk-tokens", 60, "--probes", 8),
+        *("--policies", "reuse", "--encoder", "similar:1", "--neighbours", "document", "--budget", "0.99"),
+        folder=folder,
+    )
+    assert "budget:0.99 ->" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", READER), "give --questions"),
+        (("--model", READER, "--budget", "1.5"), "nats per answer token"),
+        (("--model", READER, "--quality", "charm"), "unknown quality 'charm'"),
+        (("--model", READER, "--neighbours", "random"), "known: embedding, document"),
+        (("--model", READER, "--namespace", ""), "namespace is empty"),
+        (("--model", READER, "--corpus", "/nowhere"), "does not exist"),
+        ((), "which model"),
+    ],
+)
+def test_bad_arguments(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["calibrate", *arguments, "--cache", str(folder)])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", "magic"), "unknown policy"),
+        (("--encoder", "backwards"), "unknown encoder"),
+        (("--encoder", "similar:1"), 'questions with their "document"'),
+        (("--quality", "judge"), "go together"),
+    ],
+)
+def test_bad_names(folder: Path, questions_file: Path, arguments: tuple[str, ...], message: str) -> None:
+    given = ("--model", READER, "--questions", str(questions_file), "--cache", str(folder))
+    result = CliRunner().invoke(app, ["calibrate", *given, *arguments])
+    assert result.exit_code == 2
+    assert message in result.output

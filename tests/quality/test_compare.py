@@ -1,0 +1,111 @@
+"""``compare``: log probabilities and greedy answers are those of single steps of the model."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.world.questions import world_questions
+from benchmarks.world.reader_folder import READER
+from ragcachekit import RagCache
+from ragcachekit.commands.engines import FULL, Engines
+from ragcachekit.commands.question_prompts import PromptMaker
+from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.quality.compare import Continuation, Reference, compare
+
+NAMES = ("reuse", "lego:4", "random:0.2", "query:0.2", "deep:0.2", "cacheblend:0.2", "craft:0.3")
+WAYS = (PolicyAndEncoder("reuse", "system"), *(PolicyAndEncoder(name, "standalone") for name in NAMES))
+QUESTION = world_questions(0, 1)[1]
+TOKENIZER: Any = AutoTokenizer.from_pretrained(READER)
+MAKER = PromptMaker(TOKENIZER)
+
+
+def reader() -> Any:
+    return AutoModelForCausalLM.from_pretrained(READER).eval()
+
+
+def random_model() -> Any:
+    """The reader's shape with random weights: its answers change with the least difference in the cache."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(reader().config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(1.5)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [reader, random_model])
+def test_figures_are_those_of_one_step_per_token(tmp_path: Path, make: Any) -> None:
+    """Oracle: each continuation over a link of its own, one token a forward, scored by hand."""
+    model, prompt, gold = make(), MAKER.prompt(QUESTION), MAKER.answer_ids(QUESTION.answers[0])
+    options: dict[str, Any] = {"max_new_tokens": 6, "cache_dir": tmp_path}
+    with closing(Engines(model, TOKENIZER, ["system", "standalone"], **options)) as engines:
+        full, reference = engines.full(prompt, gold)
+        found = {way: engines.compare(QUESTION, prompt, way, reference)[0] for way in (FULL, *WAYS)}
+    assert found[FULL].kl == found[FULL].first_kl == 0.0
+    assert found[FULL].agreement == 1.0
+    right, answer = stepped(model, None, prompt.token_ids, full.token_ids), full.token_ids
+    for way in WAYS:
+        with RagCache(model, TOKENIZER, encoder=way.encoder, cold="now", cache_dir=tmp_path) as rag:
+            rag.encode(QUESTION.chunks, system=prompt.before)
+            rag.link(prompt.prompt, policy=way.policy)  # the text before the chunks
+            along, rightly = (
+                stepped(model, rag.link(prompt.prompt, policy=way.policy).cache, prompt.token_ids, tokens)
+                for tokens in (answer, gold)
+            )
+        kl = [(p.exp() * (p - q)).sum().item() for p, q in zip(right, along, strict=True)]
+        one = found[way]
+        assert one.first_kl == pytest.approx(kl[0], rel=1e-3, abs=1e-7)
+        assert one.kl == pytest.approx(sum(kl) / len(kl), rel=1e-3, abs=1e-7)
+        for rows, tokens, loss in ((along, answer, one.losses[0]), (rightly, gold, one.losses[1])):
+            own = [-row[token].item() for row, token in zip(rows, tokens, strict=False)]
+            assert loss == pytest.approx(sum(own) / len(tokens), rel=1e-4, abs=1e-6)
+        same = [int(row.argmax()) == token for row, token in zip(along, answer, strict=False)]
+        assert one.agreement == sum(same) / len(answer)
+    assert max(one.kl for one in found.values()) > 1e-5
+
+
+def stepped(model: Any, cache: Any, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[torch.Tensor]:
+    """Log probabilities ``[vocab]`` after the prompt and after each token."""
+    if cache is None:
+        cache = model(torch.tensor([prompt[:-1]]), use_cache=True).past_key_values
+    out = []
+    for place, token in enumerate((prompt[-1], *tokens), len(prompt) - 1):
+        at = torch.tensor([[place]])
+        logits = model(torch.tensor([[token]]), position_ids=at, past_key_values=cache).logits
+        out.append(logits[0, -1].double().log_softmax(-1))
+    return out
+
+
+@torch.no_grad()
+def test_greedy_answers_are_those_of_generate_up_to_an_end_token() -> None:
+    model, ids = random_model(), torch.tensor([MAKER.prompt(QUESTION).token_ids])
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens = tuple(expected[0, ids.shape[1] :].tolist())
+    calls: list[int] = []
+    full = Continuation(model, {"input_ids": ids}, lambda: calls.append(1))
+    answer, rows = full.greedy(9, ())
+    assert answer == tokens
+    assert len(calls) == 10, "before the prefill and before each token"
+    assert torch.equal(rows.argmax(-1), torch.tensor(answer))
+    end = tokens.index(tokens[4])
+    assert full.greedy(9, {tokens[4]})[0] == tokens[: end + 1]
+    torch.testing.assert_close(full.log_probs(answer[:-1]), rows, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_agreement_is_the_share_of_the_answer_that_would_be_chosen_too() -> None:
+    model, ids = random_model(), MAKER.prompt(QUESTION).token_ids
+    full = Continuation(model, {"input_ids": torch.tensor([ids])})
+    answer, _ = full.greedy(4, ())
+    other = next(token for token in range(100) if token != answer[-1])
+    reference = Reference.of(full, (*answer[:-1], other))
+    assert compare(full, reference).agreement == 0.75
+    assert compare(full, Reference.of(full, ())).agreement == 1.0

@@ -1,0 +1,156 @@
+"""Datasets of the fidelity bench: published formats, and the prompts that are drawn from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcachekit.commands.bench.fidelity import FidelitySettings, run
+from ragcachekit.commands.datasets import Passages, Sampling, draw_questions, half_of, load_dataset
+
+PARAGRAPHS = [f"Paragraph {n} tells that item {n} is number {n}." for n in range(6)]
+
+
+def written(path: Path, value: Any, lines: bool = False) -> Path:
+    path.write_text("\n".join(map(json.dumps, value)) if lines else json.dumps(value), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def squad(tmp_path: Path) -> Path:
+    def asked(n: int, **more: Any) -> dict[str, Any]:
+        answers = [{"text": str(n)}, {"text": f"number {n}"}, {"text": str(n)}]
+        return {"question": f" What is item {n}? ", "answers": answers, **more}
+
+    paragraphs = [{"context": f" {text}\n", "qas": [asked(n)]} for n, text in enumerate(PARAGRAPHS)]
+    paragraphs[0]["qas"].append(asked(9, is_impossible=True))
+    paragraphs[1]["qas"].append({"question": "Nothing?", "answers": [], "is_impossible": True})
+    return written(tmp_path / "squad.json", {"data": [{"title": "Items", "paragraphs": paragraphs}]})
+
+
+def test_squad_has_the_paragraph_and_its_article(squad: Path) -> None:
+    found = load_dataset(f"squad:{squad}")
+    assert len(found) == 6
+    assert found[3] == Passages(
+        "What is item 3?", ("3", "number 3"), (PARAGRAPHS[3],), tuple(PARAGRAPHS), tuple(PARAGRAPHS)
+    )
+
+
+def test_a_prompt_holds_the_relevant_passage_and_distractors_of_its_document(squad: Path) -> None:
+    (drawn,) = draw_questions(f"squad:{squad}", Sampling(count=1, distractors=2, seed=4))
+    number = int(drawn.answers[0])
+    assert len(drawn.chunks) == len(set(drawn.chunks)) == 3
+    assert PARAGRAPHS[number] in drawn.chunks
+    assert set(drawn.chunks) <= set(PARAGRAPHS)
+    assert drawn.answers == (str(number), f"number {number}")
+    assert drawn.document == tuple(PARAGRAPHS)
+    assert draw_questions(f"squad:{squad}", Sampling(count=1, distractors=2, seed=4)) == (drawn,)
+    (given,) = draw_questions(f"squad:{squad}", Sampling(count=1, distractors=None, order="given", seed=4))
+    assert given.chunks == tuple(PARAGRAPHS)
+    orders = {
+        draw_questions(f"squad:{squad}", Sampling(count=6, distractors=None, seed=seed))[0].chunks
+        for seed in range(5)
+    }
+    assert len(orders) > 1
+
+
+def test_halves_are_disjoint_whatever_the_seed(squad: Path) -> None:
+    def drawn(half: str, seed: int) -> set[str]:
+        return {
+            q.question for q in draw_questions(f"squad:{squad}", Sampling(count=99, half=half, seed=seed))
+        }
+
+    assert drawn("develop", 0) == drawn("develop", 1)
+    assert drawn("develop", 0) | drawn("report", 0) == drawn("all", 0)
+    assert not drawn("develop", 0) & drawn("report", 5)
+    assert sum(half_of(f"question {n}") == "report" for n in range(1000)) in range(400, 600)
+
+
+def test_musique_as_published_and_as_cacheblend_has_it(tmp_path: Path) -> None:
+    parts = [
+        {"title": f"T{n}", "paragraph_text": text, "is_supporting": n in (1, 4)}
+        for n, text in enumerate(PARAGRAPHS)
+    ]
+    line = {"question": "Which?", "answer": "1", "answer_aliases": ["one"], "paragraphs": parts}
+    unanswerable = {**line, "answerable": False}
+    (found,) = load_dataset(f"musique:{written(tmp_path / 'a.jsonl', [line, unanswerable], lines=True)}")
+    assert found.relevant == (f"T1\n{PARAGRAPHS[1]}", f"T4\n{PARAGRAPHS[4]}")
+    assert found.answers == ("1", "one")
+    assert len(found.others) == 4
+    blend = {
+        "question": "Which?",
+        "answers": ["ITEM 2"],
+        "ctxs": [{"title": "", "text": t} for t in PARAGRAPHS],
+    }
+    (found,) = load_dataset(f"musique:{written(tmp_path / 'b.json', [blend])}")
+    assert found.relevant == (PARAGRAPHS[2],)
+    assert found.document == ()
+
+
+def test_longbench_is_cut_at_its_passages_or_into_paragraphs(tmp_path: Path) -> None:
+    marked = "".join(f"Passage {n + 1}:\n{text}\n" for n, text in enumerate(PARAGRAPHS))
+    plain = "\n\n".join(["one " * 150, "two " * 40, "three " * 30, "four " * 500])
+    lines = [
+        {"input": "Which?", "context": marked, "answers": ["1"], "dataset": "hotpotqa"},
+        {"input": "How?", "context": plain, "answers": ["so"]},
+    ]
+    first, second = load_dataset(f"longbench:{written(tmp_path / 'l.jsonl', lines, lines=True)}")
+    assert [text.splitlines()[1] for text in first.document] == PARAGRAPHS
+    assert first.kind == "hotpotqa"
+    assert [len(text.split()) for text in second.document] == [190, 30, 500]
+    begun = {**lines[0], "context": "A note.\n" + marked}
+    (found,) = load_dataset(f"longbench:{written(tmp_path / 'one.jsonl', [begun], lines=True)}")
+    assert found.document == ("A note.", *first.document)
+
+
+def test_questions_without_answers_are_left_out(tmp_path: Path) -> None:
+    items = [{"question": "Which?", "answers": [], "ctxs": [{"title": "", "text": "text"}]}]
+    with pytest.raises(ValueError, match="no question with an answer"):
+        load_dataset(f"musique:{written(tmp_path / 'm.json', items)}")
+
+
+def test_own_questions_may_name_their_document(tmp_path: Path) -> None:
+    line = {"question": "Q?", "chunks": PARAGRAPHS[2:4], "answer": "2", "document": PARAGRAPHS}
+    path = written(tmp_path / "own.jsonl", [line], lines=True)
+    (drawn,) = draw_questions(f"jsonl:{path}", Sampling(order="given"))
+    assert (drawn.chunks, drawn.document) == (tuple(PARAGRAPHS[2:4]), tuple(PARAGRAPHS))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("squad", "squad:FILE"),
+        ("trivia:x.json", "unknown dataset"),
+        ("squad:{own}", "not in the format of squad"),
+        ("musique:{squad}", "not in the format of musique"),
+        ("longbench:{squad}", "not in the format of longbench"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, squad: Path, spec: str, message: str) -> None:
+    own = written(tmp_path / "own.jsonl", [{"question": "Q?", "chunks": ["a"], "answer": "b"}], lines=True)
+    with pytest.raises(ValueError, match=message):
+        load_dataset(spec.format(squad=squad, own=own))
+    with pytest.raises(OSError, match="nowhere"):
+        load_dataset("squad:/nowhere.json")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"count": 0}, {"distractors": -1}, {"order": "alphabetical"}, {"half": "third"}]
+)
+def test_bad_samplings(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"question|known"):
+        Sampling(**settings)
+
+
+def test_neighbours_of_a_document_need_one(tmp_path: Path) -> None:
+    own = written(tmp_path / "own.jsonl", [{"question": "Q?", "chunks": ["a"], "answer": "b"}], lines=True)
+    settings = FidelitySettings(
+        model="nowhere", dataset=f"jsonl:{own}", neighbours="document", encoders=("similar:1",)
+    )
+    with pytest.raises(ValueError, match="not known which chunks precede"):
+        run(settings)
+    with pytest.raises(ValueError, match="unknown prompt"):
+        run(FidelitySettings(model="nowhere", dataset=f"jsonl:{own}", prompt="haiku"))

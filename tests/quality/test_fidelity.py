@@ -1,0 +1,390 @@
+"""The fidelity bench on the reader: what it measures, and that it continues where it was stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicCache
+from typer.testing import CliRunner
+
+from benchmarks.world.fidelity import run as run_world
+from benchmarks.world.questions import held_out_world, world_questions
+from benchmarks.world.reader_folder import ANSWER_TOKENS, READER
+from benchmarks.world.world import messages
+from ragcachekit import RagCache
+from ragcachekit.commands.app import app
+from ragcachekit.commands.bench import fidelity
+from ragcachekit.commands.bench.fidelity import FidelitySettings
+from ragcachekit.commands.bench.fidelity_rows import plot, tables
+from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.engines import Engines
+from ragcachekit.commands.questions import Sample
+from ragcachekit.config import StoreConfig
+from ragcachekit.errors import PromptTooLong, RagCacheError
+
+NAMED_BY_THE_DESIGN = {
+    *("policy", "encoder", "question_type", "ratio_asked", "ratio_spent", "exact_match", "f1"),
+    *("normalized_f1", "agreement", "kl", "low", "high", "n"),
+}
+PER_TYPE = 2
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's cache folder: the reader is admitted once."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+def run(work: Path | None = None, per_type: int = PER_TYPE, **options: Any) -> BenchReport:
+    chosen = {"policies": ("lego:4", "reuse", "lego0"), "max_new_tokens": ANSWER_TOKENS, **options}
+    return run_world(FidelitySettings(READER, **chosen), per_type, work=work)
+
+
+@pytest.fixture(scope="module")
+def work(home: Path) -> Path:
+    return home / "run.work"
+
+
+@pytest.fixture(scope="module")
+def report(work: Path) -> BenchReport:
+    """An uninterrupted run."""
+    threads = torch.get_num_threads()
+    found = run(work)
+    assert torch.get_num_threads() == threads
+    return found
+
+
+def row(report: BenchReport, policy: str, encoder: str, kind: str = "all") -> dict[str, Any]:
+    (found,) = [
+        r
+        for r in report.rows
+        if r["part"] == "quality"
+        and (r["policy"], r["encoder"], r["question_type"]) == (policy, encoder, kind)
+    ]
+    return found
+
+
+# -- what is measured ---------------------------------------------------------------------------------
+
+
+def test_the_baselines_are_always_there_and_each_way_once(report: BenchReport) -> None:
+    ways = [
+        (r["policy"], r["encoder"])
+        for r in report.rows
+        if r["part"] == "quality" and r["question_type"] == "all"
+    ]
+    assert ways == [
+        ("full", "none"),
+        ("reuse", "system"),
+        ("lego:4", "standalone"),
+        ("reuse", "standalone"),
+        ("lego0", "sinks:4"),
+    ]
+    for found in (r for r in report.rows if r["part"] == "quality"):
+        assert found.keys() >= NAMED_BY_THE_DESIGN
+        assert found["n"] == (3 * PER_TYPE if found["question_type"] == "all" else PER_TYPE)
+
+
+def test_full_is_full(report: BenchReport) -> None:
+    full = row(report, "full", "none")
+    assert (full["agreement"], full["kl"], full["ratio_spent"]) == (1.0, 0.0, 1.0)
+    assert full["exact_match"] == 1.0  # the reader can read
+    assert next(r for r in report.rows if r["part"] == "check")["n"] == 3 * PER_TYPE
+
+
+def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchReport, home: Path) -> None:
+    asked = world_questions(0, PER_TYPE)
+    with RagCache.from_pretrained(READER, policy="lego:4", cold="now") as rag:
+        rag.encode([chunk for question in asked for chunk in question.chunks])
+        rag.generate(messages(asked[0].chunks, asked[0].question), max_new_tokens=1)  # the system text
+        found = [rag.generate(messages(q.chunks, q.question), max_new_tokens=16) for q in asked]
+    lego = row(report, "lego:4", "standalone")
+    assert lego["exact_match"] == sum(
+        a.text == q.answers[0] for a, q in zip(found, asked, strict=True)
+    ) / len(asked)
+    ratios = [4 * 8 / sum(use.tokens for use in a.report.link.uses) for a in found]
+    assert lego["ratio_spent"] == pytest.approx(sum(ratios) / len(ratios))
+    assert lego["recomputed_tokens"] == 32.0
+    assert lego["answer_tokens"] == sum(len(a.token_ids) for a in found) / len(found)
+
+
+@torch.no_grad()
+def test_kl_of_reuse_is_that_of_chunks_run_alone(report: BenchReport) -> None:
+    """No library: each chunk alone at its positions, put into the prompt's cache by hand."""
+    model = AutoModelForCausalLM.from_pretrained(READER).eval()
+    tokenizer, kl = AutoTokenizer.from_pretrained(READER), []
+    for question in world_questions(0, PER_TYPE):
+        asked = messages(question.chunks, question.question)
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        spans, start = [], 0
+        for chunk in question.chunks:
+            own = tokenizer(chunk, add_special_tokens=False).input_ids
+            start = next(at for at in range(start, len(ids)) if ids[at : at + len(own)] == own)
+            spans.append(range(start, start + len(own)))
+        prompt, full, linked = torch.tensor([ids]), DynamicCache(), DynamicCache()
+        right = model(prompt, past_key_values=full).logits[0, -1].double().log_softmax(-1)
+        start = 0
+        for span in (*spans, range(len(ids), len(ids))):
+            if span.start > start:  # text between chunks attends to all before it
+                out = model(prompt[:, start : span.start], past_key_values=linked)
+            if len(span):
+                alone, at = DynamicCache(), torch.arange(span.start, span.stop)[None]
+                model(prompt[:, span.start : span.stop], position_ids=at, past_key_values=alone)
+                for number, layer in enumerate(alone.layers):
+                    linked.update(layer.keys, layer.values, number)
+            start = span.stop
+        other = out.logits[0, -1].double().log_softmax(-1)
+        kl.append(float((right.exp() * (right - other)).sum()))
+    assert row(report, "reuse", "standalone")["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+
+
+def test_chunks_encoded_after_similar_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Before:
+        def of(self, text: str) -> list[str]:
+            return [chunk for chunk in corpus if chunk != text][:2]
+
+    corpus = [chunk for question in world_questions(0, 1) for chunk in question.chunks]
+    monkeypatch.setattr(Sample, "neighbours", lambda *_: Before())
+    found = run(per_type=1, policies=("reuse",), encoders=("similar:2",))
+    similar, system = row(found, "reuse", "similar:2"), row(found, "reuse", "system")
+    assert similar["ratio_spent"] == 0.0
+    assert similar["kl"] != system["kl"]
+
+
+def test_chunks_rounded_at_rest(report: BenchReport) -> None:
+    rounded = row(run(policies=("reuse",), encoders=("standalone+int8",)), "reuse", "standalone+int8")
+    plain = row(report, "reuse", "standalone")
+    assert 0 < abs(rounded["answer_kl"] - plain["answer_kl"]) < 0.1 * plain["answer_kl"]
+    with pytest.raises(ValueError, match="unknown rounding 'int5'; known: int8, fp8"):
+        run(encoders=("standalone+int5",))
+
+
+def test_tables_and_plots(report: BenchReport, tmp_path: Path) -> None:
+    assert len([str(table.title) for table in tables(report)]) == 3
+    plot(report, tmp_path / "f.png")
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no rows to draw"):
+        plot(BenchReport("fidelity", "m", 0, ()), tmp_path / "n.png")
+
+
+# -- going on -----------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on(
+    report: BenchReport, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = work.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 5 * 3 * PER_TYPE
+    part = tmp_path / "part.work"
+    part.write_bytes(b"".join(lines[:13]) + lines[13][:40])  # cut off within a line
+    measured, put = [], fidelity.Work.put
+    monkeypatch.setattr(fidelity.Work, "put", lambda *given: measured.append(given[2]) or put(*given))
+    again = run(part)
+    assert len(measured) == 5 * 3 * PER_TYPE - 12
+    assert again.rows == report.rows
+    assert part.read_bytes() == work.read_bytes()
+
+
+def test_a_finished_run_asks_nothing_again(
+    report: BenchReport, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engines, "full", None)
+    assert run(work).rows == report.rows
+    monkeypatch.undo()
+    more = run(work, policies=("reuse", "lego:4", "full"))
+    assert row(more, "lego:4", "standalone") == row(report, "lego:4", "standalone")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "another seed"),
+        ({"per_type": 1}, "another questions"),
+        ({"max_new_tokens": 3}, "another max_new_tokens"),
+    ],
+)
+def test_results_of_other_runs_are_refused(
+    report: BenchReport, work: Path, change: dict[str, int], message: str
+) -> None:
+    with pytest.raises(RagCacheError, match=message):
+        run(work, **change)
+
+
+def test_another_models_results_are_refused(report: BenchReport, work: Path, tmp_path: Path) -> None:
+    lines = work.read_text().splitlines()
+    header = json.loads(lines[0]) | {"model": "0" * 64}
+    other = tmp_path / "other.work"
+    other.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    with pytest.raises(RagCacheError, match="another model"):
+        run(other)
+
+
+@pytest.mark.parametrize("text", ["hello\n", "hello", '{"a": 1}\n', "[]\n"])
+def test_files_that_are_none_of_ours_are_left_alone(home: Path, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(RagCacheError, match="no work file"):
+        run(path)
+    assert path.read_text() == text
+
+
+def test_a_damaged_file_is_refused(report: BenchReport, work: Path, tmp_path: Path) -> None:
+    lines = work.read_text().splitlines()
+    lines[4] = lines[4].replace('"kl"', '"lk"')
+    bad = tmp_path / "bad.work"
+    bad.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RagCacheError, match="is damaged"):
+        run(bad)
+
+
+# -- checks -------------------------------------------------------------------------------------------
+
+
+def test_a_full_that_is_not_the_models_own_gives_no_figure(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity, "_generated", lambda *_: (1, 2, 3))
+    with pytest.raises(RagCacheError, match="do not trust any figure"):
+        run(per_type=1, policies=("reuse",))
+
+
+def test_chunks_that_the_store_cannot_keep_give_no_figure(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be computed in place and look like a perfect policy."""
+    small = StoreConfig(host_bytes=60_000)  # holds one chunk, not eight
+    monkeypatch.setattr("ragcachekit.commands.engines.StoreConfig", lambda **_: small)
+    with pytest.raises(RagCacheError, match="is not kept"):
+        run(per_type=1, policies=("reuse",))
+
+
+def test_a_prompt_that_does_not_fit_is_found_before_any_work(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"question": "Why?", "chunks": ["soap " * 2100], "answer": "soap"}))
+    with pytest.raises(PromptTooLong, match="'Why\\?'"):
+        fidelity.run(FidelitySettings(READER, questions=path))
+
+
+# -- the command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "q.jsonl"
+    lines = [
+        {"question": q.question, "chunks": q.chunks, "answer": q.answers[0]} for q in world_questions(0, 1)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Articles as files of two paragraphs."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, article in enumerate(held_out_world(3).articles[:4]):
+        (folder / f"{number}.txt").write_text("\n\n".join(article.chunks))
+    return folder
+
+
+def command(*arguments: object) -> Result:
+    given = ["bench", "fidelity", "--model", READER, *map(str, arguments)]
+    return CliRunner().invoke(app, given)
+
+
+def test_the_command_writes_json(home: Path, questions: Path, tmp_path: Path) -> None:
+    result = command(
+        *("--questions", questions, "--policies", "lego:4", "--encoders", "standalone,sinks:2"),
+        *("--json", tmp_path / "f.json", "--max-new-tokens", 16),
+    )
+    assert result.exit_code == 0, result.output
+    frame = json.loads((tmp_path / "f.json").read_text())
+    assert (frame["bench"], frame["seed"], frame["model"]) == ("fidelity", 0, READER)
+    quality = [r for r in frame["rows"] if r["part"] == "quality"]
+    assert {(r["policy"], r["encoder"]) for r in quality} >= {("lego:4", "standalone"), ("lego:4", "sinks:2")}
+    assert {r["question_type"] for r in quality} == {"all"}
+    assert not (tmp_path / "f.json.work").exists()
+
+
+def test_probes_are_made_of_a_corpus(home: Path, corpus: Path, tmp_path: Path) -> None:
+    result = command(
+        *("--corpus", corpus, "--probes", 2, "--chunk-tokens", 60, "--policies", "reuse"),
+        *("--encoders", "similar:1", "--neighbours", "document", "--max-new-tokens", 8),
+        *("--json", tmp_path / "f.json"),
+    )
+    assert result.exit_code == 0, result.output
+    quality = [r for r in json.loads((tmp_path / "f.json").read_text())["rows"] if r["part"] == "quality"]
+    assert {r["question_type"] for r in quality} == {"all"}
+    assert ("reuse", "similar:1") in {(r["policy"], r["encoder"]) for r in quality}
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    home: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engines, "compare", stop)
+    options = ("--policies", "reuse", "--questions", questions, "--json", tmp_path / "f.json")
+    result = command(*options)
+    assert result.exit_code == 130
+    assert "the same command goes on" in result.output
+    assert (tmp_path / "f.json.work").exists()
+    monkeypatch.undo()
+    assert command(*options, "--resume", tmp_path / "f.json.work").exit_code == 0
+    assert (tmp_path / "f.json.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policies", "lego:4,fastest"), "unknown policy 'fastest'"),
+        (("--policies", "lego:x"), "lego:x"),
+        (("--dtype", "int3"), "unknown dtype"),
+        (("--neighbours", "random"), "unknown neighbours"),
+        (("--questions", "/nowhere.jsonl"), "there is no file /nowhere.jsonl; give --questions"),
+        (("--corpus", "/nowhere"), "does not exist"),
+        ((), "give --questions (JSONL), or --corpus"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(fidelity, "load_checked", None)
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_model_is_needed() -> None:
+    result = CliRunner().invoke(app, ["bench", "fidelity"])
+    assert result.exit_code == 2
+    assert "which model" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--encoders", "standalone,backwards"), "unknown encoder 'backwards'"),
+        (("--encoders", ","), "at least one encoder"),
+        (("--model", "/nowhere"), "cannot load the model"),
+    ],
+)
+def test_bad_encoders_are_refused_before_any_work(
+    home: Path, questions: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(fidelity, "Work", None)
+    result = command("--questions", questions, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output

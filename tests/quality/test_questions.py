@@ -1,0 +1,121 @@
+"""What the fidelity bench asks, and how it becomes a prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.world.questions import world_questions
+from benchmarks.world.reader_folder import READER
+from benchmarks.world.world import TRAINING_SEEDS, make_world, messages
+from ragcachekit.commands.datasets import Question, digest
+from ragcachekit.commands.question_prompts import PromptMaker
+from ragcachekit.commands.questions import read_questions
+from ragcachekit.errors import RagCacheError
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(READER)
+
+
+def test_every_prompt_holds_its_evidence_among_four_whole_articles() -> None:
+    world = make_world(3)
+    known = {question.text: question for question in world.questions}
+    articles = {chunk: article for article in world.articles for chunk in article.chunks}
+    asked = world_questions(3, 5)
+    assert sorted(question.question_type for question in asked) == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
+    for question in asked:
+        there = [articles[chunk] for chunk in question.chunks]
+        assert there[::2] == there[1::2]
+        assert len({article.title for article in there}) == 4
+        assert question.chunks[:2] == there[0].chunks
+        assert set(known[question.question].articles) <= {article.title for article in there}
+        assert question.answers[0] == known[question.question].answer
+    places = [
+        question.chunks.index(articles_of(world, known[question.question].articles[0])) for question in asked
+    ]
+    assert len(set(places)) > 1
+    assert digest(asked) == digest(world_questions(3, 5)) != digest(world_questions(4, 5))
+
+
+def articles_of(world, title: str) -> str:
+    return next(article.chunks[0] for article in world.articles if article.title == title)
+
+
+def test_training_worlds_are_refused() -> None:
+    with pytest.raises(ValueError, match="trained"):
+        world_questions(TRAINING_SEEDS, 1)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def test_questions_of_a_file(tmp_path: Path) -> None:
+    lines = [
+        {"question": "Q?", "chunks": ["one", "two"], "answer": "A"},
+        {"question": "R?", "chunks": ["one"], "answer": "B", "type": "hard", "id": 7},
+    ]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n\n".join(json.dumps(line) for line in lines))
+    one, two = read_questions(path)
+    assert one == Question("Q?", ("one", "two"), ("A",))
+    assert two.question_type == "hard"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: Expecting"),
+        ("[1]", "line 2: give an object"),
+        ('{"question": "Q?", "chunks": ["c"]}', "line 2: 'answer' missing"),
+        ('{"question": "Q?", "chunks": "c", "answer": "A"}', "line 2: 'chunks' must be a list"),
+        ('{"question": "Q?", "chunks": [], "answer": "A"}', "line 2: 'chunks' must be a list"),
+        ('{"question": "Q?", "chunks": ["c", " "], "answer": "A"}', "line 2: chunk 2 must be a text"),
+        ('{"question": 3, "chunks": ["c"], "answer": "A"}', "line 2: question must be a text"),
+        ('{"question": "Q?", "chunks": ["c"], "answer": "A", "type": "all"}', "line 2: 'type'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "Q?", "chunks": ["c"], "answer": "A"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_questions(path)
+
+
+def test_an_empty_file_has_no_questions(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="no questions"):
+        read_questions(tmp_path / "q.jsonl")
+
+
+# -- prompts ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_what_the_reader_was_trained_on(tokenizer) -> None:
+    (question,) = world_questions(0, 1)[:1]
+    prompt = PromptMaker(tokenizer).prompt(question)
+    whole = tokenizer.apply_chat_template(
+        messages(question.chunks, question.question), add_generation_prompt=True, return_dict=True
+    )
+    assert list(prompt.token_ids) == whole["input_ids"]
+    assert prompt.prompt == messages(question.chunks, question.question)
+
+
+def test_a_model_without_chat_template_is_asked_in_plain_text(tokenizer) -> None:
+    question = Question("Where?", ("One town.", "Two towns."), ("here",))
+    tokenizer.chat_template = None
+    maker = PromptMaker(tokenizer)
+    prompt = maker.prompt(question)
+    text = f"{prompt.before}One town.\n\nTwo towns.\n\nQuestion: Where?\nAnswer:"
+    assert list(prompt.token_ids) == tokenizer(text).input_ids
+    assert maker.stop == ("\nQuestion:",)
+
+
+def test_a_template_that_changes_chunks_is_refused(tokenizer) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+    with pytest.raises((RagCacheError, ValueError), match="chat template"):
+        PromptMaker(tokenizer).prompt(Question("Where?", ("One town.",), ("here",)))

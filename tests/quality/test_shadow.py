@@ -1,0 +1,431 @@
+"""Shadow mode: a share of the answers is checked against a full prefill, and no answer hangs on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
+from families import greedy, plain
+from ragcachekit import Prompt, RagCache, ShadowConfig
+from ragcachekit.quality import shadow
+from ragcachekit.quality.shadow import is_drawn
+from ragcachekit.reports import ShadowReport
+from speaking import byte_level, speaker
+
+ASKED = {"max_new_tokens": 8, "do_sample": False}
+AFTER = ShadowConfig(1.0, when="after")
+OTHERS = [Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, seed)]) for seed in range(50, 58)]
+
+
+def shadowed(name="llama", config=AFTER, **options):
+    """An engine that has KV of PROMPT, with fresh figures."""
+    rag = warmed(name, PROMPT, policy="reuse", shadow=config, **options)
+    rag.shadow.reset()
+    return rag
+
+
+def differing(rag):
+    """Prompts whose reused answer is not that of full; the tests need some."""
+    full = [rag.generate(p, policy="full", **ASKED).token_ids for p in OTHERS]
+    reused = [rag.generate(p, **ASKED).token_ids for p in OTHERS]
+    rag.shadow.reset()
+    found = [p for p, one, two in zip(OTHERS, full, reused, strict=True) if one != two]
+    assert found
+    return found
+
+
+# -- which requests -----------------------------------------------------------------------------------
+
+
+def test_the_share_is_kept_and_the_seed_decides():
+    picked = [is_drawn(3, i, 0.02) for i in range(20_000)]
+    assert 300 < sum(picked) < 500
+    assert picked == [is_drawn(3, i, 0.02) for i in range(20_000)]
+    assert picked != [is_drawn(4, i, 0.02) for i in range(20_000)]
+    assert all(is_drawn(0, i, 1.0) for i in range(100))
+    assert not any(is_drawn(0, i, 0.0) for i in range(100))
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_requests_are_drawn_by_their_number(seed):
+    rag = rag_for("llama", policy="reuse", shadow=ShadowConfig(0.4, "after", seed=seed))
+    rag.generate(PROMPT, max_new_tokens=1)  # number 0, nothing cached yet
+    for _ in range(12):
+        rag.generate(PROMPT, max_new_tokens=1)
+    report = rag.shadow_report()
+    assert report.requests == 13
+    assert report.shadowed == sum(is_drawn(seed, i, 0.4) for i in range(1, 13)) > 0
+
+
+def test_only_approximate_reuse_is_shadowed():
+    rag = shadowed()
+    rag.generate(PROMPT, policy="full", **ASKED)
+    rag.generate(PROMPT, policy="lego:1000", **ASKED)  # everything recomputed
+    exact = warmed("llama", EXACT, policy="reuse", encoder="system", shadow=AFTER)
+    exact.generate(EXACT, **ASKED)
+    assert (rag.shadow_report().requests, rag.shadow_report().shadowed) == (2, 0)
+    assert exact.shadow_report().shadowed == 0
+    rag.generate(PROMPT, **ASKED)
+    assert rag.shadow_report().shadowed == 1
+
+
+def test_without_shadow_nothing_is_watched():
+    rag = shadowed(config=None)
+    rag.generate(PROMPT, **ASKED)
+    assert rag.shadow_report() == ShadowReport()
+    assert rag_for("llama", shadow=0.02).shadow.config == ShadowConfig(0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"share": 1.1},
+        {"share": -0.1},
+        {"share": float("nan")},
+        {"share": 0.1, "bound": 2},
+        {"share": 0.1, "when": "later"},
+        {"share": 0.1, "window": 0},
+    ],
+)
+def test_bad_configurations(options):
+    with pytest.raises(ValueError, match="must be"):
+        ShadowConfig(**options)
+
+
+# -- what is measured ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def own_kl(rag, prompt):
+    """By hand: the model's own prefill, and generate over the linked prompt, in numpy."""
+    full = rag.model(torch.tensor([ids(prompt)])).logits[0, -1].double().numpy()
+    linked = rag.link(prompt)
+    found = rag.model.generate(
+        **linked.inputs, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    reused = found.logits[0][0].double().numpy()
+    p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (full, reused))
+    return float(np.sum(p * np.log(p / q)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
+@pytest.mark.parametrize("policy", ["reuse", "lego:4", "query:0.2", "cacheblend:0.3"])
+def test_kl_is_that_of_an_independent_computation(name, policy):
+    rag = warmed(name, PROMPT, policy=policy, shadow=AFTER)
+    rag.shadow.reset()
+    rag.generate(PROMPT, **ASKED)
+    report = rag.shadow_report()
+    want = own_kl(rag, PROMPT)
+    assert report.mean_kl == report.max_kl == pytest.approx(want, rel=2e-3, abs=1e-7)
+    if policy == "reuse":
+        assert want > 1e-6
+
+
+@pytest.mark.parametrize("when", ["after", "background"])
+def test_agreement_and_f1_against_the_models_own_answers(when):
+    rag = shadowed(config=ShadowConfig(1.0, when, bound=1.0))
+    answers = [rag.generate(p, **ASKED).token_ids for p in OTHERS]
+    assert rag.flush(60)
+    own = [tuple(greedy(plain("llama"), ids(p), 8)) for p in OTHERS]
+    report = rag.shadow_report()
+    assert (report.shadowed, report.compared, report.failed) == (8, 8, 0)
+    assert report.agreement == sum(a == b for a, b in zip(answers, own, strict=True)) / 8
+    f1 = [
+        2 * sum(min(a.count(t), b.count(t)) for t in set(a)) / (len(a) + len(b))
+        for a, b in zip(answers, own, strict=True)
+    ]
+    assert report.f1 == pytest.approx(np.mean(f1))
+    assert 0 < report.mean_kl <= report.max_kl
+    rag.close()
+
+
+def test_batches_are_shadowed_prompt_by_prompt():
+    rag = shadowed()
+    batch = rag.generate_batch(OTHERS[:3], **ASKED)
+    together = rag.shadow_report()
+    rag.shadow.reset()
+    for prompt, answer in zip(OTHERS[:3], batch, strict=True):
+        assert rag.generate(prompt, **ASKED).token_ids == answer.token_ids
+    alone = rag.shadow_report()
+    assert together.shadowed == alone.shadowed == 3
+    assert together.agreement == alone.agreement
+    assert together.mean_kl == pytest.approx(alone.mean_kl, rel=1e-3)
+
+
+def test_other_ways_in_are_compared_too():
+    rag = shadowed()
+    rag.generate(PROMPT, num_beams=2, **ASKED)
+    rag.generate(PROMPT, no_repeat_ngram_size=5, **ASKED)
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False)
+    rag.generate(PROMPT, generation_config=config)
+    assert rag.shadow_report().compared == 3
+    assert rag.shadow_report().failed == 0
+
+
+def test_sampling_compares_the_first_token_only_and_draws_no_chance_of_its_own():
+    silent, rag = shadowed(config=None), shadowed()
+    asked = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.7, "top_k": 20}
+    drawn_answers = []
+    for engine in (silent, rag):
+        torch.manual_seed(5)
+        drawn_answers.append([engine.generate(PROMPT, **asked).token_ids for _ in range(3)])
+    assert drawn_answers[0] == drawn_answers[1]
+    report = rag.shadow_report()
+    assert (report.shadowed, report.compared, report.agreement) == (3, 0, None)
+    assert report.mean_kl == pytest.approx(own_kl(rag, PROMPT), rel=2e-3)
+    rag.generate(PROMPT, generation_config=transformers.GenerationConfig(max_new_tokens=3, do_sample=True))
+    assert (rag.shadow_report().shadowed, rag.shadow_report().failed) == (4, 0)
+
+
+class CancelAtToken(transformers.generation.streamers.BaseStreamer):
+    """Sets an event when the first token comes, after the prompt."""
+
+    def __init__(self, event):
+        self.event, self.calls = event, 0
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls == 2:
+            self.event.set()
+
+    def end(self):
+        pass
+
+
+def test_a_cancelled_answer_is_not_compared():
+    with shadowed(config=ShadowConfig(1.0)) as rag:
+        stop = threading.Event()
+        cut = rag.generate(PROMPT, cancel=stop, streamer=CancelAtToken(stop), **ASKED)
+        assert cut.report.finish_reason == "cancelled"
+        assert 0 < len(cut.token_ids) < 8
+        assert rag.flush(60)
+        assert (rag.shadow_report().shadowed, rag.shadow_report().compared) == (1, 0)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_after_a_cancelled_answer_nobody_waits_for_a_shadow_prefill(begun):
+    rag, stop = shadowed(), threading.Event()
+    if not begun:
+        stop.set()
+    cut = rag.generate(PROMPT, cancel=stop, streamer=CancelAtToken(stop), **ASKED)
+    assert cut.report.finish_reason == "cancelled"
+    report = rag.shadow_report()
+    assert (report.shadowed, report.failed, report.dropped) == (0, 0, int(begun))
+
+
+def test_requests_with_code_of_their_own_are_left_alone():
+    seen = []
+
+    class Counting(transformers.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(1)
+            return scores
+
+    rag = shadowed()
+    rag.generate(PROMPT, logits_processor=[Counting()], **ASKED)
+    assert len(seen) == 8
+    assert rag.shadow_report().shadowed == 0
+
+
+def test_text_and_stop_strings(tmp_path):
+    with RagCache(
+        speaker(), byte_level(), policy="reuse", cold="now", shadow=AFTER, cache_dir=tmp_path
+    ) as rag:
+        one, two = "Berlin is the capital of Germany. The river", "Paris is the capital of France; the river"
+        rag.register([one, two])
+        prompt = f"Context:\n{one}\n{two}\nWhere?"
+        for _ in range(2):
+            answer = rag.generate(prompt, stop=["a", "e"], **ASKED)
+        full = rag.generate(prompt, policy="full", stop=["a", "e"], **ASKED)
+        report = rag.shadow_report()
+        assert (report.shadowed, report.compared) == (1, 1)
+        assert report.agreement == float(answer.text == full.text)
+        assert "1 of 3 requests shadowed" in str(report)
+        assert "agreement" in report._repr_html_()
+        assert report.to_dict()["shadowed"] == 1
+
+
+# -- when it goes wrong -------------------------------------------------------------------------------
+
+
+def warnings_of(caplog):
+    return [
+        r for r in caplog.records if r.name == "ragcachekit.quality.shadow" and r.levelno == logging.WARNING
+    ]
+
+
+def test_it_warns_once_when_the_bound_is_passed(caplog):
+    rag = shadowed(config=ShadowConfig(1.0, "after", window=4, bound=0.5))
+    (prompt, *_) = differing(rag)
+    caplog.clear()
+    for count in range(1, 8):
+        rag.generate(prompt, **ASKED)
+        assert len(warnings_of(caplog)) == (count > 2)
+        assert rag.shadow_report().recent_disagreement == min(count, 4) / 4
+    assert "3 of the last 3 shadowed requests" in caplog.text
+    assert not rag.shadow_report().falling_back
+    assert rag.generate(prompt, **ASKED).report.link.fallback is None
+
+
+def test_agreement_pushes_old_disagreement_out_of_the_window(caplog):
+    rag = shadowed(config=ShadowConfig(1.0, "after", window=3, bound=0.4))
+    wrong = differing(rag)[0]
+    caplog.clear()
+    for _ in range(3):  # one in three at most
+        rag.generate(wrong, **ASKED)
+        for _ in range(2):
+            near = rag.generate(PROMPT, policy="lego:32", **ASKED)  # all but one row of one chunk
+            assert near.report.link.approximate_tokens == 1
+    assert rag.shadow_report().agreement == pytest.approx(2 / 3)
+    assert not warnings_of(caplog)
+
+
+def test_it_falls_back_until_reset():
+    rag = shadowed(config=ShadowConfig(1.0, "after", window=2, bound=0.5, fall_back=True))
+    (prompt, *_) = differing(rag)
+    reused = [rag.generate(prompt, **ASKED) for _ in range(2)]
+    assert all(answer.report.link.fallback is None for answer in reused)
+    assert rag.shadow_report().falling_back
+    fallen = rag.generate(prompt, **ASKED)
+    assert fallen.token_ids == tuple(greedy(plain("llama"), ids(prompt), 8))
+    assert fallen.report.link.policy == "full"
+    assert "shadow mode: 2 of the last 2 shadowed requests" in fallen.report.link.fallback
+    assert rag.link(prompt).report.fallback == fallen.report.link.fallback
+    (batch,) = rag.generate_batch([prompt], **ASKED)
+    assert batch.token_ids == fallen.token_ids
+    assert "falling back" in str(rag.shadow_report())
+    rag.shadow.reset()
+    again = rag.generate(prompt, **ASKED)
+    assert again.report.link.fallback is None
+    assert again.token_ids == reused[0].token_ids
+
+
+def test_namespaces_do_not_share_figures_or_fall_back():
+    rag = shadowed(config=ShadowConfig(1.0, "after", window=1, bound=0.0, fall_back=True))
+    (prompt, *_) = differing(rag)
+    for namespace in ("one", "two"):
+        rag.generate(prompt, namespace=namespace, **ASKED)  # cold
+    rag.generate(prompt, namespace="one", **ASKED)
+    assert rag.generate(prompt, namespace="one", **ASKED).report.link.fallback
+    assert rag.generate(prompt, namespace="two", **ASKED).report.link.fallback is None
+    assert rag.generate(prompt, namespace="two", **ASKED).report.link.fallback
+    assert rag.shadow_report("one").shadowed == rag.shadow_report("two").shadowed == 1
+    assert rag.shadow_report().shadowed == 2
+    rag.shadow.reset("one")
+    assert not rag.shadow_report("one").falling_back
+    assert rag.shadow_report("two").falling_back
+
+
+# -- it never reaches an answer -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["after", "background"])
+def test_errors_inside_never_surface(monkeypatch, caplog, when):
+    rag = shadowed(config=ShadowConfig(1.0, when))
+    want = shadowed(config=None).generate(PROMPT, **ASKED).token_ids
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(shadow.Shadow, "_compare", broken)
+    assert rag.generate(PROMPT, **ASKED).token_ids == want
+    assert rag.flush(60)
+    assert (rag.shadow_report().failed, rag.shadow_report().shadowed) == (1, 0)
+    assert "out of memory" in caplog.text
+    rag.close()
+
+
+def test_errors_before_the_second_run_never_surface_either(monkeypatch, caplog):
+    rag = shadowed()
+    monkeypatch.setattr(shadow, "_greedy", None)
+    assert len(rag.generate(PROMPT, **ASKED).token_ids) == 8
+    assert rag.shadow_report().failed == 1
+    assert "could not be shadowed" in caplog.text
+
+
+class Gate:
+    """Holds the worker inside the model."""
+
+    def __init__(self, monkeypatch):
+        self.entered, self.open, self.runs = threading.Semaphore(0), threading.Event(), 0
+        compare = shadow.Shadow._compare
+
+        def held(*args):
+            self.runs += 1
+            self.entered.release()
+            assert self.open.wait(60)
+            return compare(*args)
+
+        monkeypatch.setattr(shadow.Shadow, "_compare", held)
+
+
+def test_answers_do_not_wait_and_the_queue_is_bounded(monkeypatch):
+    monkeypatch.setattr(shadow, "MAX_WAITING", 2)
+    gate = Gate(monkeypatch)
+    with shadowed(config=ShadowConfig(1.0)) as rag:
+        rag.generate(PROMPT, **ASKED)
+        assert gate.entered.acquire(timeout=60)
+        for _ in range(4):
+            rag.generate(PROMPT, **ASKED)  # returns while the worker is held
+        report = rag.shadow_report()
+        assert (report.shadowed, report.waiting, report.dropped) == (0, 2, 2)
+        assert not rag.flush(0)
+        gate.open.set()
+        assert rag.flush(60)
+        assert (rag.shadow_report().shadowed, gate.runs) == (3, 3)
+
+
+def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
+    gate = Gate(monkeypatch)
+    rag = shadowed(config=ShadowConfig(1.0))
+    for _ in range(3):
+        rag.generate(PROMPT, **ASKED)
+    assert gate.entered.acquire(timeout=60)
+    closing = threading.Thread(target=rag.close)
+    closing.start()
+    assert rag.shadow._background._pool.closed.wait(60)
+    gate.open.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert gate.runs == 1
+    assert (rag.shadow_report().shadowed, rag.shadow_report().dropped) == (0, 1)
+    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-shadow"]
+    rag.shadow.close()  # twice does no harm
+
+
+def test_what_was_in_work_at_a_reset_is_not_counted(monkeypatch):
+    gate = Gate(monkeypatch)
+    with shadowed(config=ShadowConfig(1.0)) as rag:
+        rag.generate(PROMPT, **ASKED)
+        assert gate.entered.acquire(timeout=60)
+        rag.shadow.reset()
+        gate.open.set()
+        assert rag.flush(60)
+        assert rag.shadow_report().shadowed == 0
+
+
+@pytest.mark.parametrize("when", ["after", "background"])
+def test_beside_answers_in_many_threads(when):
+    with shadowed(config=ShadowConfig(1.0, when)) as rag:
+        want = rag.generate(PROMPT, **ASKED).token_ids
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda r: r.generate(PROMPT, **ASKED).token_ids, [rag] * 6))
+        assert rag.flush(60)
+        assert found == [want] * 6
+        assert rag.shadow_report().shadowed == 7
+
+
+def test_a_changed_model_is_not_compared(monkeypatch):
+    gate = Gate(monkeypatch)
+    gate.open.set()
+    with shadowed() as rag:
+        monkeypatch.setattr(rag.shadow, "_unchanged", lambda: False)
+        rag.generate(PROMPT, **ASKED)
+        assert (gate.runs, rag.shadow_report().shadowed) == (0, 0)
