@@ -272,10 +272,3 @@ def test_bad_configurations_say_what_to_do() -> None:
         rag_for("llama", tree=TreeConfig(eviction="mru"))
     with pytest.raises(ValueError, match="keep_first"):
         TreeConfig(keep_first=-1)
-
-
-def test_replicate_bytes_is_accepted_and_has_no_effect() -> None:
-    with pytest.warns(DeprecationWarning, match="no effect"):
-        config = TreeConfig(replicate_bytes=5)
-    with rag_for("llama", tree=config, policy="prefix") as rag:
-        assert rag.generate(THREE, max_new_tokens=5, do_sample=False).token_ids == greedy("llama", THREE)
