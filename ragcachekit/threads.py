@@ -67,11 +67,14 @@ class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which i
 _RELEASE = type(Lock()).release
 
 
+OPENED_BEFORE_FORK = "opened in another process: open it again after the fork"
+
+
 class _ForkedLock:
     """Takes the place of a lock in a forked child, where the thread that holds it may be gone."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise Closed("opened in another process: open it again after the fork")
+        raise Closed(OPENED_BEFORE_FORK)
 
     __enter__ = acquire = wait_for = notify_all = _refuse
 

@@ -15,7 +15,7 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
-from benchmarks.demo.manual_search import CHUNK
+from benchmarks.demo.corpus import CHUNK
 from langchain_ragcachekit.messages import to_dicts
 from ragcachekit.commands.reading_prompt import INSTRUCTION, SEPARATOR
 

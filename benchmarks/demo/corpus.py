@@ -1,27 +1,160 @@
-"""What the demo searches and asks: chunks of documentation, an index, questions, a calibrated tolerance."""
+"""What the demo searches and asks: chunks of documentation, an index, handwritten questions, a tolerance."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from langchain_core.callbacks import CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from langchain_core.retrievers import BaseRetriever
 from numpy.typing import NDArray
+from pydantic import PrivateAttr, SkipValidation
+from tqdm.auto import tqdm
 
-from benchmarks.demo.manual_search import (
-    ManualRetriever,
-    RememberedEmbeddings,
-    cached_embeddings,
-    manual_index,
-    manual_texts,
-)
-from benchmarks.demo.questions import Question, calibration_questions, questions, workload
+from benchmarks.demo import manual
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.sample_model import SAMPLE
 from ragcachekit.query.calibrate import Calibration, calibrate
+from ragcachekit.search.base import VectorIndex
+from ragcachekit.search.registry import open_index
+
+CHUNK, SEARCH = "chunk", "search"
+"""Metadata of a found document: its place among the texts, and the number of the search that found it."""
+
+
+class RememberedEmbeddings(Embeddings):
+    """Other ``Embeddings``, and the vectors of questions that were embedded beforehand.
+
+    Questions are asked several times here, and embedding is measured apart from the search.
+    """
+
+    def __init__(self, embeddings: Embeddings) -> None:
+        self._embeddings = embeddings
+        self._known: dict[str, list[float]] = {}
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """As LangChain asks for it; nothing is remembered."""
+        return self._embeddings.embed_documents(texts)
+
+    def embed_query(self, text: str) -> list[float]:
+        """As LangChain asks for it."""
+        known = self._known.get(text)
+        return known if known is not None else self._embeddings.embed_query(text)
+
+    def remember(self, texts: Sequence[str], progress: bool = False) -> None:
+        """Embed questions one by one now, so that asking for them later takes no time."""
+        for text in tqdm(texts, desc="embedding questions", unit="text", disable=not progress):
+            self._known[text] = self._embeddings.embed_query(text)
+
+
+class ManualRetriever(BaseRetriever):
+    """Returns the ``k`` chunks nearest to a question.
+
+    ``index`` holds the places of ``texts`` as ids; larger ids are fillers. Every search has a number, so that
+    a document served from a query cache tells which search found it.
+    """
+
+    embeddings: SkipValidation[Any]
+    index: SkipValidation[Any]
+    texts: tuple[str, ...]
+    k: int
+    _searches: Any = PrivateAttr(default_factory=itertools.count)
+
+    def cache_key_parts(self) -> int:
+        """What results depend on: index and texts stay as they are."""
+        return self.k
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        number = next(self._searches)
+        found = self.index.search(self.embeddings.embed_query(query), self.k)
+        return [
+            Document(self.texts[place], id=str(place), metadata={CHUNK: place, SEARCH: number})
+            for place in map(int, found.ids)
+            if place < len(self.texts)
+        ]
+
+
+def manual_texts(tokenizer: Any, limit: int | None, size: int, names: Sequence[str] = ()) -> tuple[str, ...]:
+    """The first ``limit`` chunks of at most ``size`` wordpieces, of all modules or of those in ``names``."""
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, truncation=False, verbose=False).input_ids)
+
+    found = manual.chunks(count, full=limit is None, limit=limit or 1, size=size, names=names)
+    return tuple(chunk.text for chunk in found)
+
+
+def manual_index(rows: NDArray[np.float32], vectors: int, seed: int) -> VectorIndex:
+    """A flat Faiss index of ``rows`` ``[n, dim]`` and so many random unit vectors that it holds ``vectors``.
+
+    A flat search reads every vector, whatever it holds. In hundreds of dimensions random vectors lie far from
+    every question, so the fillers cost time and are not found.
+    """
+    index = open_index("faiss-flat", rows.shape[1])
+    index.add(range(len(rows)), rows)
+    more = max(0, vectors - len(rows))
+    fillers = np.random.default_rng(seed).standard_normal((more, rows.shape[1]), dtype=np.float32)
+    index.add(range(len(rows), len(rows) + more), fillers)
+    return index
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question in several wordings.
+
+    ``answer`` stands in ``sentence``, and that in the documentation of ``module``, if blanks and line ends
+    count as the same.
+    """
+
+    module: str
+    sentence: str
+    answer: str
+    wordings: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The first wording."""
+        return self.wordings[0]
+
+    def evidence(self, texts: Sequence[str]) -> frozenset[int]:
+        """Places of the chunks that hold the sentence; none if this Python's documentation lacks it."""
+        wanted = _one_line(self.sentence)
+        return frozenset(place for place, text in enumerate(texts) if wanted in _one_line(text))
+
+
+def questions() -> tuple[Question, ...]:
+    """All questions, in the order of the file."""
+    lines = (Path(__file__).parent / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(Question(**{**line, "wordings": tuple(line["wordings"])}) for line in map(json.loads, lines))
+
+
+def calibration_questions() -> tuple[tuple[str, str], ...]:
+    """Other questions in two wordings each; every one has a sibling that differs in a word or two."""
+    lines = (Path(__file__).parent / "calibration.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple((one, two) for one, two in map(json.loads, lines))
+
+
+def workload(asked: Sequence[Question], seed: int) -> list[tuple[int, str]]:
+    """Every wording of every question with its question's place, shuffled."""
+    out = [(place, text) for place, question in enumerate(asked) for text in question.wordings]
+    random.Random(seed).shuffle(out)
+    return out
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
 
 MAX_FALSE_HITS = 0.1
 """Share of wordings whose nearest other question may lie within the tolerance; all have a close sibling."""
@@ -70,11 +203,11 @@ class Corpus:
     calibration: Calibration
 
 
-def read(settings: Settings, cache: Path, progress: bool) -> Corpus:
-    """Render, cut and embed the documentation, and choose questions; embeddings are kept in ``cache``."""
+def read(settings: Settings, progress: bool) -> Corpus:
+    """Render, cut and embed the documentation, and choose questions."""
     embedder = MiniLM()
     texts = manual_texts(embedder.tokenizer, settings.chunks, settings.wordpieces, settings.modules)
-    rows = cached_embeddings(embedder, texts, cache, progress)
+    rows = embedder.embed(texts, progress=progress)
     known = RememberedEmbeddings(embedder)
     found = {
         one: one.evidence(texts)
@@ -83,9 +216,9 @@ def read(settings: Settings, cache: Path, progress: bool) -> Corpus:
     }
     asked = tuple(one for one, places in found.items() if places)[: settings.questions]
     wordings = workload(asked, settings.seed)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     known.remember([text for _, text in wordings], progress)
-    embed_ms = (time.perf_counter() - begun) * 1e3 / max(1, len(wordings))
+    embed_ms = (time.perf_counter() - start) * 1e3 / max(1, len(wordings))
     index = manual_index(rows, settings.vectors, settings.seed)
     return Corpus(
         texts=texts,

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from benchmarks.demo.answers import Answered
 from benchmarks.demo.chain import messages
-from benchmarks.demo.engines import COLD, DISK, HOST, RESTART, timed_engines
-from benchmarks.demo.score import Answered
-from benchmarks.demo.work import Work
 from ragcachekit.commands.bench.timing import ONE_TOKEN
+from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 
 PART = "first token"
+COLD, HOST, DISK, RESTART = "cold", "host", "disk", "restart"
 FULL = "full"
 STATES = (FULL, COLD, HOST, DISK, RESTART)
 _SOURCES: dict[str, set[str]] = {
@@ -30,30 +31,38 @@ _SOURCES: dict[str, set[str]] = {
 
 
 def time_all(
-    rag: RagCache,
-    answered: Sequence[Answered],
-    texts: Sequence[str],
-    work: Work,
-    folder: Path,
-    kv: Path,
-    progress: bool,
+    rag: RagCache, answered: Sequence[Answered], texts: Sequence[str], folder: Path, kv: Path, progress: bool
 ) -> list[dict[str, Any]]:
-    """Per question its figures by state, of :data:`STATES`; those that ``work`` holds are not timed again.
+    """Per question its figures by state, of :data:`STATES`.
 
     ``rag`` has answered the questions; its model lies in ``folder``, its chunk KV in ``kv``. RagCacheError if
-    a prompt's chunks came from anywhere else than the state says.
+    a prompt's chunks came from anywhere else than the state requires.
     """
-    left = [one for one in answered if work.get(PART, one.question) is None]
-    if left:
-        for one in left:  # a continued demo has them on disk only, or nowhere
-            rag.generate(_prompt(one, texts), **ONE_TOKEN)
-        rag.flush()
-        with timed_engines(folder, kv, rag) as engines:
-            for one in tqdm(left, "first tokens", unit="question", disable=not progress):
-                for engine in engines.values():
-                    engine.register([texts[place] for place in one.cached_chunks])
-                work.put(PART, one.question, _timed(engines, _prompt(one, texts)))
-    return [work.results[PART, one.question] for one in answered]
+    timed = []
+    rag.flush()
+    with timed_engines(folder, kv, rag) as engines:
+        for one in tqdm(answered, "first tokens", unit="question", disable=not progress):
+            for engine in engines.values():
+                engine.register([texts[place] for place in one.cached_chunks])
+            timed.append(_timed(engines, _prompt(one, texts)))
+    return timed
+
+
+@contextmanager
+def timed_engines(folder: Path, kv: Path, main: RagCache) -> Iterator[dict[str, RagCache]]:
+    """Engines by the state that they time, which encode nothing; ``kv`` holds what ``main`` encoded.
+
+    ``cold`` has nothing cached, ``disk`` reads the folder and has no memory. ``restart`` is an engine as
+    after a restart: entries that it has read from the folder stay in memory.
+    """
+    # load="always": what is timed is loading, not the decision whether to load.
+    options: dict[str, Any] = {"cold": "never", "load": "always"}
+    with (
+        RagCache(main.model, main.tokenizer, **options) as cold,
+        RagCache.from_pretrained(folder, store=StoreConfig(host_bytes=0, disk_path=kv), **options) as disk,
+        RagCache.from_pretrained(folder, store=StoreConfig(disk_path=kv), **options) as restart,
+    ):
+        yield {COLD: cold, HOST: main, DISK: disk, RESTART: restart}
 
 
 def rows(timed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

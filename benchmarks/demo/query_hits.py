@@ -12,7 +12,7 @@ import numpy as np
 from langchain_core.retrievers import BaseRetriever
 from tqdm.auto import tqdm
 
-from benchmarks.demo.manual_search import CHUNK, SEARCH, RememberedEmbeddings
+from benchmarks.demo.corpus import CHUNK, SEARCH, RememberedEmbeddings
 from ragcachekit.query.proximity import ProximityCache
 
 PART, SWEEP = "query cache", "tolerance"
@@ -109,9 +109,9 @@ def sweep(
 
 
 def _timed(retriever: BaseRetriever, text: str) -> tuple[float, list[Any]]:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     found = retriever.invoke(text)
-    return (time.perf_counter() - begun) * 1e3, found
+    return (time.perf_counter() - start) * 1e3, found
 
 
 def _chunks(documents: Sequence[Any]) -> tuple[int, ...]:

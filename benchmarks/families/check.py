@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -104,47 +105,60 @@ def summary(checks: Sequence[FamilyCheck]) -> str:
 
 
 def page(checks: Sequence[FamilyCheck]) -> str:
-    """The table as a page of the documentation."""
+    """A page of the documentation: the exact families, and the others by reason."""
+    of = {status: [check for check in checks if check.status == status] for status in (EXACT, REFUSED, WRONG)}
+    worst = max((check.max_abs_diff or 0.0 for check in of[EXACT]), default=0.0)
     lines = [
         "# Which models can be linked",
         "",
         f"Every causal LM family of transformers {versions()['transformers']}, checked on a tiny random "
-        f"model of each (some in several configurations): **{summary(checks)}**. This page is written by",
-        "",
-        "```",
-        "python -m benchmarks families --json benchmarks/results/families.json --markdown docs/models.md",
-        "```",
+        f"model of each (some in several configurations): **{summary(checks)}**. Written by "
+        "`python -m benchmarks families --json benchmarks/results/families.json --markdown docs/models.md`.",
         "",
         *_EXPLAINED,
         "",
-        "| family | status | reason | max difference |",
-        "|---|---|---|---|",
-        *(_row(check) for check in sorted(checks, key=lambda c: (c.status, c.family))),
+        "## Exact",
+        "",
+        f"The greatest difference is {worst:.1e}.",
+        "",
+        ", ".join(sorted(check.family for check in of[EXACT])),
+        "",
+        "## Refused",
+        "",
+        *_by_reason(of[REFUSED]),
+        *(["", "## Wrong", "", *_by_reason(of[WRONG])] if of[WRONG] else []),
     ]
     return "\n".join(lines) + "\n"
 
 
 _EXPLAINED = (
-    "- **exact**: the admission check passes (a chunk linked at an offset is the chunk run there; a prompt "
-    "with some rows kept is its ordinary prefill), and so does a second check by other code: a longer "
-    "prompt with three chunks, through the store and `generate`, against a copy of the model that the "
-    "library never touches. With every row recomputed the logits are those of the ordinary prefill within "
-    "1e-5 and the greedy tokens are equal; with four tokens of each chunk recomputed, logits, greedy tokens, "
-    "keys and values are those of one plain decoding step per computed row within 1e-4.",
-    "- **refused**: `RagCache` raises `ModelNotSupported` with this reason, or no tiny model could be built "
-    "here (*not built*).",
-    "- **wrong**: admitted, and the second check fails.",
+    "**Exact**: the admission check passes (a chunk linked at an offset is the chunk run there; a "
+    "prompt with some rows kept is its ordinary prefill), and so does a second check by other code: a "
+    "longer prompt with three chunks, through the store and `generate`, against a copy of the model "
+    "that the library never touches. With every row recomputed, logits are those of the ordinary "
+    "prefill within 1e-5 and greedy tokens are equal; with four tokens of each chunk recomputed, "
+    "logits, tokens, keys and values are those of one plain decoding step per computed row within 1e-4."
+    " Differences are relative to the greatest value of a tensor, in float32. **Refused**: `RagCache` "
+    "raises `ModelNotSupported`, or no tiny model could be built here. **Wrong**: admitted, and the "
+    "second check fails.",
     "",
-    "The difference is relative to the greatest value of its tensor, in float32. Windows, experts and "
-    "context are tiny, so that prompts reach beyond them. A model of your own is checked at its first use, "
-    "and by `ragcachekit check-model MODEL`: its configuration may differ from the one checked here.",
+    "A model of your own is checked at its first use, and by `ragcachekit check-model MODEL`: its "
+    "configuration may differ from the one checked here.",
 )
 
 
-def _row(check: FamilyCheck) -> str:
-    found = "" if check.max_abs_diff is None else f"{check.max_abs_diff:.1e}"
-    reason = check.reason.replace("|", "\\|").replace("<", "&lt;")
-    return f"| {check.family} | {check.status} | {reason} | {found} |"
+def _by_reason(checks: Sequence[FamilyCheck]) -> list[str]:
+    """A table of reasons, without what names a single model, and their families; all of it is in the JSON."""
+    families: dict[str, list[str]] = {}
+    for check in checks:
+        reason = re.sub(r"^\w+ (?=uses |does |cannot |has )|^layer \d+: ", "", check.reason)
+        reason = reason.partition(":")[0].partition(" (off by ")[0]
+        reason = re.sub(r" by [\d.]+ of the largest value.*| at offset \d+", "", reason)
+        families.setdefault(reason, []).append(check.family)
+    rows = (
+        f"| {reason.replace('|', '/')} | {', '.join(sorted(names))} |" for reason, names in families.items()
+    )
+    return ["| reason | families |", "|---|---|", *rows]
 
 
 def _said(error: Exception) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.demo.questions import calibration_questions, questions
+from benchmarks.demo.corpus import calibration_questions, questions
 from benchmarks.near_misses.alterations import ALTERATIONS, names_in
 from benchmarks.query_cache.workload import variants
 from ragcachekit.commands.embedding import MiniLM

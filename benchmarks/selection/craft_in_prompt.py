@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.demo.score import wilson
+from benchmarks.demo.answers import wilson
 from benchmarks.world.reader_folder import READER, READER_NAME, one_thread
 from benchmarks.world.world import Question, make_world, messages
 from ragcachekit import RagCache

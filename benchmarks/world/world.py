@@ -16,39 +16,39 @@ The questions come in three kinds, which suffer differently when a chunk's KV ca
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from benchmarks.world import words
-from benchmarks.world.facts import HOPS, NAMED, OPENERS, UNNAMED, ArticleKind, Relation
-
+ArticleKind = Literal["person", "company", "town"]
 QuestionKind = Literal["a", "b", "c"]
 
 DEFAULT_SEED = 0
-TRAINING_SEEDS = (
-    1 << 32
-)  # training draws its worlds from seeds at or above this one, everybody else from below
+TRAINING_SEEDS = 1 << 32
+"""Training draws its worlds from seeds at or above this one, everybody else from below."""
 # As the prompts of `ask`: the reader was trained on them.
 INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
 
 
+def _data(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    return found
+
+
+WORDS = {name: tuple(text.split()) for name, text in _data("words.json").items()}
+"""Names and values, every one a single token of the reader."""
+_FACTS = _data("facts.json")
+
+
 @dataclass(frozen=True)
 class Article:
-    """One article of the corpus.
+    """One article: its subject's unique ``title``, and the titles that it mentions as ``links``.
 
-    Attributes
-    ----------
-    title
-        Name of the subject, unique in the corpus.
-    kind
-        What the subject is.
-    chunks
-        The text, cut in pieces of about 30 words; only the first one names the subject.
-    links
-        Titles of the articles that this one mentions.
+    ``chunks`` are pieces of about 30 words; only the first one names the subject.
     """
 
     title: str
@@ -59,21 +59,11 @@ class Article:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about the world.
+    """A question and its only right answer, to be matched exactly.
 
-    Attributes
-    ----------
-    text, answer
-        The question and the only right answer, to be matched exactly.
-    kind
-        ``a``, ``b`` or ``c``, as the module says.
-    articles
-        Titles of the articles that are needed, the one that the question names first.
-    evidence
-        The chunks that hold the answer, as (title, index of the chunk), in the order in which they are
-        needed.
-    relation
-        Which fact is asked for, for grouping results.
+    ``articles`` are the titles that are needed, the one that the question names first; ``evidence`` the
+    chunks that hold the answer, as (title, index), in the order in which they are needed. ``relation`` is the
+    fact that is asked for.
     """
 
     text: str
@@ -93,6 +83,32 @@ class World:
 
 
 @dataclass(frozen=True)
+class _Relation:
+    """One fact as the articles and the questions word it; ``{v}`` is the value, ``{s}`` the subject.
+
+    Without ``values`` the value is another article's title.
+    """
+
+    name: str
+    phrase: str
+    questions: Sequence[str]
+    values: Sequence[str]
+
+
+def _relations(part: str) -> dict[ArticleKind, tuple[_Relation, ...]]:
+    return {
+        kind: tuple(
+            _Relation(one["name"], one["phrase"], one["questions"], WORDS.get(one.get("values", ""), ()))
+            for one in relations
+        )
+        for kind, relations in _FACTS[part].items()
+    }
+
+
+_NAMED, _UNNAMED = _relations("named"), _relations("unnamed")
+
+
+@dataclass(frozen=True)
 class _Subject:
     title: str
     kind: ArticleKind
@@ -107,34 +123,18 @@ def make_world(
     towns: int = 48,
     names: int | None = None,
 ) -> World:
-    """Draw a world.
+    """Draw a world: articles in random order, and every question that they answer, each in one wording.
 
-    Parameters
-    ----------
-    seed
-        The same seed and sizes give the same world on every machine.
-    people, companies, towns
-        Number of articles of each kind. Every person works for one of the companies and was born in one of
-        the towns; every company is based in one of the towns.
-    names
-        Use only so many of the last names, of the companies and of the towns that there are; None for all.
-
-    Returns
-    -------
-    World
-        Articles in random order, and every question that they answer, each in one wording.
-
-    Raises
-    ------
-    ValueError
-        If a number is below one or above the number of names that there are.
+    The same seed and sizes give the same world on every machine. Every person works for one of the companies
+    and was born in one of the towns; every company is based in one of the towns. Only the first ``names`` of
+    the last names, companies and towns are used (None: all). ValueError for impossible numbers.
     """
     rng = random.Random(seed)
     subjects = _subjects(
         rng,
-        _sample(rng, "towns", words.TOWNS[:names], towns),
-        _sample(rng, "companies", words.COMPANIES[:names], companies),
-        _sample(rng, "people", words.LAST_NAMES[:names], people),
+        _sample(rng, "towns", WORDS["TOWNS"][:names], towns),
+        _sample(rng, "companies", WORDS["COMPANIES"][:names], companies),
+        _sample(rng, "people", WORDS["LAST_NAMES"][:names], people),
     )
     articles = tuple(_article(rng, subject) for subject in subjects)
     by_title = {subject.title: subject for subject in subjects}
@@ -164,7 +164,7 @@ def _subjects(
     subjects = [_subject(rng, name, "town", {}) for name in towns]
     subjects += [_subject(rng, name, "company", {"base": rng.choice(towns)}) for name in companies]
     for last_name in last_names:
-        name = f"{rng.choice(words.FIRST_NAMES)} {last_name}"
+        name = f"{rng.choice(WORDS['FIRST_NAMES'])} {last_name}"
         given = {"employer": rng.choice(companies), "birthplace": rng.choice(towns)}
         subjects.append(_subject(rng, name, "person", given))
     rng.shuffle(subjects)
@@ -172,23 +172,23 @@ def _subjects(
 
 
 def _subject(rng: random.Random, title: str, kind: ArticleKind, given: Mapping[str, str]) -> _Subject:
-    drawn = {r.name: rng.choice(r.values) for r in (*NAMED[kind], *UNNAMED[kind]) if r.values}
+    drawn = {r.name: rng.choice(r.values) for r in (*_NAMED[kind], *_UNNAMED[kind]) if r.values}
     return _Subject(title, kind, {**drawn, **given}, tuple(given.values()))
 
 
 def _article(rng: random.Random, subject: _Subject) -> Article:
-    named = _chunk(rng, subject.title, subject.title, NAMED[subject.kind], subject.facts)
+    named = _chunk(rng, subject.title, subject.title, _NAMED[subject.kind], subject.facts)
     unnamed = _chunk(
-        rng, f"This {subject.kind} also", f"this {subject.kind}", UNNAMED[subject.kind], subject.facts
+        rng, f"This {subject.kind} also", f"this {subject.kind}", _UNNAMED[subject.kind], subject.facts
     )
     return Article(subject.title, subject.kind, (named, unnamed), subject.links)
 
 
 def _chunk(
-    rng: random.Random, first: str, again: str, relations: Sequence[Relation], facts: Mapping[str, str]
+    rng: random.Random, first: str, again: str, relations: Sequence[_Relation], facts: Mapping[str, str]
 ) -> str:
     one, two, three, four = (r.phrase.format(v=facts[r.name]) for r in rng.sample(relations, len(relations)))
-    opener, other = rng.sample(OPENERS, 2)
+    opener, other = rng.sample(_FACTS["openers"], 2)
     lower = other[0].lower() + other[1:]
     if rng.random() < 0.5:
         return f"{first} {one} and {two}. {opener} {again} {three}, and {lower} {again} {four}."
@@ -200,20 +200,20 @@ def _chunk(
 def _questions(rng: random.Random, subject: _Subject, by_title: Mapping[str, _Subject]) -> list[Question]:
     title = subject.title
     found = []
-    parts: tuple[tuple[QuestionKind, int, Sequence[Relation]], ...] = (
-        ("a", 0, NAMED[subject.kind]),
-        ("b", 1, UNNAMED[subject.kind]),
+    parts: tuple[tuple[QuestionKind, int, Sequence[_Relation]], ...] = (
+        ("a", 0, _NAMED[subject.kind]),
+        ("b", 1, _UNNAMED[subject.kind]),
     )
     for kind, index, relations in parts:
         for relation in relations:
             text = rng.choice(relation.questions).format(s=title)
             answer = subject.facts[relation.name]
             found.append(Question(text, answer, kind, (title,), ((title, index),), relation.name))
-    for hop in HOPS[subject.kind]:
-        middle = by_title[subject.facts[hop.first]]
-        answer = hop.answer.format(m=middle.title, v=middle.facts[hop.second])
-        text = rng.choice(hop.questions).format(s=title)
-        relation_name = f"{hop.first}/{hop.second}"
+    for hop in _FACTS["hops"][subject.kind]:  # `first` leads to another article, `second` is answered there
+        middle = by_title[subject.facts[hop["first"]]]
+        answer = hop["answer"].format(m=middle.title, v=middle.facts[hop["second"]])
+        text = rng.choice(hop["questions"]).format(s=title)
+        relation_name = f"{hop['first']}/{hop['second']}"
         evidence = ((title, 0), (middle.title, 0))
         found.append(Question(text, answer, "c", (title, middle.title), evidence, relation_name))
     return found

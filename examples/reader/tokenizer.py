@@ -7,8 +7,8 @@ import re
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.world import words as world_words
-from benchmarks.world.world import INSTRUCTION, PREFIXES, TRAINING_SEEDS, make_world
+from benchmarks.query_cache.workload import PREFIXES
+from benchmarks.world.world import INSTRUCTION, TRAINING_SEEDS, WORDS, make_world
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>")
 PUNCTUATION = (*"\n.,:;?!'\"()[]-_/&#*", "-" * 21)
@@ -59,7 +59,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     world = make_world(TRAINING_SEEDS)  # large enough to hold every sentence and every question there is
     texts = [chunk for article in world.articles for chunk in article.chunks]
     texts += [text for question in world.questions for text in (question.text, question.answer)]
-    texts += [" ".join(value) for name, value in vars(world_words).items() if name.isupper()]
+    texts += [" ".join(value) for value in WORDS.values()]
     found = {word for text in (*texts, INSTRUCTION, *PREFIXES, USUAL_PROMPTS) for word in split(text)}
     vocabulary = list(dict.fromkeys((*SPECIAL, *PUNCTUATION, *sorted(found))))
     return wrap(

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
 from ragcachekit.background import Background, Pause
-from ragcachekit.encode.averages import AverageEncoder, takes_along
-from ragcachekit.encode.behind_neighbours import NeighbourEncoder, with_ingredients
-from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.encode.miss_counts import MissCounts
+from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
+from ragcachekit.encode.similar import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import ChunkKV, with_token_ids
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.reports import EncodingStats
-from ragcachekit.store.base import KVStore
+from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # requests whose missing entries may wait; further ones are dropped
-MOST_REFUSED = 4096  # remembered entries that the store could not keep
+MAX_REFUSED = 4096  # remembered entries that the store could not keep
+
+MAX_COUNTED = 65_536
+"""Entries counted in all namespaces together, about 50 MB."""
 
 
 class BackgroundEncoder:
@@ -104,7 +105,7 @@ class BackgroundEncoder:
             self._stored(key, kv)
             return
         self._refused[key] = None
-        if len(self._refused) > MOST_REFUSED:
+        if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
 
     def refused(self, keys: Iterable[KVKey]) -> int:
@@ -150,3 +151,38 @@ class BackgroundEncoder:
     def _is_due(self, item: Missing) -> bool:
         with self.forgets.storing:
             return self._is_current(item) and self.misses.is_due(item, self._after)
+
+
+class MissCounts:
+    """Misses of the entries that were not encoded yet. Not thread safe.
+
+    Beyond :data:`MAX_COUNTED` entries, the namespace with the most of them drops the one that was missed
+    least recently: a busy tenant does not push out others. ``in-prompt`` entries are counted per chunk, as
+    their context hardly ever comes back as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._namespaces: dict[str, OrderedDict[KVKey, int]] = {}
+
+    def is_due(self, item: Missing, after: int) -> bool:
+        """Count a miss; True for the ``after``-th one, which ends the count of this entry."""
+        key = replace(item.key, context=()) if isinstance(item.encoding, InPromptEncoding) else item.key
+        counts = self._namespaces.setdefault(key.namespace, OrderedDict())
+        misses = counts.pop(key, 0) + 1
+        if misses < after:
+            counts[key] = misses
+        fullest = key.namespace
+        if sum(map(len, self._namespaces.values())) > MAX_COUNTED:
+            fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
+            self._namespaces[fullest].popitem(last=False)
+        for name in {key.namespace, fullest}:
+            if not self._namespaces[name]:
+                del self._namespaces[name]
+        return misses >= after
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        """Drop what ``store.forget`` with the same arguments drops."""
+        counts = self._namespaces.pop(namespace, OrderedDict())
+        left = OrderedDict((key, n) for key, n in counts.items() if not concerns(key, namespace, chunk_ids))
+        if left:
+            self._namespaces[namespace] = left

@@ -95,7 +95,7 @@ class SummingObserver:
         positions: Sequence[int],
         options: AttentionOptions,
     ) -> None:
-        """One layer; see :class:`~ragcachekit.policies.base.Observer`."""
+        """One layer; see :class:`~ragcachekit.policies.base.AttentionObserver`."""
         self._observed.observe(query[None], key[None], options)
 
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.placing import Placing
 from ragcachekit.forward.tagged_keys import tagged
-from ragcachekit.policies.base import Observer
+from ragcachekit.policies.base import AttentionObserver
 from ragcachekit.store.load import Pair
 from ragcachekit_kernels import dispatch
 
@@ -38,7 +38,7 @@ class LinkRows:
     """
 
     positions: Sequence[int]
-    observer: Observer | None = None
+    observer: AttentionObserver | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.positions, dispatch.Rows):

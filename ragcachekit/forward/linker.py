@@ -15,7 +15,7 @@ from ragcachekit.forward.copy_streams import streams_of
 from ragcachekit.forward.placing import Placing
 from ragcachekit.model.rope.rotation import Angles, Rope
 from ragcachekit.plan.link_plan import LinkPlan, Piece
-from ragcachekit.policies.base import Observer
+from ragcachekit.policies.base import AttentionObserver
 from ragcachekit.store.load import Pair
 from ragcachekit_kernels.dispatch import uses_triton
 
@@ -61,7 +61,7 @@ def link(
     device: torch.device,
     *,
     buffers: Buffers | None = None,
-    observer: Observer | None = None,
+    observer: AttentionObserver | None = None,
 ) -> LinkedInputs:
     """Assemble the cache of a prompt with at least one cached piece.
 

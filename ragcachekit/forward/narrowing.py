@@ -13,7 +13,7 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, Projected
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.policies.base import LayerwisePolicy, Observer, RowWatch, WatchingPolicy
+from ragcachekit.policies.base import AttentionObserver, LayerwisePolicy, RowTracker, TrackingPolicy
 from ragcachekit_kernels.dispatch import kv_deviation
 
 _HOOKING = threading.Lock()
@@ -28,11 +28,11 @@ class Narrowing:
 
     def __init__(self, plan: LinkPlan, policy: LayerwisePolicy, cache: LinkedCache) -> None:
         self._plan = plan
-        self._policy: LayerwisePolicy | RowWatch = policy
+        self._policy: LayerwisePolicy | RowTracker = policy
         self._cache = cache
-        self._observer: Observer | None = None
-        if isinstance(policy, WatchingPolicy):
-            self._policy = self._observer = policy.watch(plan.chunks, plan.question)
+        self._observer: AttentionObserver | None = None
+        if isinstance(policy, TrackingPolicy):
+            self._policy = self._observer = policy.track(plan.chunks, plan.question)
         cached = {p for chunk in plan.placed for p in range(chunk.start, chunk.stop)}
         self._always = frozenset(plan.rows) - cached | {len(plan.token_ids) - 1}
         self._chosen = [p for p in plan.rows if p not in self._always]

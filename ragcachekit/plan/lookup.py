@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
+from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
+from ragcachekit.model.kv import SENSITIVITY
 from ragcachekit.model.layout import KVLayout, misfit
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
 from ragcachekit.plan.row_cost import RowCost, ScoringPass
+from ragcachekit.plan.variants import RENEW_ABOVE, StoredAverages, VariantPool, weight_at
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.deadlines import LookupBudget
 from ragcachekit.store.load import Hit, LoadingKV
@@ -141,3 +144,73 @@ class Fetch:
                 return self._store.open(key, weight)
             found = self._store.get(key, weight)
         return Hit(found.kv, found.tier) if found is not None else None
+
+
+def find_entries(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[Entry | None]:
+    """For every wanted chunk the entry of exactly its context, else the best one of another, or None.
+
+    For a chunk that stands in the prompt in part, rows of the whole chunk serve where none of just that part
+    are stored, or only a prompt's own rows.
+    """
+    entries = []
+    for want in wanted:
+        entry = _find(want, fetch, pool)
+        if want.whole is not None and (entry is None or entry.renew):
+            whole = _find(want.whole, fetch, pool)
+            if whole is not None and (entry is None or not whole.renew):
+                entry = replace(whole, want=want.whole, first=want.first)
+        entries.append(entry)
+    return entries
+
+
+def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
+    cost = 0.0 if want.exact else pool.cost(want.key, want.before)
+    found = fetch.get(want.key, len(want.token_ids), weight_at(cost))
+    entry = Entry(want.key, found) if found is not None else None
+    if isinstance(want.encoding, InPromptEncoding):
+        if entry is None:
+            return _best(want, fetch, pool)
+        pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
+        pool.used(entry.key, want.before)
+    elif entry is None or (want.in_place and not isinstance(want.encoding, AverageEncoding)):
+        # A chunk whose companions are not known is named as behind the system text alone.
+        return _average(want, fetch, pool.averages) or entry or _plain(want, fetch)
+    return entry
+
+
+def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
+    """Keys under which :func:`find_entries` may find an entry for a wanted chunk."""
+    whole = keys_for(want.whole, pool) if want.whole is not None else []
+    if isinstance(want.encoding, InPromptEncoding):
+        return [want.key, *pool.of(want.key), *whole]
+    mean = pool.averages.find(want.average) if want.average is not None else None
+    return [want.key, *(key for key in (mean, want.plain) if key is not None), *whole]
+
+
+def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | None:
+    """Mean KV behind other chunks, or a prompt's own rows; the latter are to be replaced by a mean."""
+    key = averages.find(want.average) if want.average is not None else None
+    if key is None:
+        return None
+    found = fetch.get(key, len(want.token_ids))
+    if found is None:
+        averages.discard(key)
+        return None
+    is_mean = SENSITIVITY in found.kv.sums
+    return Entry(key, found, want.exact or (isinstance(want.encoding, AverageEncoding) and not is_mean))
+
+
+def _plain(want: Wanted, fetch: Fetch) -> Entry | None:
+    """KV behind the system text alone, until the mean is stored."""
+    found = fetch.get(want.plain, len(want.token_ids)) if want.plain is not None else None
+    return Entry(want.plain, found, renew=True) if want.plain is not None and found is not None else None
+
+
+def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
+    for fit in pool.ranked(want.key, want.before):
+        found = fetch.get(fit.key, len(want.token_ids), weight_at(fit.cost))
+        if found is not None:
+            pool.used(fit.key, want.before)
+            return Entry(fit.key, found, renew=fit.cost > RENEW_ABOVE)
+        pool.discard(fit.key)
+    return None

@@ -5,22 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ragcachekit.plan.chunk_sources import ChunkSources
-from ragcachekit.plan.companions import Companions
-from ragcachekit.plan.document_order import DocumentOrder
-from ragcachekit.types import Ids, chunk_id
-
-REMEMBERED = 4096
-"""Texts whose token ids are cached: a prompt needs ten neighbours per chunk."""
-
-GIVEN, DOCUMENT, TOGETHER = "neighbours=", "document order", "registered together"
-"""Where neighbours come from, as reports name it."""
 
 _DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder equal texts
 
@@ -66,7 +54,7 @@ class SimilarChunks:
     ) -> None:
         if most < 1:
             raise ValueError(f"most must be at least 1, got {most}")
-        given = _texts(texts)
+        given = checked_texts(texts)
         rows = np.asarray(embeddings(given) if callable(embeddings) else embeddings, dtype=np.float32)
         rows = rows if given else rows.reshape(0, 1)
         if rows.ndim != 2 or len(rows) != len(given):
@@ -115,7 +103,7 @@ class PrecedingChunks:
         self._documents: list[list[str]] = []
         self._at: dict[str, tuple[int, int]] = {}
         for number, document in enumerate(documents):
-            chunks = _texts(document)
+            chunks = checked_texts(document)
             self._documents.append(chunks)
             for place, text in enumerate(chunks):
                 self._at.setdefault(text.strip(), (number, place))
@@ -145,7 +133,7 @@ class CoRetrieved:
 
     def observe(self, texts: Sequence[str]) -> None:
         """Count chunks that were retrieved for one question."""
-        unique = list({text.strip(): text for text in _texts(texts)}.values())
+        unique = list({text.strip(): text for text in checked_texts(texts)}.values())
         with self._lock:
             for text in unique:
                 counts = self._counts.setdefault(text.strip(), Counter())
@@ -164,127 +152,6 @@ class CoRetrieved:
             return _ranked(self._counts.get(text.strip(), Counter()))
 
 
-class TokenNeighbours:
-    """Neighbours as token ids, by namespace, without forgotten ones; TypeError for a source without ``of``.
-
-    A namespace without a source has the order of its documents (:class:`DocumentOrder`) and its chunks that
-    were registered together (:class:`Companions`): one tenant's chunks must not affect another's KV.
-
-    With ``same_source`` a chunk's neighbours are those of its own source, whoever proposed them.
-    """
-
-    def __init__(
-        self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids], same_source: bool = False
-    ) -> None:
-        for source in sources.values():
-            if not isinstance(source, Neighbours):
-                raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
-        self._sources = dict(sources)
-        self._tokenise = lru_cache(REMEMBERED)(tokenise)
-        self._orders: dict[str, DocumentOrder] = {}
-        self._companions = Companions(self._name_of)
-        self.chunk_sources = ChunkSources(self._name_of) if same_source else None
-        self._lock = threading.Lock()
-        self._forgotten: dict[str, set[str]] = {}
-        self._returned: dict[str, set[str]] = {}  # since all chunks of the namespace were forgotten
-
-    def __bool__(self) -> bool:
-        return bool(self._sources)
-
-    def _name_of(self, text: str, namespace: str) -> str:
-        return chunk_id(self._tokenise(text), namespace)
-
-    def of(self, text: str, namespace: str, by_document: bool = False) -> tuple[str, tuple[Ids, ...]]:
-        """Where the neighbours of ``text`` come from, and their token ids, most similar first.
-
-        Without a source those are the chunks that were registered with it, or those of its document. With
-        ``by_document`` the latter count more, and only chunks before it.
-        """
-        origin, near = self._texts_near(text, namespace, by_document)
-        if self.chunk_sources is not None:
-            near = self.chunk_sources.near(namespace, text, _texts(near))
-        found = [self._tokenise(one) for one in _texts(near)]
-        return (origin if found else ""), self._not_forgotten(found, namespace)
-
-    def _texts_near(self, text: str, namespace: str, by_document: bool) -> tuple[str, Sequence[str]]:
-        if (source := self._sources.get(namespace)) is not None:
-            return GIVEN, source.of(text)
-        order, together = self._orders.get(namespace), self._companions.of(namespace, text)
-        if order is None or text not in order or (together and not by_document):
-            return TOGETHER, together
-        return DOCUMENT, order.of(text, following=not by_document)
-
-    def _not_forgotten(self, found: Sequence[Ids], namespace: str) -> tuple[Ids, ...]:
-        with self._lock:
-            forgotten, returned = self._forgotten.get(namespace, ()), self._returned.get(namespace)
-            if not forgotten and returned is None:
-                return tuple(found)
-            names = [chunk_id(ids, namespace) for ids in found]
-            return tuple(
-                ids
-                for ids, name in zip(found, names, strict=True)
-                if name not in forgotten and (returned is None or name in returned)
-            )
-
-    def forget(self, namespace: str, ids: frozenset[str] | None = None, texts: Iterable[str] = ()) -> None:
-        """Drop these chunks (None: all) from results until :meth:`register`; ``texts`` in every form."""
-        with self._lock:
-            if ids is None:
-                self._returned[namespace] = set()
-                self._forgotten.pop(namespace, None)
-            else:
-                self._forgotten.setdefault(namespace, set()).update(ids)
-                self._returned.get(namespace, set()).difference_update(ids)
-        self._companions.forget(namespace, ids)
-        if self.chunk_sources is not None:
-            self.chunk_sources.forget(namespace, ids, texts)
-        if ids is None:
-            self._orders.pop(namespace, None)
-        else:
-            self.drop_order(namespace, texts)
-
-    def order(
-        self, namespace: str, document: str, texts: Sequence[str], starts: Sequence[int] | None
-    ) -> None:
-        """Note the order of a document's chunks; they are not forgotten any more."""
-        self.note_source(document, namespace, texts)
-        if namespace not in self._sources:
-            self._orders.setdefault(namespace, DocumentOrder()).add(document, texts, starts)
-            self._return(namespace, texts)
-
-    def drop_order(self, namespace: str, texts: Iterable[str]) -> None:
-        """Take chunks out of the order of their documents."""
-        if (order := self._orders.get(namespace)) is not None:
-            order.discard(texts)
-
-    def observe(self, namespace: str, texts: Sequence[str]) -> None:
-        """Note chunks that belong together."""
-        if namespace not in self._sources:
-            known = self.chunk_sources
-            for group in [texts] if known is None else known.groups(namespace, texts):
-                self._companions.observe(namespace, group)
-
-    def note_source(self, source: str, namespace: str, texts: Iterable[str]) -> None:
-        """Note that chunks are of ``source``."""
-        if self.chunk_sources is not None:
-            self.chunk_sources.add(namespace, texts, source)
-
-    def register(self, namespace: str, texts: Iterable[str]) -> None:
-        """Note chunks that belong together; those that were forgotten before are found again."""
-        texts = list(texts)
-        self.observe(namespace, texts)
-        self._return(namespace, texts)
-
-    def _return(self, namespace: str, texts: Iterable[str]) -> None:
-        if not self._forgotten.get(namespace) and namespace not in self._returned:
-            return
-        ids = {chunk_id(self._tokenise(text), namespace) for text in texts}
-        with self._lock:
-            self._forgotten.get(namespace, set()).difference_update(ids)
-            if namespace in self._returned:
-                self._returned[namespace] |= ids
-
-
 def by_namespace(
     neighbours: Neighbours | Mapping[str, Neighbours] | None, namespace: str
 ) -> Mapping[str, Neighbours]:
@@ -298,7 +165,7 @@ def _ranked(counts: Counter[str]) -> tuple[str, ...]:
     return tuple(text for text, _ in counts.most_common())
 
 
-def _texts(texts: Iterable[str]) -> list[str]:
+def checked_texts(texts: Iterable[str]) -> list[str]:
     """A list of them; TypeError for a single string, which would be taken for its letters."""
     listed = list(texts)
     if isinstance(texts, str) or not all(isinstance(text, str) for text in listed):

@@ -11,11 +11,11 @@ from ragcachekit.model.kv import PER_TOKEN
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, miss_reason, plain_plan
-from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch
+from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch, find_entries
 from ragcachekit.plan.prefix_match import TURN
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
-from ragcachekit.plan.variants import VariantPool, look_up
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
@@ -34,7 +34,7 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     lost = frozenset(without)
     fetch, ids = request.fetch.without(lost), request.token_ids
     serving = _serving(request)
-    entries = look_up(request.wanted, fetch, variants)
+    entries = find_entries(request.wanted, fetch, variants)
     if request.beginning is not None:
         entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
     decision = _decision(request, fetch, entries, len(ids))

@@ -9,18 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.model.identity.watch import ModelWatch
+from ragcachekit.model.identity.guard import ModelGuard
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.companions import TokenNeighbours
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings
-from ragcachekit.plan.estimate import Estimator
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.neighbours import Neighbours, TokenNeighbours
+from ragcachekit.plan.neighbours import Neighbours
 from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.prefetch_keys import LastPrompts, is_chunk_id, prefetch_keys
 from ragcachekit.plan.prefix_match import PrefixMatcher
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.plan.variants import open_pool
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
@@ -78,12 +78,12 @@ class Planner:
         self._fingerprint, self._encoder = fingerprint, encoder
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
-        self._watch = ModelWatch(model)
-        self._identity = self._watch.state()
+        self._guard = ModelGuard(model)
+        self._identity = self._guard.state()
 
     def unchanged(self) -> bool:
         """Whether the model is still the one whose fingerprint was taken."""
-        return self._watch.state() == self._identity
+        return self._guard.state() == self._identity
 
     def encodings(
         self,

@@ -14,7 +14,7 @@ from ragcachekit.plan.variants import VariantPool
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id
 
-MOST_NAMESPACES = 1024
+MAX_NAMESPACES = 1024
 
 WINDOW = 16
 """Prompts of a namespace that :meth:`LastPrompts.changing` is about."""
@@ -32,7 +32,7 @@ class _Texts:
 
 
 class LastPrompts:
-    """The last system text of each namespace, for the most recent :data:`MOST_NAMESPACES`."""
+    """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`."""
 
     def __init__(self) -> None:
         self._last: dict[str, _Texts] = {}
@@ -70,7 +70,7 @@ class LastPrompts:
         known = self._last.pop(namespace, None) or _Texts(text)
         known.last = text
         self._last[namespace] = known
-        if len(self._last) > MOST_NAMESPACES:
+        if len(self._last) > MAX_NAMESPACES:
             del self._last[next(iter(self._last))]
         return known
 

@@ -1,19 +1,23 @@
-"""One prompt with everything that belongs to the request and not to a plan."""
+"""One prompt with everything that belongs to the request and not to a plan, and what it would reuse."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
 
 from ragcachekit.plan.encodings import Encodings, Wanted
-from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.lookup import Fetch, keys_for
 from ragcachekit.plan.prefix_match import PrefixMatch, PrefixMatcher
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
 from ragcachekit.prompt.segments import TokenSegment
-from ragcachekit.store.base import NullStore
-from ragcachekit.types import Ids
+from ragcachekit.store.base import KVStore, NullStore
+from ragcachekit.types import Ids, KVKey
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,10 @@ class PromptRequest:
         wanted = tuple(want for want in self.wanted if want.start >= beginning.tokens)
         return replace(self, wanted=wanted, beginning=beginning, fetch=fetch)
 
+    def with_note(self, note: str) -> Self:
+        """This request with another note for the report."""
+        return replace(self, notes=(*self.notes, note))
+
     @property
     def token_ids(self) -> Ids:
         """The whole prompt."""
@@ -78,3 +86,50 @@ class PromptRequest:
     def reads_cache(self) -> bool:
         """False for an ordinary prefill."""
         return self.fallback is None and self.policy.reads_cache
+
+
+class Estimator:
+    """What a request that was not looked up yet would reuse, by the keys in memory.
+
+    No tensor is read and no access counted. Entries in slow tiers count as not cached. Tokens that a policy
+    recomputes count as cached.
+    """
+
+    def __init__(
+        self,
+        request: PromptRequest,
+        store: KVStore,
+        variants: VariantPool,
+        fingerprint: str,
+        tree: PrefixMatcher | None,
+    ) -> None:
+        self.tokens = sum(len(segment.token_ids) for segment in request.segments)
+        self._store, self._variants, self._tree = store, variants, tree
+        self._place = (
+            tree.place(request.segments, request.wanted, fingerprint, request.namespace)
+            if tree and request.reads_cache
+            else None
+        )
+        self._wanted = request.reusable
+
+    def rows(self) -> tuple[int, int]:
+        """Prompt tokens with cached KV, and the others, at least one."""
+        known = self._tree.tree.known(*self._place) if self._tree and self._place else 0
+        cached = known + sum(
+            len(want.token_ids)
+            for want in self._wanted
+            if want.start >= known and any(map(self._in_memory, keys_for(want, self._variants)))
+        )
+        return cached, max(1, self.tokens - cached)
+
+    def to_load(self) -> list[KVKey]:
+        """Keys to look up in slow tiers."""
+        every = [keys_for(want, self._variants) for want in self._wanted]
+        return [key for keys in every if not any(map(self._in_memory, keys)) for key in keys]
+
+    def _in_memory(self, key: KVKey) -> bool:
+        try:
+            return self._store.in_memory(key)
+        except Exception:  # a user's own store
+            log.warning("a store could not say what is in memory", exc_info=True)
+            return False

@@ -1,18 +1,14 @@
-"""Pool of ``in-prompt`` variants of chunks, and the look-up of a prompt's entries (Cache-Craft 3.3)."""
+"""Stored entries that serve in more than one context: ``in-prompt`` variants (Cache-Craft 3.3), and means."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
-from ragcachekit.model.kv import SENSITIVITY
-from ragcachekit.plan.encodings import IN_PROMPT, Wanted
-from ragcachekit.plan.lookup import Entry, Fetch
-from ragcachekit.plan.stored_averages import StoredAverages
+from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
 from ragcachekit.store.load import AnyKV
@@ -21,7 +17,7 @@ from ragcachekit.types import KVKey
 HALF_LIFE = 1000
 """Uses in a namespace after which the weight of a variant has halved."""
 
-LEAST_COST = 0.05
+MIN_COST = 0.05
 """A use counts 1 / cost; lower costs count as this one."""
 
 SHARE = 0.875
@@ -32,6 +28,12 @@ NEW_WEIGHT = 1.0
 
 RENEW_ABOVE = 0.25
 """A chunk whose best variant costs more is encoded again in the present context."""
+
+
+_KIND = "average:"
+
+MAX_AVERAGES = 1 << 18
+"""Entries known in all namespaces together, about 250 MB; the least recently used are dropped."""
 
 
 @dataclass
@@ -48,6 +50,59 @@ class Fit:
 
     key: KVKey
     cost: float
+
+
+class StoredAverages:
+    """Keys of stored entries by model, namespace, chunk and system text, the latest of each; thread safe.
+
+    The chunks that take part in a mean are chosen when it is encoded, and may be others in the next process.
+    ``allow`` says of a key whether its entry may serve.
+    """
+
+    def __init__(self) -> None:
+        self.allow: Callable[[KVKey], bool] = lambda _: True
+        self._lock = threading.Lock()
+        self._keys: dict[tuple[str, ...], KVKey] = {}
+
+    def add(self, key: KVKey) -> KVKey | None:
+        """Record a stored entry; returns the key that it replaces. Those of other encoders are left out."""
+        if not key.encoding.startswith(_KIND):
+            return None
+        with self._lock:
+            replaced = self._keys.pop(_averaged(key), None)
+            self._keys[_averaged(key)] = key
+            if len(self._keys) > MAX_AVERAGES:  # a store does not tell what it evicts
+                del self._keys[next(iter(self._keys))]
+        return replaced if replaced != key else None
+
+    def recall(self, keys: Iterable[KVKey]) -> None:
+        """Record what a store holds, the latest first."""
+        for key in reversed(list(keys)):
+            self.add(key)
+
+    def find(self, key: KVKey) -> KVKey | None:
+        """A stored entry for the chunk of ``key`` and the system text that its context begins with."""
+        with self._lock:
+            found = self._keys.pop(_averaged(key), None)
+            if found is not None:
+                self._keys[_averaged(key)] = found
+        return found if found is not None and self.allow(found) else None
+
+    def stored_for(self, key: KVKey) -> KVKey | None:
+        """What :meth:`add` would replace, or ``key`` itself; None for keys of other encoders."""
+        return self.find(key) if key.encoding.startswith(_KIND) else None
+
+    def discard(self, key: KVKey) -> None:
+        """Remove an entry that the store has lost."""
+        with self._lock:
+            if self._keys.get(_averaged(key)) == key:
+                del self._keys[_averaged(key)]
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
+        """Drop what ``store.forget`` with the same arguments drops."""
+        with self._lock:
+            kept = {g: key for g, key in self._keys.items() if not concerns(key, namespace, chunk_ids)}
+            self._keys = kept
 
 
 class VariantPool:
@@ -173,77 +228,7 @@ def recall(pool: VariantPool, store: KVStore, fingerprint: str) -> None:
 
 def weight_at(cost: float) -> float:
     """What a use adds to f_r where CCI (1 - β') is ``cost`` (Cache-Craft section 3.3)."""
-    return 1 / max(cost, LEAST_COST)
-
-
-def look_up(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[Entry | None]:
-    """For every wanted chunk the entry of exactly its context, else the best one of another, or None.
-
-    For a chunk that stands in the prompt in part, rows of the whole chunk serve where none of just that part
-    are stored, or only a prompt's own rows.
-    """
-    entries = []
-    for want in wanted:
-        entry = _look_up(want, fetch, pool)
-        if want.whole is not None and (entry is None or entry.renew):
-            whole = _look_up(want.whole, fetch, pool)
-            if whole is not None and (entry is None or not whole.renew):
-                entry = replace(whole, want=want.whole, first=want.first)
-        entries.append(entry)
-    return entries
-
-
-def _look_up(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
-    cost = 0.0 if want.exact else pool.cost(want.key, want.before)
-    found = fetch.get(want.key, len(want.token_ids), weight_at(cost))
-    entry = Entry(want.key, found) if found is not None else None
-    if isinstance(want.encoding, InPromptEncoding):
-        if entry is None:
-            return _best(want, fetch, pool)
-        pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
-        pool.used(entry.key, want.before)
-    elif entry is None or (want.in_place and not isinstance(want.encoding, AverageEncoding)):
-        # A chunk whose companions are not known is named as behind the system text alone.
-        return _average(want, fetch, pool.averages) or entry or _plain(want, fetch)
-    return entry
-
-
-def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
-    """Keys under which :func:`look_up` may find an entry for a wanted chunk."""
-    whole = keys_for(want.whole, pool) if want.whole is not None else []
-    if isinstance(want.encoding, InPromptEncoding):
-        return [want.key, *pool.of(want.key), *whole]
-    mean = pool.averages.find(want.average) if want.average is not None else None
-    return [want.key, *(key for key in (mean, want.plain) if key is not None), *whole]
-
-
-def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | None:
-    """Mean KV behind other chunks, or a prompt's own rows; the latter are to be replaced by a mean."""
-    key = averages.find(want.average) if want.average is not None else None
-    if key is None:
-        return None
-    found = fetch.get(key, len(want.token_ids))
-    if found is None:
-        averages.discard(key)
-        return None
-    is_mean = SENSITIVITY in found.kv.sums
-    return Entry(key, found, want.exact or (isinstance(want.encoding, AverageEncoding) and not is_mean))
-
-
-def _plain(want: Wanted, fetch: Fetch) -> Entry | None:
-    """KV behind the system text alone, until the mean is stored."""
-    found = fetch.get(want.plain, len(want.token_ids)) if want.plain is not None else None
-    return Entry(want.plain, found, renew=True) if want.plain is not None and found is not None else None
-
-
-def _best(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
-    for fit in pool.ranked(want.key, want.before):
-        found = fetch.get(fit.key, len(want.token_ids), weight_at(fit.cost))
-        if found is not None:
-            pool.used(fit.key, want.before)
-            return Entry(fit.key, found, renew=fit.cost > RENEW_ABOVE)
-        pool.discard(fit.key)
-    return None
+    return 1 / max(cost, MIN_COST)
 
 
 def _group(key: KVKey) -> tuple[str, str]:
@@ -252,3 +237,7 @@ def _group(key: KVKey) -> tuple[str, str]:
 
 def _chunk(key: KVKey) -> tuple[str, ...]:
     return (*_group(key), key.encoding, key.chunk_id)
+
+
+def _averaged(key: KVKey) -> tuple[str, ...]:
+    return key.fingerprint, key.namespace, key.chunk_id, key.context[0]

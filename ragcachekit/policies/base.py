@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
@@ -45,20 +44,8 @@ class PlacedChunk:
         """Position after its last token."""
         return self.start + self.tokens
 
-    @property
-    def exempt(self) -> bool:
-        """Deprecated name of ``is_exact``."""
-        warnings.warn("PlacedChunk.exempt is now is_exact", DeprecationWarning, stacklevel=2)
-        return self.is_exact
 
-    @property
-    def behind(self) -> tuple[str, ...]:
-        """Deprecated name of ``context``."""
-        warnings.warn("PlacedChunk.behind is now context", DeprecationWarning, stacklevel=2)
-        return self.context
-
-
-class Observer(Protocol):
+class AttentionObserver(Protocol):
     """Callback of a linked forward, called before each layer computes attention."""
 
     def observe(
@@ -157,15 +144,15 @@ class LayerwisePolicy(SelectionPolicy, Protocol):
 
 
 @runtime_checkable
-class WatchingPolicy(LayerwisePolicy, Protocol):
+class TrackingPolicy(LayerwisePolicy, Protocol):
     """A layer-wise policy that observes the forward's attention."""
 
-    def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> RowWatch:
+    def track(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> RowTracker:
         """The state of one request, of all ``chunks`` and the positions of the ``question``."""
 
 
-class RowWatch(Observer, Protocol):
-    """One request's state of a :class:`WatchingPolicy`; used by one thread, for one forward."""
+class RowTracker(AttentionObserver, Protocol):
+    """One request's state of a :class:`TrackingPolicy`; used by one thread, for one forward."""
 
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation

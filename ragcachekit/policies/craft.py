@@ -107,15 +107,15 @@ class CraftFocused(Craft):
     def narrow(
         self, layer: int, layers: int, rows: Sequence[int], total: int, deviation: Deviation
     ) -> list[int]:
-        """All of them: only :meth:`watch` observes the question."""
+        """All of them: only :meth:`track` observes the question."""
         return list(rows)
 
-    def watch(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> FocusWatch:
+    def track(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> FocusTracker:
         """The state of one request."""
-        return FocusWatch(chunks, question, self.window)
+        return FocusTracker(chunks, question, self.window)
 
 
-class FocusWatch:
+class FocusTracker:
     """State of one request: observes the forward, and stops rows of chunks outside the question's focus.
 
     ``chunks`` are all of the prompt, cached or not; one at its start is excluded as the attention sink.

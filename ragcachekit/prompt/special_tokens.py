@@ -17,8 +17,8 @@ from ragcachekit.prompt.registry import common_length
 from ragcachekit.prompt.segments import is_read_apart
 from ragcachekit.types import Chunk, Segment, Text
 
-MOST_TEXTS = 1024  # per namespace, those registered or retrieved last
-MOST_COMPARISONS = 1 << 16  # occurrences times texts; beyond that every occurrence is plain text
+MAX_TEXTS = 1024  # per namespace, those registered or retrieved last
+MAX_COMPARISONS = 1 << 16  # occurrences times texts; beyond that every occurrence is plain text
 WINDOW = 16  # characters compared before and after an occurrence, without whitespace and special tokens
 ENOUGH = 10  # characters in common, before and after together, that decide; role names have fewer
 
@@ -83,7 +83,7 @@ class SpecialTokenTexts:
                 known = self._namespaces.setdefault(namespace, OrderedDict())
                 known[holding.text] = holding
                 known.move_to_end(holding.text)
-                if len(known) > MOST_TEXTS:
+                if len(known) > MAX_TEXTS:
                     known.popitem(last=False)
 
     def discard(self, namespace: str, texts: Iterable[str]) -> None:
@@ -110,7 +110,7 @@ class SpecialTokenTexts:
         if not texts:
             return list(segments)
         folded, occurrences = self._occurrences(segments)
-        crowded = len(occurrences) * len(texts) > MOST_COMPARISONS
+        crowded = len(occurrences) * len(texts) > MAX_COMPARISONS
         plain: dict[int, list[tuple[int, int]]] = {}
         for occurrence in occurrences:
             for text in texts:

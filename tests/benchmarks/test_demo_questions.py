@@ -1,12 +1,16 @@
 """The demo's questions: written by hand, and answered by the documentation of this Python."""
 
-import re
-
 import pytest
 
 from benchmarks.demo import manual
-from benchmarks.demo.corpus import MAX_FALSE_HITS, calibrated
-from benchmarks.demo.questions import Question, calibration_questions, questions, workload
+from benchmarks.demo.corpus import (
+    MAX_FALSE_HITS,
+    Question,
+    calibrated,
+    calibration_questions,
+    questions,
+    workload,
+)
 from ragcachekit.commands.embedding import MiniLM
 
 ALL = questions()
@@ -24,18 +28,8 @@ def test_there_are_thirty_in_four_wordings_each():
     assert all(text.endswith("?") for text in wordings)
 
 
-@pytest.mark.parametrize("question", ALL, ids=[question.text for question in ALL])
-def test_the_answer_stands_in_the_documentation(question, pages):
-    assert question.answer in question.sentence
-    if question.module not in pages:
-        pytest.skip(f"this Python has no module {question.module}")
-    page = re.sub(r"\s+", " ", pages[question.module])
-    if question.sentence not in page:
-        pytest.skip(f"the documentation of {question.module} in this Python says it in other words")
-    assert question.evidence([pages[question.module]]) == {0}
-
-
 def test_most_answers_stand_in_the_documentation(pages):
+    assert all(question.answer in question.sentence for question in ALL)
     found = [q for q in ALL if q.module in pages and q.evidence([pages[q.module]])]
     assert len(found) >= 24
 

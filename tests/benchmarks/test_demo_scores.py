@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.demo import first_token, plot, query_hits, show
+from benchmarks.demo import first_token, query_hits
+from benchmarks.demo import report as shown
+from benchmarks.demo.answers import PART, Answered, contains, quality, wilson
 from benchmarks.demo.query_hits import Lookup
-from benchmarks.demo.score import PART, Answered, contains, quality, wilson
 from ragcachekit.commands.bench.report import BenchReport
 
 ONE = {
@@ -19,7 +20,7 @@ ONE = {
 
 
 def answered(**changes):
-    return Answered.of({**ONE, **changes})
+    return Answered(**{**ONE, **changes})
 
 
 @pytest.mark.parametrize(
@@ -132,10 +133,10 @@ def test_first_token_rows_compare_medians():
 
 
 def test_the_picture_and_what_is_printed(tmp_path, capsys):
-    plot.draw(report(), tmp_path / "demo.png")
+    shown.draw(report(), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    show.answers([answered(), answered(cached="[x] never", same=False, cached_right=False)])
-    show.figures(report())
+    shown.answers([answered(), answered(cached="[x] never", same=False, cached_right=False)])
+    shown.figures(report())
     text = capsys.readouterr().out
     assert "[x] never" in text
     assert "token for token: 1 of 1" in text

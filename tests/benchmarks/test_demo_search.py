@@ -4,14 +4,19 @@ import re
 import zlib
 
 import numpy as np
-import pytest
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
 
-from benchmarks.demo import manual_search
 from benchmarks.demo.chain import ask, build_chain, messages
-from benchmarks.demo.manual_search import CHUNK, SEARCH, ManualRetriever, RememberedEmbeddings
+from benchmarks.demo.corpus import (
+    CHUNK,
+    SEARCH,
+    ManualRetriever,
+    RememberedEmbeddings,
+    manual_index,
+    manual_texts,
+)
 from langchain_ragcachekit import RagCacheRetriever
 
 TEXTS = tuple(
@@ -41,7 +46,7 @@ class CountedWords(Embeddings):
 
 def retriever(vectors=0, k=2):
     embeddings = CountedWords()
-    index = manual_search.manual_index(embeddings.embed(TEXTS), vectors, seed=0)
+    index = manual_index(embeddings.embed(TEXTS), vectors, seed=0)
     return ManualRetriever(embeddings=embeddings, index=index, texts=TEXTS, k=k)
 
 
@@ -92,41 +97,9 @@ def test_texts_are_those_of_the_named_modules():
     def tokenizer(text, **options):
         return type("Tokens", (), {"input_ids": text.split()})
 
-    found = manual_search.manual_texts(tokenizer, 6, 60, ("heapq", "bisect"))
+    found = manual_texts(tokenizer, 6, 60, ("heapq", "bisect"))
     assert {text.splitlines()[0] for text in found} == {"heapq", "bisect"}
     assert len(found) == 6
     assert max(len(text.split()) for text in found) <= 60
-    everything = manual_search.manual_texts(tokenizer, None, 60, ("bisect",))
+    everything = manual_texts(tokenizer, None, 60, ("bisect",))
     assert "\n".join(everything).count("bisect_left") >= 1
-
-
-def test_embeddings_are_kept_by_content(tmp_path):
-    embedder = CountedWords()
-    rows = manual_search.cached_embeddings(embedder, TEXTS, tmp_path)
-    again = manual_search.cached_embeddings(embedder, TEXTS, tmp_path)
-    assert embedder.embedded == len(TEXTS)
-    assert np.array_equal(rows, again)
-    manual_search.cached_embeddings(embedder, TEXTS[:-1], tmp_path)
-    assert embedder.embedded == 2 * len(TEXTS) - 1
-    assert len(list(tmp_path.glob("*"))) == 2
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path, rows: path.write_bytes(path.read_bytes()[:100]),
-        lambda path, rows: path.write_bytes(b""),
-        lambda path, rows: np.save(path, rows[:-1]),
-        lambda path, rows: np.save(path, rows * np.nan),
-        lambda path, rows: np.save(path, np.array([{"a": 1}], object), allow_pickle=True),
-    ],
-    ids=["cut", "empty", "rows missing", "nan", "pickled"],
-)
-def test_a_damaged_file_of_embeddings_is_computed_again(tmp_path, damage):
-    embedder = CountedWords()
-    rows = manual_search.cached_embeddings(embedder, TEXTS, tmp_path)
-    (path,) = tmp_path.glob("*.npy")
-    damage(path, rows)
-    assert np.array_equal(manual_search.cached_embeddings(embedder, TEXTS, tmp_path), rows)
-    assert embedder.embedded == 2 * len(TEXTS)
-    assert np.array_equal(np.load(path), rows)

@@ -15,7 +15,7 @@ from ragcachekit.model.encoding import AverageEncoding
 from ragcachekit.plan.companions import Companions
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.plan.stored_averages import StoredAverages
+from ragcachekit.plan.variants import StoredAverages
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey, chunk_id
@@ -211,7 +211,7 @@ class TestCompanions:
         assert found.of("here", "c") == ("b", "a"), "the only new one takes what is known"
 
     def test_of_a_list_longer_than_what_is_remembered_all_have_companions(self, monkeypatch):
-        monkeypatch.setattr("ragcachekit.plan.companions.REMEMBERED", 4)
+        monkeypatch.setattr("ragcachekit.plan.companions.MAX_COMPANIONS", 4)
         found = Companions(lambda text, namespace: f"{namespace}/{text}")
         found.observe("here", "abcdefgh")
         assert all(found.of("here", text) for text in "abcdefgh")
@@ -244,7 +244,7 @@ def test_stored_means_are_found_whatever_is_behind_them():
 
 
 def test_stored_means_are_bounded(monkeypatch):
-    monkeypatch.setattr("ragcachekit.plan.stored_averages.MOST", 2)
+    monkeypatch.setattr("ragcachekit.plan.variants.MAX_AVERAGES", 2)
     keys = [KVKey("model", "space", chunk, "average:3", ("s",)) for chunk in "abc"]
     averages = StoredAverages()
     averages.add(keys[0])

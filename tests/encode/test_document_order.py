@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcachekit.plan.document_order import NEAR, DocumentOrder
+from ragcachekit.plan.companions import NEAR, DocumentOrder
 
 DOCUMENTS = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(0, 30), st.integers(0, 40), st.booleans()), max_size=60

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ragcachekit.encode import miss_counts
-from ragcachekit.encode.miss_counts import MissCounts
+from ragcachekit.encode import background
+from ragcachekit.encode.background import MissCounts
 from ragcachekit.model.encoding import Encoding, InPromptEncoding
 from ragcachekit.plan.link_plan import Missing
 from store_kit import key_of
@@ -33,7 +33,7 @@ def test_other_contexts_are_other_entries_but_of_in_prompt_chunks():
 
 
 def test_a_busy_namespace_pushes_out_its_own_oldest(monkeypatch):
-    monkeypatch.setattr(miss_counts, "MOST_COUNTED", 3)
+    monkeypatch.setattr(background, "MAX_COUNTED", 3)
     counts = MissCounts()
     counts.is_due(item(0, namespace="quiet"), 2)
     for number in range(4):
@@ -46,7 +46,7 @@ def test_a_busy_namespace_pushes_out_its_own_oldest(monkeypatch):
 
 
 def test_many_namespaces_leave_nothing_behind(monkeypatch):
-    monkeypatch.setattr(miss_counts, "MOST_COUNTED", 3)
+    monkeypatch.setattr(background, "MAX_COUNTED", 3)
     counts = MissCounts()
     for number in range(10):
         counts.is_due(item(0, namespace=str(number)), 2)

@@ -9,8 +9,8 @@ from transformers import DynamicCache
 from families import build, columns, off, plain, prefill, stepwise, tokens, wrapped
 from link_kit import described
 from ragcachekit.encode.background import BackgroundEncoder
-from ragcachekit.encode.behind_neighbours import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
+from ragcachekit.encode.similar import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.attention_sums import ObservedCache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ragcachekit import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
-from ragcachekit.plan.neighbours import TokenNeighbours
+from ragcachekit.plan.companions import TokenNeighbours
 from ragcachekit.types import chunk_id
 
 TEXTS = ["north", "east", "north east", "south"]

@@ -11,8 +11,8 @@ from benchmarks.families.families import build, families
 from families import LONGROPE_THRESHOLD, tokens, wrapped
 from link_kit import described, plan_of
 from placing_kit import SHAPES, cpu_path, many_kinds
-from ragcachekit.encode.behind_neighbours import NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
+from ragcachekit.encode.similar import NeighbourEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.attention_sums import ObservedCache

@@ -57,12 +57,6 @@ def test_an_unchanged_file_is_read_once(hasher, weights, tmp_path) -> None:
     assert [p.name for p in cache.parent.iterdir()] == ["digests.json"]
 
 
-def test_without_a_cache_it_is_read_every_time(hasher, weights) -> None:
-    digests = FileDigests(None)
-    assert digests.get(weights) == digests.get(weights)
-    assert hasher.reads == 2
-
-
 def test_size_time_and_inode_each_make_it_read_again(hasher, weights, tmp_path) -> None:
     cache = tmp_path / "digests.json"
     FileDigests(cache).get(weights)
@@ -74,25 +68,6 @@ def test_size_time_and_inode_each_make_it_read_again(hasher, weights, tmp_path) 
     os.replace(tmp_path / "swapped", weights)
     assert FileDigests(cache).get(weights) == digest_of(b"swap weights than before")
     assert hasher.reads == 4
-
-
-def test_links_lead_to_the_file_itself(hasher, weights, tmp_path) -> None:
-    cache = tmp_path / "digests.json"
-    (tmp_path / "snapshot").symlink_to(weights)
-    assert FileDigests(cache).get(tmp_path / "snapshot") == FileDigests(cache).get(weights)
-    assert hasher.reads == 1
-
-
-def test_several_files_are_remembered_side_by_side(hasher, weights, tmp_path) -> None:
-    other = tmp_path / "other.safetensors"
-    write(other, b"others")
-    for _ in range(2):
-        digests = FileDigests(tmp_path / "digests.json")
-        assert (digests.get(weights), digests.get(other)) == (
-            digest_of(b"some weights"),
-            digest_of(b"others"),
-        )
-    assert hasher.reads == 2
 
 
 def test_a_file_that_has_just_changed_is_not_remembered(hasher, weights, tmp_path, monkeypatch) -> None:
@@ -155,18 +130,3 @@ def test_a_memory_that_cannot_be_written_is_logged_and_done_without(
         assert FileDigests(tmp_path / "digests.json").get(weights) == digest_of(b"some weights")
     assert "No space left" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors"]
-
-
-def test_a_memory_in_a_folder_that_is_a_file_is_logged_and_done_without(weights, tmp_path, caplog) -> None:
-    (tmp_path / "cache").write_text("a file, not a folder")
-    with caplog.at_level(logging.WARNING):
-        digest = FileDigests(tmp_path / "cache" / "digests.json").get(weights)
-    assert digest == digest_of(b"some weights")
-    (record,) = caplog.records
-    assert "digests cannot be remembered in" in record.message
-    assert "directory" in record.message or "exists" in record.message
-
-
-def test_a_missing_file_is_an_error(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError):
-        FileDigests(None).get(tmp_path / "absent.safetensors")

@@ -256,13 +256,6 @@ def test_damaged_files_lead_to_the_state_dict(saved, content) -> None:
     assert fingerprint(model, source=saved) == fingerprint(model)
 
 
-def test_a_source_without_safetensors_leads_to_the_state_dict(tmp_path) -> None:
-    model = tiny()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert fingerprint(model, source=tmp_path) == fingerprint(model)
-    assert fingerprint(model, source="an-organisation/a-model") == fingerprint(model)
-
-
 def test_a_cache_that_cannot_be_kept_does_not_change_the_fingerprint(saved, tmp_path, caplog) -> None:
     (tmp_path / "file").write_text("x")
     model = LlamaForCausalLM.from_pretrained(saved)
@@ -315,13 +308,6 @@ def test_views_are_streamed_in_the_order_of_their_elements(monkeypatch) -> None:
         weights_digest.hash_tensor(recorder, view)
         assert recorder.content == view.clone(memory_format=torch.contiguous_format).numpy().tobytes()
         assert max(recorder.sizes) <= 256
-
-
-def test_the_digest_does_not_depend_on_piece_size(monkeypatch) -> None:
-    model = tiny()
-    whole = weights_digest.state_digest(model)
-    monkeypatch.setattr(weights_digest, "PIECE_BYTES", 100)
-    assert weights_digest.state_digest(model) == whole
 
 
 def test_names_and_shapes_count_beside_bytes() -> None:

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan import variants
-from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.variants import VariantPool, look_up
+from ragcachekit.plan.lookup import Fetch, find_entries
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import concerns
 from ragcachekit.store.memory import HostStore
@@ -135,7 +135,7 @@ class TestLookUp:
         return store, pool
 
     def find(self, store, pool, chunk, before):
-        return look_up([Wanted(chunk, before)], Fetch(store), pool)[0]
+        return find_entries([Wanted(chunk, before)], Fetch(store), pool)[0]
 
     def test_its_very_context_wins_and_enters_the_pool(self):
         store, _ = self.store(("x", "sa"), ("x", "sb"))

@@ -64,11 +64,3 @@ def test_the_last_row_is_computed_whatever_the_policy_says():
     plan = planned("llama", parts, "reuse")
     assert plan.rows == (39,)
     assert plan.report.recomputed_tokens == 1
-
-
-def test_a_policy_written_for_the_old_names_still_works():
-    old = PlacedChunk("x", 3, 2, True, context=("a",))
-    with pytest.warns(DeprecationWarning, match="is_exact"):
-        assert old.exempt
-    with pytest.warns(DeprecationWarning, match="context"):
-        assert old.behind == ("a",)

@@ -102,54 +102,11 @@ def test_what_can_be_found_is_counted_known_or_not() -> None:
     assert registry.find("acme", "a short trip").found == ()
 
 
-def test_minimum_length_counts_without_outer_whitespace() -> None:
-    registry = ChunkRegistry(min_chars=5)
-    assert registry.add("acme", ["  abcd  "]) == 0
-    assert registry.add("acme", ["  abcde  "]) == 1
-
-
 def test_kept_and_stripped_forms_are_both_found() -> None:
     registry = ChunkRegistry()
     registry.add("acme", ["  A chunk with margins.\n"])
     assert registry.find("acme", "A chunk with margins. And so on").found == ((0, 21),)
     assert registry.find("acme", "x  A chunk with margins.\ny").found == ((1, 25),)
-
-
-def test_discard_and_clear_forget_all_forms() -> None:
-    registry = ChunkRegistry()
-    registry.add("acme", ["  A chunk with margins.\n", "Another chunk, without."])
-    registry.add("bolt", ["Another chunk, without."])
-    text = "  A chunk with margins.\nAnother chunk, without."
-    registry.discard("acme", ["  A chunk with margins.\n", "never seen before"])
-    assert registry.find("acme", text).found == ((24, 47),)
-    registry.clear("acme")
-    assert registry.find("acme", text).found == ()
-    assert registry.find("bolt", text).found == ((24, 47),)
-    registry.discard("nobody", ["Another chunk, without."])
-
-
-def test_oldest_unused_chunk_leaves_a_full_namespace() -> None:
-    registry = ChunkRegistry(max_chunks=3)
-    texts = [f"chunk number {i} of the corpus" for i in range(4)]
-    registry.add("acme", texts[:3])
-    registry.find("acme", texts[0])  # being found in a prompt counts as use
-    registry.add("acme", [texts[3]])
-    found = [text for text in texts if registry.find("acme", text).found]
-    assert found == [texts[0], texts[2], texts[3]]
-    assert len(registry.texts("acme")) == 3
-
-
-def test_registering_a_known_text_again_never_evicts_it() -> None:
-    registry = ChunkRegistry(max_chunks=3)
-    chunk, fillers = "a chunk that ends in a newline\n", [f"a filler with number {i}" for i in range(2)]
-    registry.add("acme", [chunk, *fillers])  # the stripped form, oldest of all, has left
-    registry.find("acme", " ".join(fillers))
-    assert registry.add("acme", [chunk]) == 1
-    assert registry.find("acme", chunk).found == ((0, len(chunk)),)
-    assert registry.find("acme", chunk.strip()).found == ((0, len(chunk) - 1),)
-    assert len(registry.texts("acme")) == 3
-    assert not registry.find("acme", fillers[0]).found
-    assert registry.find("acme", fillers[1]).found
 
 
 def test_chunks_with_a_common_header_are_found_without_comparing_them_all() -> None:
@@ -282,19 +239,6 @@ def test_searching_beside_registering_finds_what_stays() -> None:
         thread.join()
     assert not failures
     assert len(registry.texts("acme")) == 1 + 2 * 50
-
-
-def test_a_chunk_that_comes_back_is_found() -> None:
-    registry = ChunkRegistry()
-    back = "a chunk that goes away and comes back"
-    for step in ([back], [f"the first other chunk, number {i}" for i in range(3)]):
-        registry.add("acme", step)
-        registry.find("acme", "")
-    registry.discard("acme", [back])
-    registry.add("acme", [f"the second other chunk, number {i}" for i in range(40)])
-    assert registry.find("acme", back).found == ()
-    registry.add("acme", [back])
-    assert registry.find("acme", back).found == ((0, len(back)),)
 
 
 class RegistryMachine(RuleBasedStateMachine):

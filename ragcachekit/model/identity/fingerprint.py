@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ragcachekit.model.identity.watch import adapter_values
+from ragcachekit.model.identity.guard import adapter_values
 from ragcachekit.model.identity.weights_digest import FileDigests, hash_tensor, source_digest, state_digest
 
 KV_SCHEMA = 5  # version of stored KV; raised when KV is stored in another form or computed otherwise

@@ -23,7 +23,7 @@ _ROOT_FIELDS = (*ADAPTER_FIELDS, "_hf_peft_config_loaded")
 _SAMPLES = 8
 
 
-class ModelWatch:
+class ModelGuard:
     """Cheap probe of a model's identity: compare ``state()`` at each request.
 
     ``state()`` takes about 90 µs for 30 layers on one slow core. The model is referenced weakly.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragcachekit.model.identity.watch import ModelWatch
+from ragcachekit.model.identity.guard import ModelGuard
 
 
 class Adapter(nn.Module):
@@ -135,19 +135,19 @@ NOTICED = [
 
 @pytest.mark.parametrize("change", NOTICED, ids=lambda change: change.__name__)
 def test_changes_are_noticed(model, change) -> None:
-    watch = ModelWatch(model)
-    before = watch.state()
-    assert watch.state() == before
+    guard = ModelGuard(model)
+    before = guard.state()
+    assert guard.state() == before
     change(model)
-    after = watch.state()
+    after = guard.state()
     assert after != before
-    assert watch.state() == after
+    assert guard.state() == after
 
 
 def test_every_replaced_parameter_is_noticed_whatever_its_version(model) -> None:
-    watch = ModelWatch(model)
+    guard = ModelGuard(model)
     for name, old in list(model.named_parameters()):
-        before = watch.state()
+        before = guard.state()
         new = nn.Parameter(old.detach().clone())
         with torch.no_grad():
             while new._version < old._version:
@@ -155,56 +155,47 @@ def test_every_replaced_parameter_is_noticed_whatever_its_version(model) -> None
         assert new._version == old._version
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, new)
-        assert watch.state() != before, name
+        assert guard.state() != before, name
 
 
 def test_using_the_model_is_no_change(model) -> None:
-    watch = ModelWatch(model)
-    before = watch.state()
+    guard = ModelGuard(model)
+    before = guard.state()
     with torch.no_grad():
         model(torch.arange(12)[None])
         model(torch.arange(40)[None])  # beyond the context: the dynamic frequencies are rewritten
         model(torch.arange(12)[None])
     model.generate(torch.arange(5)[None], max_new_tokens=3, do_sample=False, pad_token_id=0)
     model.state_dict()
-    assert watch.state() == before
-
-
-def test_an_adapter_switched_back_is_the_same_model(model) -> None:
-    watch = ModelWatch(model)
-    before = watch.state()
-    adapter(model)._active_adapter = ["other"]
-    assert watch.state() != before
-    adapter(model)._active_adapter = ["default"]
-    assert watch.state() == before
+    assert guard.state() == before
 
 
 def test_another_model_with_equal_weights_is_another(model) -> None:
     twin = copy.deepcopy(model)
-    assert ModelWatch(model).state() == ModelWatch(model).state()
-    assert ModelWatch(twin).state() != ModelWatch(model).state()
+    assert ModelGuard(model).state() == ModelGuard(model).state()
+    assert ModelGuard(twin).state() != ModelGuard(model).state()
 
 
 def test_weights_as_persistent_buffers_are_watched() -> None:
     module = nn.Module()
     module.register_buffer("qweight", torch.zeros(4, dtype=torch.int32))
     module.register_buffer("scratch", torch.zeros(4), persistent=False)
-    watch = ModelWatch(module)
-    before = watch.state()
+    guard = ModelGuard(module)
+    before = guard.state()
     module.scratch.add_(1)
-    assert watch.state() == before
+    assert guard.state() == before
     module.qweight.add_(1)
-    assert watch.state() != before
+    assert guard.state() != before
 
 
 def test_the_stated_blind_spots_are_real(model) -> None:
-    watch = ModelWatch(model)
-    before = watch.state()
+    guard = ModelGuard(model)
+    before = guard.state()
     model.model.norm.weight.data.add_(1)
-    assert watch.state() == before
+    assert guard.state() == before
     with torch.inference_mode():
         loaded = nn.Linear(3, 3)
-        watch = ModelWatch(loaded)
-        before = watch.state()
+        guard = ModelGuard(loaded)
+        before = guard.state()
         loaded.weight.add_(1)
-    assert watch.state() == before
+    assert guard.state() == before
