@@ -272,9 +272,7 @@ class GpuStore(MemoryStore):
         kv = kv.to(self._device)
         if not all(tensor.is_contiguous() for tensor in (*kv.keys, *kv.values)):
             kv = kv.each(torch.Tensor.contiguous)
-        kv, nbytes = in_own_memory(kv)
-        _ = kv.planes.formats, kv.planes.entries  # computed here and not at every use
-        return kv, nbytes
+        return in_own_memory(kv)
 
 
 class HostStore(MemoryStore):
@@ -299,7 +297,8 @@ class HostStore(MemoryStore):
         if self._pinned:
             try:
                 kv = kv.each(lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor))
-                return kv, sum(map(_page_locked_bytes, (*kv.keys, *kv.values, *kv.sums.values())))
+                locked = sum(map(_page_locked_bytes, (*kv.keys, *kv.values)))
+                return kv, locked + sum(tensor.nbytes for tensor in kv.sums.values())
             except RuntimeError as error:  # the system limits how much may be page-locked
                 self._counters.warn_once("pin", "cannot page-lock, going on without: %s", error)
                 self._pinned = False

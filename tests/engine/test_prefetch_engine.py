@@ -180,7 +180,7 @@ def test_a_waiting_request_loads_while_another_computes():
 
 
 def slow_profile(seconds_per_token):
-    return PrefillProfile([0, 512], [1, 512], [[seconds_per_token, seconds_per_token * 512]] * 2)
+    return PrefillProfile(0.0, seconds_per_token)
 
 
 @pytest.mark.parametrize(("per_token", "source"), [(1e-9, "computed"), (10.0, "disk")])

@@ -1,4 +1,7 @@
-"""Sparse-row attention and its sums in plain torch, for CPUs and MPS: matmuls over tiles of near rows."""
+"""Every operation in plain torch: for CPUs and MPS, and where Triton does not support a case.
+
+Usable in float64. Attention and its sums are matmuls over tiles of near rows.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ragcachekit_kernels.options import AttentionOptions
+from ragcachekit_kernels.arguments import AttentionOptions, Places, Rotation
 
 TILE_ROWS = 128
 """Rows of a tile at most: bounds the score buffer and the masked triangle of contiguous rows."""
@@ -35,6 +38,63 @@ class ContextMass(NamedTuple):
     inter: torch.Tensor
     intra: torch.Tensor
     outward: torch.Tensor
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False, offset: int = 0
+) -> torch.Tensor:
+    """Rotary embedding: pairs of the last dimension, ``(a, b) -> (a cos - b sin, b cos + a sin)``.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[..., tokens, head_dim]``.
+    cos, sin : torch.Tensor
+        ``[tokens, pairs]``; ``-sin`` undoes the rotation. A factor in both scales the rotated dimensions.
+    interleaved : bool
+        Pairs are ``(0, 1), (2, 3), ...`` (GLM, Cohere) instead of ``(i, i + pairs)`` (Llama).
+    offset : int
+        First of the ``2 * pairs`` rotated dimensions; the others pass (partial rotary).
+
+    Returns
+    -------
+    torch.Tensor
+        Like ``x``; computed in the wider of float32 and the type of ``x``, rounded once.
+
+    Notes
+    -----
+    RoFormer (Su et al. 2021), eq. 34; FusionRAG A.1 for the composition of unit rotations.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    pairs = cos.shape[-1]
+    c, s = cos.to(wide), sin.to(wide)
+    part = x[..., offset : offset + 2 * pairs].to(wide)
+    a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., :pairs], part[..., pairs:])
+    first, second = a * c - b * s, b * c + a * s
+    turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+    if 2 * pairs == x.shape[-1]:
+        return turned.to(x.dtype)
+    out = x.clone()
+    out[..., offset : offset + 2 * pairs] = turned.to(x.dtype)
+    return out
+
+
+def assemble(
+    out: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    places: Places,
+    rotation: Rotation | None,
+    scales: Sequence[torch.Tensor | None],
+) -> None:
+    """As :func:`ragcachekit_kernels.dispatch.assemble`, piece by piece."""
+    for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
+        at = slice(place.start, place.start + place.tokens)
+        scale = scales[number] if scales else None
+        piece = tensor if scale is None else tensor.float() * scale
+        if rotation is not None and not place.rotated:
+            cos, sin = rotation.cos[at], rotation.sin[at]
+            piece = rotate(piece, cos, sin, interleaved=rotation.interleaved, offset=rotation.offset)
+        out[:, at] = piece
 
 
 def tiles(positions: Sequence[int], width: int, window: int | None = None) -> Iterator[tuple[int, int]]:
@@ -174,3 +234,17 @@ def _mask(scores: torch.Tensor, positions: Sequence[int], low: int, window: int 
     if window is not None and positions[-1] - window >= low:
         columns = torch.arange(low, positions[-1] - window + 1, device=scores.device)
         scores[..., : columns.numel()].masked_fill_(columns <= at - window, float("-inf"))
+
+
+def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Sums of ``values`` ``[tokens]`` over half-open ranges, ``[spans]`` float64."""
+    values = values.cpu() if values.device.type == "mps" else values  # MPS has no float64
+    totals = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
+    at = torch.tensor([*spans], dtype=torch.long).reshape(-1, 2).to(values.device)
+    return totals[at[:, 1]] - totals[at[:, 0]]
+
+
+def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+    """``[rows]`` float32: squared distance of ``new`` ``[heads, rows, dim]`` from ``old[:, positions]``."""
+    at = torch.tensor(positions, dtype=torch.long, device=old.device)
+    return (old.index_select(1, at).float() - new.float()).square().sum((0, 2))

@@ -98,18 +98,18 @@ def _over(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["window", "splits", "room"])
+@triton.jit(do_not_specialize=["window", "splits", "rows"])
 def attention_kernel(
-    query, key, value, table, out, lse, positions, count, sinks, scale, cap, window, splits, room,
+    query, key, value, out, lse, positions, sinks, scale, cap, window, splits, rows,
     query_head, query_row, key_head, value_head, KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, TABLE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Items are (tile, KV head, split of its keys), longest tiles first, dealt to a persistent grid."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    vectors = tl.load(count) * GROUP
+    vectors = rows * GROUP
     tiles = tl.cdiv(vectors, BLOCK_M)
     items = tiles * KV_HEADS * splits
     lane = _lane(items // programs, program, programs)
@@ -132,16 +132,9 @@ def attention_kernel(
         mask = inside[:, None]
         if D != D_PAD:
             mask = mask & (dim < D)[None, :]
-        rows = tl.load(query + start[:, None] + dim[None, :], mask=mask, other=0.0)
+        queries = tl.load(query + start[:, None] + dim[None, :], mask=mask, other=0.0)
 
-        if TABLE:
-            pointer = tl.pointer_type(query.dtype.element_ty)
-            width: tl.constexpr = query.dtype.element_ty.primitive_bitwidth // 8
-            key_at = tl.load(table) + tl.load(table + 2) * head * width
-            value_at = tl.load(table + 1) + tl.load(table + 3) * head * width
-            of_keys = tl.multiple_of(key_at.to(pointer), 16)
-            of_values = tl.multiple_of(value_at.to(pointer), 16)
-        elif DESCRIPTORS:
+        if DESCRIPTORS:
             of_keys = key
             of_values = value
         else:
@@ -168,18 +161,18 @@ def attention_kernel(
         if WINDOW:
             acc, top, total = _over(
                 acc, top, total, low, tl.minimum(high, clear),
-                rows, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD,
+                queries, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD,
                 DV_PAD, BLOCK_M, BLOCK_N, True, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
             )  # fmt: skip
         acc, top, total = _over(
             acc, top, total, tl.maximum(low, clear), tl.minimum(high, open_end),
-            rows, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD, DV_PAD,
-            BLOCK_M, BLOCK_N, False, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
+            queries, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD,
+            DV_PAD, BLOCK_M, BLOCK_N, False, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
         )  # fmt: skip
         acc, top, total = _over(
             acc, top, total, tl.maximum(low, tl.maximum(clear, open_end)), high,
-            rows, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD, DV_PAD,
-            BLOCK_M, BLOCK_N, True, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
+            queries, at, of_keys, of_values, head, scale, cap, window, KEY_ROW, VALUE_ROW, D, DV, D_PAD,
+            DV_PAD, BLOCK_M, BLOCK_N, True, WINDOW, SOFTCAP, DESCRIPTORS, UPCAST,
         )  # fmt: skip
 
         if SINKS and not SPLIT:
@@ -190,7 +183,7 @@ def attention_kernel(
             acc = acc * shrink[:, None]
             top = higher
         # Each query vector of the output: token by token, its heads side by side; one plane per split.
-        place = (split * room + row).to(tl.int64) * (KV_HEADS * GROUP) + vector
+        place = (split * rows + row).to(tl.int64) * (KV_HEADS * GROUP) + vector
         if SPLIT:
             acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a split may hide all its keys from a row
             tl.store(
@@ -205,14 +198,14 @@ def attention_kernel(
         tl.store(out + place[:, None] * DV + dim_out[None, :], acc.to(out.dtype.element_ty), mask=mask_out)
 
 
-@triton.jit(do_not_specialize=["splits", "room"])
+@triton.jit(do_not_specialize=["splits", "rows"])
 def merge_kernel(
-    parts, lse, out, count, sinks, splits, room, HEADS: tl.constexpr, DV: tl.constexpr,
+    parts, lse, out, sinks, splits, rows, HEADS: tl.constexpr, DV: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Outputs of the splits weighted by their log-sum-exps (to base 2); sinks are counted here, once."""
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = flat < tl.load(count) * HEADS
+    inside = flat < rows * HEADS
     dim = tl.arange(0, DV_PAD)
     mask = inside[:, None]
     if DV != DV_PAD:
@@ -224,7 +217,7 @@ def merge_kernel(
         total += 1.0
     acc = tl.zeros([BLOCK, DV_PAD], tl.float32)
     for split in tl.range(0, splits):
-        place = tl.cast(split, tl.int64) * room * HEADS + flat
+        place = tl.cast(split, tl.int64) * rows * HEADS + flat
         part = tl.load(lse + place, mask=inside, other=0.0)
         values = tl.load(parts + place[:, None] * DV + dim[None, :], mask=mask, other=0.0)
         higher = tl.maximum(top, part)

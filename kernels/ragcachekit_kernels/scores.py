@@ -1,4 +1,6 @@
-"""Column scores and context mass in Triton: softmax weights per key, summed over heads and rows.
+"""Launches of :mod:`.scores_kernels`.
+
+Column scores and context mass: softmax weights per key, summed over heads and rows.
 
 Scores are not stored. A tile of query vectors stays in shared memory during a loop over the keys. Its
 log-sum-exps come from a kernel that divides the keys among programs. Where each span gets a program, that
@@ -13,13 +15,21 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
-from ragcachekit_kernels.attention.tiled import ContextMass
-from ragcachekit_kernels.launch import FUSED, LOG2E, dense, factors, launching_on, padded, processors, upcast
-from ragcachekit_kernels.options import AttentionOptions
-from ragcachekit_kernels.rows import DeviceRows, Spans
-from ragcachekit_kernels.scores.deviation import span_sums
-from ragcachekit_kernels.scores.kernels import columns_kernel, log_sums_kernel
+from ragcachekit_kernels.arguments import AttentionOptions, Spans
+from ragcachekit_kernels.backend import (
+    FUSED,
+    LOG2E,
+    dense,
+    factors,
+    launching_on,
+    padded,
+    processors,
+    upcast,
+)
+from ragcachekit_kernels.in_torch import ContextMass, span_sums
+from ragcachekit_kernels.scores_kernels import columns_kernel, deviation_kernel, log_sums_kernel
 
 RESIDENT = 2
 """Programs per multiprocessor: one computes exponentials while the other multiplies."""
@@ -29,6 +39,10 @@ SHORTEST = 256
 
 SLOTS = 16
 """Rows of the buffer of sums per KV head at most; further tiles share them."""
+
+
+DEVIATION_ROWS = 8
+"""Rows per program of the deviation: 16 KiB of either 16-bit tensor for 8 heads of 128 dimensions."""
 
 
 class Tiling(NamedTuple):
@@ -72,7 +86,7 @@ def merged(parts: torch.Tensor, unit: float, dim: int) -> torch.Tensor:
 
 
 def with_sinks(sums: torch.Tensor, sinks: torch.Tensor | None, unit: float) -> torch.Tensor:
-    """Log-sum-exps ``[..., heads, room]`` in their unit, with the sinks' natural logits among the scores."""
+    """Log-sum-exps ``[..., heads, rows]`` in their unit, with the sinks' natural logits among the scores."""
     if sinks is None:
         return sums
     extra = (sinks.float() / unit)[:, None].expand_as(sums)
@@ -82,23 +96,23 @@ def with_sinks(sums: torch.Tensor, sinks: torch.Tensor | None, unit: float) -> t
 def column_scores(
     query: torch.Tensor,
     key: torch.Tensor,
-    rows: DeviceRows,
+    positions: torch.Tensor,
     options: AttentionOptions,
     spans: Spans | None = None,
 ) -> torch.Tensor:
     """As :func:`ragcachekit_kernels.dispatch.column_scores`."""
     if spans is not None and query.dtype != torch.float32:
-        launch = Launch(query, key, rows, options, spans, fused=True)
+        launch = Launch(query, key, positions, options, spans, fused=True)
         if launch.cuts == 1:  # spans enough for a program each
             return launch.weight_sums(None)
-    launch = Launch(query, key, rows, options, spans)
+    launch = Launch(query, key, positions, options, spans)
     return launch.weight_sums(launch.log_sums())
 
 
 def context_mass(
     query: torch.Tensor,
     key: torch.Tensor,
-    rows: DeviceRows,
+    positions: torch.Tensor,
     lengths: Sequence[int],
     options: AttentionOptions,
 ) -> ContextMass:
@@ -110,11 +124,11 @@ def context_mass(
     ends = tuple(accumulate(lengths))
     begin = ends[-1] - lengths[-1]
     spans = Spans(((0, begin), (begin, ends[-1])))
-    launch = Launch(query, key, rows, options, spans)
+    launch = Launch(query, key, positions, options, spans)
     parts = launch.log_sums()
     whole = with_sinks(merged(parts, launch.unit, 0), options.sinks, launch.unit)
     columns = launch.weight_sums(whole.expand_as(parts))
-    segments = span_sums(columns, Spans(tuple(zip((0, *ends[:-1]), ends, strict=True)))).float()
+    segments = span_sums(columns, tuple(zip((0, *ends[:-1]), ends, strict=True))).float()
     outward = torch.exp((parts[0] - whole) * launch.unit).sum(0)
     return ContextMass(columns, segments[:-1], segments[-1], outward)
 
@@ -129,7 +143,7 @@ class Launch:
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        rows: DeviceRows,
+        positions: torch.Tensor,
         options: AttentionOptions,
         spans: Spans | None,
         *,
@@ -137,17 +151,17 @@ class Launch:
     ) -> None:
         query, key = dense(query), dense(key)
         group = query.shape[0] // key.shape[0]
-        how = tiling(rows.room * group, query.shape[2], query.dtype, plain=options.is_plain, fused=fused)
+        how = tiling(len(positions) * group, query.shape[2], query.dtype, plain=options.is_plain, fused=fused)
         self.unit = unit(options)
         self.sinks = options.sinks if spans is None else None
         self.parts = 1 if spans is None else len(spans)
-        self.tiles = -(-rows.room * group // how.vectors)
+        self.tiles = -(-len(positions) * group // how.vectors)
         self.slots = -(-self.tiles // -(-self.tiles // SLOTS))
         self.once = self.slots == self.tiles
         self.cuts = self._cuts(key, spans)
-        ranges = rows.count if spans is None else spans.on(key.device)
-        self.inputs = query, key, rows.positions, rows.count, ranges
-        self.numbers = *factors(options), options.window or 0, self.cuts, key.shape[1]
+        # Without spans the kernels do not read them.
+        self.inputs = query, key, positions, positions if spans is None else spans.on(key.device)
+        self.numbers = *factors(options), options.window or 0, self.cuts, key.shape[1], len(positions)
         self.strides = query.stride(0), query.stride(1), key.stride(0), key.stride(1)
         self.options: dict[str, Any] = {
             "KV_HEADS": key.shape[0],
@@ -170,27 +184,24 @@ class Launch:
     def log_sums(self) -> torch.Tensor:
         """Log-sum-exps of rows' scores over each span separately, or over all keys with the sinks.
 
-        ``[spans, heads, room]`` float32 (one span if None are given), natural logarithms divided by
-        :func:`unit`. They are minus infinity where a row sees nothing of a span, and undefined in rows from
-        the count on.
+        ``[spans, heads, rows]`` float32 (one span if None are given), natural logarithms divided by
+        :func:`unit`. They are minus infinity where a row sees nothing of a span.
         """
-        query, key, positions, _, _ = self.inputs
+        query, key, positions, _ = self.inputs
         shape = (self.parts, self.cuts, len(positions), query.shape[0])
         out = query.new_empty(shape, dtype=torch.float32)
         if self.parts:
             grid = (self.tiles, key.shape[0], self.parts * self.cuts)
             with launching_on(key.device):
-                log_sums_kernel[grid](
-                    *self.inputs, out, *self.numbers, len(positions), *self.strides, **self.options
-                )
+                log_sums_kernel[grid](*self.inputs, out, *self.numbers, *self.strides, **self.options)
         whole = (out.squeeze(1) if self.cuts == 1 else merged(out, self.unit, 1)).transpose(1, 2)
         return with_sinks(whole, self.sinks, self.unit)
 
     def weight_sums(self, sums: torch.Tensor | None) -> torch.Tensor:
         """Sums of weights ``[tokens]`` by log-sum-exps as of :meth:`log_sums`; None: of its own keys."""
-        query, key, _, count, _ = self.inputs
+        query, key, positions, _ = self.inputs
         out = query.new_zeros(self.slots * key.shape[0], key.shape[1], dtype=torch.float32)
-        read, apart = (count, (0, 0, 0)) if sums is None else (sums, sums.stride())
+        read, apart = (positions, (0, 0, 0)) if sums is None else (sums, sums.stride())
         if self.parts:
             grid = (self.slots, key.shape[0], self.parts * self.cuts)
             with launching_on(key.device):
@@ -207,3 +218,16 @@ class Launch:
         programs = max(self.parts * key.shape[0] * self.slots, 1)
         wanted = RESIDENT * processors(key.device) // programs
         return int(max(1, min(wanted, longest // SHORTEST)))
+
+
+def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As :func:`ragcachekit_kernels.dispatch.kv_deviation`."""
+    new, old = dense(new), dense(old)
+    heads, rows, dim = new.shape
+    out = torch.empty(rows, dtype=torch.float32, device=new.device)
+    with launching_on(new.device):
+        deviation_kernel[(triton.cdiv(rows, DEVIATION_ROWS),)](
+            new, old, positions, rows, out, *new.stride()[:2], *old.stride()[:2], HEADS=heads, D=dim,
+            PADDED=padded(dim), ROWS=DEVIATION_ROWS, num_warps=4, **FUSED,
+        )  # fmt: skip
+    return out
