@@ -16,28 +16,18 @@ from ragcachekit.errors import (
     missing_extra,
 )
 from ragcachekit.observers import Observer, QueryLookup, RequestStart
-from ragcachekit.reports import (
-    Answer,
-    EncodingStats,
-    GenerateReport,
-    LinkReport,
-    QueueStats,
-    ShadowReport,
-)
+from ragcachekit.reports import Answer, GenerateReport, LinkReport
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
-    from ragcachekit.engine.diagnosis import Diagnosis
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.request import Request
     from ragcachekit.engine.speculation import SpeculativePipeline
-    from ragcachekit.engine.view import PromptView
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.quality.records import TuneReport
     from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
     from ragcachekit.retrieval.calibrate import calibrate
     from ragcachekit.retrieval.document_storage import IndexChange
@@ -55,9 +45,7 @@ __all__ = [
     "Chunk",
     "CoRetrieved",
     "DeadlineExceeded",
-    "Diagnosis",
     "DocumentIndex",
-    "EncodingStats",
     "EngineError",
     "GenerateReport",
     "IndexChange",
@@ -70,12 +58,10 @@ __all__ = [
     "Partition",
     "PrecedingChunks",
     "Prompt",
-    "PromptView",
     "ProximityCache",
     "QueryLookup",
     "QueueConfig",
     "QueueFull",
-    "QueueStats",
     "RagCache",
     "RagCacheError",
     "Request",
@@ -83,7 +69,6 @@ __all__ = [
     "Retrieved",
     "SavedEntries",
     "ShadowConfig",
-    "ShadowReport",
     "SimilarChunks",
     "SpeculativePipeline",
     "StoreConfig",
@@ -91,7 +76,6 @@ __all__ = [
     "ToolCall",
     "ToolCallReader",
     "TreeConfig",
-    "TuneReport",
     "agenerate",
     "astream",
     "bypass_query_cache",
@@ -105,9 +89,6 @@ _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
     "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
-    "ragcachekit.quality.records": ("TuneReport",),
-    "ragcachekit.engine.diagnosis": ("Diagnosis",),
-    "ragcachekit.engine.view": ("PromptView",),
     "ragcachekit.engine.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
