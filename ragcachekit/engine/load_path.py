@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ragcachekit.background import Background, flush_all
+from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.layout import KVLayout
@@ -36,7 +36,8 @@ class LoadPath:
             bytes_in_flight=config.bytes_in_flight,
             observe=self.planner.observe_read if self.planner is not None else lambda *_: None,
         )
-        self._jobs = Background[Callable[[], object]](lambda job: job(), MAX_JOBS, "ragcachekit-prefetch")
+        self._worker = BackgroundWorker()
+        self._jobs: JobQueue[Callable[[], object]] = self._worker.queue(lambda job: job(), MAX_JOBS)
         self._measured = False
 
     def fetch(self) -> Fetch:
@@ -82,12 +83,12 @@ class LoadPath:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all prefetches; False if ``timeout`` seconds did not suffice."""
-        return flush_all([self._jobs.flush, self._loader.flush], timeout)
+        return flush_all([self._worker.flush, self._loader.flush], timeout)
 
     def close(self) -> None:
         """End the threads and drop running reads."""
         self._loader.close()  # first: a prefetch may wait for it
-        self._jobs.close()
+        self._worker.close()
 
 
 def load_config(load: str | LoadConfig) -> LoadConfig:
