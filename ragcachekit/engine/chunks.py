@@ -1,4 +1,4 @@
-"""What an engine is given as chunks and told to forget: registered, ordered, prefetched, encoded, dropped."""
+"""The chunks of an engine: registered, ordered, prefetched, encoded and forgotten."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from ragcachekit.types import KVKey, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
-NOT_KEPT = (
-    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
-)
+NOT_KEPT = "could not be kept, as the store is too small, full or failing (see failed_writes in stats())"
 
 _Item = TypeVar("_Item")
 
@@ -133,7 +131,7 @@ class Chunks:
     def forget(
         self, namespace: str, ids: Iterable[str] | None = None, texts: Iterable[str] | None = None
     ) -> int:
-        """Drop chunks and texts, and KV that was computed behind them, from all tiers; with neither, all."""
+        """Drop chunks and texts, and KV that was computed after them, from all tiers; with neither, all."""
         if ids is None and texts is None:
             self._forget_results(namespace, None)
             return self._forget(namespace, None, ())
@@ -256,7 +254,7 @@ class Chunks:
         return from_tree + from_store
 
     def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
-        """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded behind."""
+        """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded after."""
         parser, store = self._parser, self._parts.store
         found = {
             chunk_id(parser.chunk_ids(text), namespace)
@@ -267,7 +265,7 @@ class Chunks:
         if system is not None and within.within(system):
             found.add(chunk_id(system, namespace))
         keys, unlisted = list(store.keys()), max((record.entries for record in store.stats()), default=0)
-        # Those with the shortest context first: their ids account for what stands behind them.
+        # Those with the shortest context first: their ids account for entries encoded after them.
         for key in sorted((key for key in keys if key.namespace == namespace), key=lambda k: len(k.context)):
             if not concerns(key, namespace, gone | found) and _may_hold(store, key, within):
                 found.add(whole_id(key.chunk_id))

@@ -139,7 +139,7 @@ class EngineComponents:
         self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
     def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy that a budget or ``auto`` stands for."""
+        """The concrete policy of a budget or of ``auto``."""
         if isinstance(policy, Auto):
             return self.auto.resolve(namespace)
         return self.budgets.resolve(policy, namespace)

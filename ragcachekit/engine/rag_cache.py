@@ -246,7 +246,7 @@ class RagCache:
 
         Of waiting requests those with more of their prompt cached come first, and namespaces get equal shares
         of the computed tokens (:class:`ragcachekit.QueueConfig`). Other arguments are those of
-        :meth:`generate`. Beam search runs alone, and the report says so.
+        :meth:`generate`. Beam search runs alone; the report has a note.
 
         Parameters
         ----------
@@ -397,7 +397,7 @@ class RagCache:
         """Search prompts for these texts as chunks; costs no model work.
 
         ``sources`` names the document of each text, for ``companions="same-source"``; None where it is not
-        known. Returns how many can be found (texts too short to be told apart are left out).
+        known. Returns how many can be found (very short texts are left out).
         """
         return self.chunks.register(strings(texts, "texts"), self._checked(namespace), sources)
 
