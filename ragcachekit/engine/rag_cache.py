@@ -189,7 +189,8 @@ class RagCache:
             For an option that neither generate nor the model takes; it names the nearest one.
         RuntimeError
             In the engine's own thread, as in a streamer or a callback.
-        PromptTooLong, GenerationNotSupported, Closed, DeadlineExceeded
+        PromptTooLong, GenerationNotSupported, Closed, DeadlineExceeded, EngineError
+            See :meth:`Request.result`.
         """
         self.queue.refuse_own_thread()
         return self.submit(
