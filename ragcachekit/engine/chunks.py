@@ -47,18 +47,19 @@ class Chunks:
         self.registering = Lock()  # held while a forget ends
         self._warned = False
 
-    def register(self, texts: Sequence[str], namespace: str, sources: Sequence[str | None] | None) -> int:
+    def register(self, texts: Iterable[str], namespace: str, sources: Sequence[str | None] | None) -> int:
         """Search prompts for these texts; returns how many can be found."""
-        since = self._parts.forgets.now()
+        since = self._parts.forgets.now()  # before the texts are read: what gives them may forget
+        texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
         return self._unless_forgotten(self._parser.register, texts, namespace, since)
 
     def order(
-        self, document: str, texts: Sequence[str], starts: Sequence[int] | None, namespace: str
+        self, document: str, texts: Iterable[str], starts: Sequence[int] | None, namespace: str
     ) -> None:
         """Note which chunks of a document follow each other."""
-        since = self._parts.forgets.now()
+        since, texts = self._parts.forgets.now(), strings(texts, "texts")
         if starts is not None and len(starts) != len(texts):
             raise ValueError(f"{len(starts)} starts for {len(texts)} texts")
         places = dict(zip(reversed(texts), reversed(starts), strict=True)) if starts is not None else None
@@ -69,18 +70,19 @@ class Chunks:
 
         self._unless_forgotten(note, texts, namespace, since)
 
-    def prefetch(self, chunks: Sequence[str], namespace: str, system: str | None) -> None:
+    def prefetch(self, chunks: Iterable[str], namespace: str, system: str | None) -> None:
         """Begin to load chunks from slow tiers, in the background."""
         since, policy = self._parts.forgets.now(), self._parts.choose_policy(None, namespace).policy
+        chunks = strings(chunks, "chunks")
         texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
         self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
         if policy.reads_cache:
-            find = self._planner.prefetch_keys
-            self._parts.loads.prefetch(lambda: find(chunks, namespace, policy, system))
+            find, given = self._planner.prefetch_keys, chunks
+            self._parts.loads.prefetch(lambda: find(given, namespace, policy, system))
 
     def encode(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         namespace: str,
         system: str | None,
         prompt: PromptLike | None,
@@ -91,6 +93,7 @@ class Chunks:
         encoder, since = self._parts.background_encoder, self._parts.forgets.now()
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
+        texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
         if prompt is not None:

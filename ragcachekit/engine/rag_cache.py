@@ -400,7 +400,7 @@ class RagCache:
         ``sources`` names the document of each text, for ``companions="same-source"``; None where it is not
         known. Returns how many can be found (very short texts are left out).
         """
-        return self.chunks.register(strings(texts, "texts"), self._checked(namespace), sources)
+        return self.chunks.register(texts, self._checked(namespace), sources)
 
     def order(
         self,
@@ -423,7 +423,7 @@ class RagCache:
         starts : sequence of int, optional
             Place of each chunk, such as its first character; else they follow what is known already.
         """
-        self.chunks.order(document, strings(texts, "texts"), starts, self._checked(namespace))
+        self.chunks.order(document, texts, starts, self._checked(namespace))
 
     def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
         """Take chunks out of the order of their documents: no chunk is encoded after them any more.
@@ -445,7 +445,7 @@ class RagCache:
             Text before the prompt's first chunk, for encoders that need it; default is the last one used in
             the namespace.
         """
-        self.chunks.prefetch(strings(chunks, "chunks"), self._checked(namespace), system)
+        self.chunks.prefetch(chunks, self._checked(namespace), system)
 
     def encode(
         self,
@@ -490,8 +490,7 @@ class RagCache:
         ModelChanged
             If the model changed since this object was made.
         """
-        namespace = self._checked(namespace)
-        return self.chunks.encode(strings(texts, "texts"), namespace, system, prompt, sources, progress)
+        return self.chunks.encode(texts, self._checked(namespace), system, prompt, sources, progress)
 
     def forget(
         self,
