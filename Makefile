@@ -67,7 +67,6 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks store --json $(RESULTS)/store.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks eviction --json $(RESULTS)/eviction.json \
 		--plot docs/eviction.png
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks planner --json $(RESULTS)/planner.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks families --json $(RESULTS)/families.json \
 		--markdown docs/models.md
 

@@ -26,7 +26,6 @@ COMMANDS = {
     "serve-routing": "cluster.serve_routing:serve_routing",
     "store": "store.command:store",
     "eviction": "eviction.command:eviction",
-    "planner": "planner.command:planner",
     "kernels": "kernels.command:kernels",
 }
 

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
+    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
     from ragcachekit.retrieval.calibrate import calibrate
-    from ragcachekit.retrieval.document_storage import IndexChange
     from ragcachekit.retrieval.documents import DocumentIndex
-    from ragcachekit.retrieval.partition import Partition, bypass_query_cache
+    from ragcachekit.retrieval.partition import bypass_query_cache
     from ragcachekit.retrieval.proximity import ProximityCache
     from ragcachekit.retrieval.saved import SavedEntries
 
@@ -48,14 +47,12 @@ __all__ = [
     "DocumentIndex",
     "EngineError",
     "GenerateReport",
-    "IndexChange",
     "JsonStore",
     "LinkReport",
     "LoadConfig",
     "ModelNotSupported",
     "Neighbours",
     "Observer",
-    "Partition",
     "PrecedingChunks",
     "Prompt",
     "ProximityCache",
@@ -66,7 +63,6 @@ __all__ = [
     "RagCacheError",
     "Request",
     "RequestStart",
-    "Retrieved",
     "SavedEntries",
     "ShadowConfig",
     "SimilarChunks",
@@ -94,11 +90,10 @@ _LAZY = {
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
     "ragcachekit.json_store": ("JsonStore",),
-    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval", "Retrieved"),
+    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval",),
     "ragcachekit.retrieval.calibrate": ("calibrate",),
-    "ragcachekit.retrieval.document_storage": ("IndexChange",),
     "ragcachekit.retrieval.documents": ("DocumentIndex",),
-    "ragcachekit.retrieval.partition": ("Partition", "bypass_query_cache"),
+    "ragcachekit.retrieval.partition": ("bypass_query_cache",),
     "ragcachekit.retrieval.proximity": ("ProximityCache",),
     "ragcachekit.retrieval.saved": ("SavedEntries",),
 }

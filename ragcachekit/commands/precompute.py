@@ -294,7 +294,7 @@ class PrecomputeRun:
 
         if self._shared is not None:
             return chunk.key in self._shared
-        return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
+        return (self._settings.folder.kv / entry_name(chunk.key)).is_file()
 
 
 def _token_bytes(model: Any) -> int:

@@ -25,7 +25,7 @@ from ragcachekit.generate.generator import Generator
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.prefill_timing import PrefillCost
+from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope

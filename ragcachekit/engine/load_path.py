@@ -8,7 +8,7 @@ from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.prefill_timing import PrefillCost
+from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
 from ragcachekit.plan.lookup import MEMORY_TIERS, Fetch
@@ -28,7 +28,7 @@ class LoadPath:
         self._slow = any(record.tier not in (*MEMORY_TIERS, "null") for record in store.stats())
         self.planner: LoadPlanner | None = None
         if config.when == "auto" and self._slow:
-            self.planner = LoadPlanner(cost.profile, config.threads)
+            self.planner = LoadPlanner(cost.profile)
         self._loader = Loader(
             store,
             threads=config.threads,

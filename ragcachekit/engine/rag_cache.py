@@ -37,7 +37,6 @@ from ragcachekit.engine.runner import Runner
 from ragcachekit.engine.scheduler import Scheduler
 from ragcachekit.engine.view import PromptView, prompt_view
 from ragcachekit.errors import Closed
-from ragcachekit.forks import MESSAGE
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.options import effective, stop_strings, uses_beams
 from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
@@ -54,6 +53,7 @@ from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, 
 from ragcachekit.reports.base import pairs_html
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
+from ragcachekit.threads import OPENED_BEFORE_FORK
 from ragcachekit.types import KVKey, whole_id
 
 MIN_REPORTED_WAIT_S = 0.01
@@ -682,7 +682,7 @@ class RagCache:
         if self._closed:
             raise Closed("this RagCache is closed; make a new one, or close it after its last use")
         if self._process != os.getpid():
-            raise Closed(MESSAGE)
+            raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
 
     def _about(self) -> list[tuple[str, object]]:

@@ -1,9 +1,9 @@
 """ragcachekit cache: what lies in the folder, and emptying it."""
 
+import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -145,7 +145,7 @@ def test_clear_leaves_what_others_wrote(command, folder):
 
 
 def test_clear_says_what_it_could_not_delete(command, folder, monkeypatch):
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     result = command("cache", "clear", "--cache", folder, "--yes", "--namespace", "acme")
     assert result.exit_code == 2
     assert "2 entries could not be read or deleted" in result.stderr
@@ -196,7 +196,7 @@ def test_verify_names_what_is_damaged_and_leaves_it(command, folder):
     orphan.write_bytes(b"half")
     result = command("cache", "verify", "--cache", folder)
     assert result.exit_code == 1
-    assert f"damaged: {path.stem[:16]}: layer 0 does not match its CRC" in result.stdout
+    assert f"damaged: {path.name}: layer 0 does not match its CRC" in result.stdout
     assert "3 entries" in result.stdout
     assert "1 damaged" in result.stdout
     assert "1 files of interrupted writes" in result.stdout
@@ -209,7 +209,7 @@ def test_an_entry_under_anothers_name_is_damaged(command, folder):
     other.write_bytes(one.read_bytes())
     result = command("cache", "verify", "--cache", folder)
     assert result.exit_code == 1
-    assert f"damaged: {other.stem[:16]}: holds the entry of another key" in result.stdout
+    assert f"damaged: {other.name}: holds the entry of another key" in result.stdout
 
 
 def test_repair_drops_the_damaged_and_what_interrupted_writes_left(command, folder, beside):

@@ -138,7 +138,7 @@ def test_where_no_thread_can_be_started_the_call_fails_and_the_next_one_answers(
 
 
 def slow_profile(seconds_per_token):
-    return PrefillProfile([0, 512], [1, 512], [[seconds_per_token, seconds_per_token * 512]] * 2)
+    return PrefillProfile(0.0, seconds_per_token)
 
 
 @pytest.mark.parametrize(("per_token", "source"), [(1e-9, "computed"), (10.0, "disk")])
