@@ -41,7 +41,7 @@ class Missing:
         """Token ids of all that the KV is computed from: the context, then the chunk."""
         near, joint = getattr(self.encoding, "neighbours", ()), getattr(self.encoding, "joint", ())
         between = (token for ids in near for token in (*ids, *joint))
-        return (*self.encoding.behind, *between, *self.token_ids)
+        return (*self.encoding.before, *between, *self.token_ids)
 
     @property
     def id_bytes(self) -> int:

@@ -30,7 +30,7 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     """
     if not request.reads_cache:
         return plain_plan(request)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     lost = frozenset(without)
     fetch, ids = request.fetch.without(lost), request.token_ids
     serving = _serving(request)
@@ -39,7 +39,7 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
         entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
     decision = _decision(request, fetch, entries, len(ids))
     parts = _parts(request, decision, entries, ids)
-    report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
+    report = _report(request, parts, len(ids), (time.perf_counter() - started_at) * 1e3)
     useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
     useful |= {
         key

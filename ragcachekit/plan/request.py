@@ -127,5 +127,5 @@ class Estimator:
         try:
             return self._store.in_memory(key)
         except Exception:  # a user's own store
-            log.warning("a store could not say what is in memory", exc_info=True)
+            log.warning("a store failed to report what is in memory", exc_info=True)
             return False
