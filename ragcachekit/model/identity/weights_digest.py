@@ -110,8 +110,9 @@ def hash_tensor(hasher: Any, tensor: torch.Tensor, name: str = "tensor") -> None
             f"{name} is on the meta device: load the whole model into memory, not offloaded"
         )
     try:
-        for piece in tensor.detach().reshape(-1).split(max(1, PIECE_BYTES // tensor.element_size())):
-            hasher.update(piece.cpu().view(torch.uint8).numpy())
+        flat, size = tensor.detach().reshape(-1), max(1, PIECE_BYTES // tensor.element_size())
+        for start in range(0, flat.numel(), size):
+            hasher.update(flat[start : start + size].cpu().view(torch.uint8).numpy())
     except (RuntimeError, TypeError, NotImplementedError) as error:
         kind = type(tensor).__name__
         raise ModelNotSupported(
