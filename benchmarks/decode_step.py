@@ -23,7 +23,7 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.batch.decode import decode
 from ragcachekit.forward.batch.request_kv import RequestKV
-from ragcachekit.generate.batch.check import why_not_together
+from ragcachekit.generate.batch_check import why_not_together
 from ragcachekit.model.pretrained import load_model
 
 

@@ -29,11 +29,11 @@ from ragcachekit.types import Chunk, Prompt, Text
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
     from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
-    from ragcachekit.engine.inspect.diagnosis import Diagnosis
-    from ragcachekit.engine.inspect.view import PromptView
-    from ragcachekit.engine.queue.request import Request
+    from ragcachekit.engine.diagnosis import Diagnosis
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.request import Request
     from ragcachekit.engine.speculation import SpeculativePipeline
+    from ragcachekit.engine.view import PromptView
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
@@ -126,9 +126,9 @@ _LAZY = {
     "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.quality.records": ("TuneReport",),
-    "ragcachekit.engine.inspect.diagnosis": ("Diagnosis",),
-    "ragcachekit.engine.inspect.view": ("PromptView",),
-    "ragcachekit.engine.queue.request": ("Request",),
+    "ragcachekit.engine.diagnosis": ("Diagnosis",),
+    "ragcachekit.engine.view": ("PromptView",),
+    "ragcachekit.engine.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),

@@ -1,4 +1,4 @@
-"""Jobs after an answer, one at a time: encoding into the tree, shadow prefills, prefetching."""
+"""Background work: queues of jobs, and how they wait for requests or leave the processor to them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from threading import Event
-from typing import Generic, TypeVar
+from threading import Event, Lock
+from typing import Generic, Protocol, TypeVar
 
-from ragcachekit.cancellation import CancelScope
+from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.errors import Cancelled
 from ragcachekit.threads import DaemonPool
 from ragcachekit.threads import Job as PoolJob
@@ -72,3 +72,62 @@ def flush_all(flushes: Iterable[Callable[[float | None], bool]], timeout: float 
     end = None if timeout is None else time.monotonic() + timeout
     done = [flush(None if end is None else max(0.0, end - time.monotonic())) for flush in flushes]
     return all(done)
+
+
+# -- beside requests ------------------------------------------------------------------------------
+
+_EVERY = 0.02  # seconds between two looks
+
+SHARE = 0.1
+"""Part of the time that background work gets while requests run: not none, under a load that never ends."""
+
+
+class ActiveRequests:
+    """A ``with`` block around every request counts it. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.running = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.running -= 1
+
+    def wait_for_none(self, closed: Event) -> None:
+        """Wait until no request runs; Cancelled once ``closed`` is set, or in a cancelled scope."""
+        raise_if_cancelled()
+        while self.running:
+            if closed.wait(_EVERY):
+                raise Cancelled("closed while waiting for requests")
+
+
+class _Running(Protocol):
+    """Counts requests."""
+
+    @property
+    def running(self) -> int:
+        """How many run now."""
+
+
+class Backoff:
+    """Slows one background job's model work down while requests run, to ``share`` of the time.
+
+    It competes for the processor with the first token that somebody waits for. Called before every layer.
+    """
+
+    def __init__(self, active: _Running, closed: Event, share: float = SHARE) -> None:
+        self._active, self._closed, self._share = active, closed, share
+        self._since = time.monotonic()
+
+    def __call__(self) -> None:
+        """Wait until no request runs, a multiple of the time since the last call at most, or ``closed``."""
+        now = time.monotonic()
+        end = now + (now - self._since) * (1 / self._share - 1)
+        while self._active.running and (left := end - time.monotonic()) > 0:
+            if self._closed.wait(min(_EVERY, left)):
+                break
+        self._since = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -121,7 +120,6 @@ class StoreConfig:
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,
       never called exact, and computed again where exactness was asked for.
     - ``pin_host``: Page-lock host memory although there is no GPU tier.
-    - ``disk_direct``: Deprecated: has no effect, and will be removed.
     """
 
     host_bytes: int = DEFAULT_HOST_BYTES
@@ -140,7 +138,6 @@ class StoreConfig:
     quotas: Mapping[str, int] = field(default_factory=dict)
     quantise: Mapping[str, str] = field(default_factory=dict)
     pin_host: bool = False
-    disk_direct: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -166,8 +163,6 @@ class StoreConfig:
                     f"cannot quantise tier {tier!r} to {kind!r}; tiers: {', '.join(TIERS)}; "
                     f"kinds: {', '.join(QUANTISATIONS)}"
                 )
-        if self.disk_direct:
-            warnings.warn("disk_direct has no effect any more", DeprecationWarning, stacklevel=3)
         if self.disk_path is not None:
             object.__setattr__(self, "disk_path", Path(self.disk_path).expanduser())
 
@@ -182,7 +177,6 @@ class TreeConfig:
     - ``keep_first``: Keep only this many documents at the start of each prompt; None for all.
     - ``eviction``: Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window:
       ``pgdsf:600s``), ``gdsf``, ``lfu``, ``lru``.
-    - ``replicate_bytes``: No effect any more.
     - ``turns_bytes``: Host memory for the last turns of conversations, whose rows the next turn reuses: exact
       rows stay exact, approximate ones approximate. 0 (the default): off.
     """
@@ -192,16 +186,13 @@ class TreeConfig:
     disk_bytes: int = 0
     keep_first: int | None = None
     eviction: str = "pgdsf"
-    replicate_bytes: int = 0
     turns_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        _check_numbers(self, ("host_bytes", "gpu_bytes", "disk_bytes", "replicate_bytes", "turns_bytes"))
+        _check_numbers(self, ("host_bytes", "gpu_bytes", "disk_bytes", "turns_bytes"))
         if self.keep_first is not None and self.keep_first < 0:
             raise ValueError(f"keep_first must be >= 0 or None for all, got {self.keep_first}")
-        if self.replicate_bytes:
-            warnings.warn("replicate_bytes has no effect any more", DeprecationWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)

@@ -4,44 +4,45 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ragcachekit.errors import Closed
 
-_OPENED: weakref.WeakSet[Any] = weakref.WeakSet()
+MESSAGE = "opened in another process: open it again after the fork"
+
+_OPENED: weakref.WeakSet[RefusesAfterFork] = weakref.WeakSet()
+_INHERITED: list[dict[str, Any]] = []  # state of the parent's objects: nothing of it may be closed here
 
 
-def refuse_after_fork(opened: object) -> None:
-    """Make an opened store, engine or pool raise :class:`~ragcachekit.errors.Closed` in forked children.
+class RefusesAfterFork:
+    """Base of what holds threads, locks or files.
 
-    There ``close`` does nothing, and every other method raises before it takes a lock.
+    In a forked child every use of it raises :class:`~ragcachekit.errors.Closed` before it takes a lock, and
+    ``close`` does nothing: there its instance has no state.
     """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or self not in _OPENED or vars(self).get("close") is not _nothing:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise Closed(MESSAGE)
+
+
+def refuse_after_fork(opened: RefusesAfterFork) -> None:
+    """Take the state of an opened store, pool or tree in forked children."""
     _OPENED.add(opened)
 
 
-class _OpenedBeforeFork:
-    """Class of such an object in a child."""
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise Closed("opened in another process: open it again after the fork")
-
-    __contains__ = __iter__ = __next__ = __enter__ = _refuse
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse()
-
-    def close(self, *_: object) -> None:
-        """Nothing: the parent closes it."""
+def _nothing(*_: object) -> None:
+    """``close`` in a child: the parent closes it."""
 
 
 def _refuse_all() -> None:
     for opened in list(_OPENED):
-        opened.__class__ = _OpenedBeforeFork
+        _INHERITED.append(dict(vars(opened)))
+        vars(opened).clear()
+        vars(opened)["close"] = _nothing
 
 
 if hasattr(os, "register_at_fork"):

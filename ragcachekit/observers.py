@@ -77,7 +77,7 @@ class Observer:
         """Called after the search that followed a lookup without a hit."""
 
 
-class Watch:
+class ObservedRequest:
     """The observers of one request; as a context manager, what is raised ends it."""
 
     def __init__(self, tokens: tuple[tuple[Observer, object], ...]) -> None:
@@ -89,7 +89,7 @@ class Watch:
         for observer, token in tokens:
             attempt(observer.request_ended, token, report, error)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ObservedRequest:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -97,7 +97,7 @@ class Watch:
             self.end(error=error)
 
 
-UNWATCHED = Watch(())
+UNOBSERVED = ObservedRequest(())
 
 
 class Observers:
@@ -120,13 +120,15 @@ class Observers:
         """Remove an observer; no error if it is none."""
         self._all = tuple(one for one in self._all if one is not observer)
 
-    def begin(self, begun: float, prompt: object, namespace: str, options: Mapping[str, Any]) -> Watch:
+    def begin(
+        self, begun: float, prompt: object, namespace: str, options: Mapping[str, Any]
+    ) -> ObservedRequest:
         """Tell of a request; ``begun`` in seconds of :func:`time.perf_counter`."""
         if not self._all:
-            return UNWATCHED
+            return UNOBSERVED
         operation = "text_completion" if isinstance(prompt, str | Prompt) else "chat"
         start = RequestStart(operation, namespace, options, epoch_ns(begun))  # type: ignore[arg-type]
-        return Watch(tuple((one, attempt(one.request_started, start)) for one in self._all))
+        return ObservedRequest(tuple((one, attempt(one.request_started, start)) for one in self._all))
 
     def looked_up(self, lookup: QueryLookup) -> None:
         """Tell of a lookup."""

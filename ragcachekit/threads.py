@@ -17,7 +17,7 @@ from itertools import repeat
 from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
 from typing import Any
 
-from ragcachekit.forks import refuse_after_fork
+from ragcachekit.forks import RefusesAfterFork, refuse_after_fork
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Job:
         self.error: BaseException | None = None
 
 
-class DaemonPool:
+class DaemonPool(RefusesAfterFork):
     """Threads that start when there is a job, and end when idle or with the process.
 
     A job that hangs can be given up: then another thread may start in its place. :meth:`close` sets

@@ -1,4 +1,4 @@
-"""Generation from asyncio, through the queue; a cancelled task ends its request."""
+"""Generation from asyncio; a cancelled task ends its request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ragcachekit.errors import Cancelled, EngineError
 from ragcachekit.reports import Answer
 
 if TYPE_CHECKING:
-    from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.request import Request
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -107,7 +107,7 @@ class AsyncAnswerStream:
     @property
     def tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
-        return self._request.work.estimator.tokens + self._generated
+        return self._request.call.estimator.tokens + self._generated
 
     @property
     def answer(self) -> Answer:

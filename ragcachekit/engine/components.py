@@ -10,20 +10,19 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ragcachekit.background import flush_all
+from ragcachekit.background import ActiveRequests, Backoff, flush_all
 from ragcachekit.config import ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.similar import NeighbourEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.engine.active_requests import ActiveRequests, GiveWay
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.capture.row_capture import RowCapture
-from ragcachekit.engine.generator import Generator
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
+from ragcachekit.engine.row_capture import RowCapture
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
+from ragcachekit.generate.generator import Generator
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -115,14 +114,14 @@ class EngineComponents:
         if not encodings.neighbours and not free and self.planner.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         encoder, self.active = ChunkEncoder(model, rope, ObservedCache), ActiveRequests()
-        give_way = partial(GiveWay, self.active)
+        backoff = partial(Backoff, self.active)
 
         def encoder_over(
             store: KVStore, stored: Callable[[KVKey, ChunkKV], object], forgets: ForgetEpochs
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
             parts = encoder, store, unchanged, near, InPromptEncoder(model, rope), stored, forgets
-            return BackgroundEncoder(*parts, settings.encode_after, give_way)
+            return BackgroundEncoder(*parts, settings.encode_after, backoff)
 
         self.background_encoder = encoder_over(self.store, self.planner.note_stored, self.forgets)
         opened.callback(self.background_encoder.close)
@@ -133,7 +132,7 @@ class EngineComponents:
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):
             shadow = ShadowConfig(shadow or 0.0)
-        self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, give_way)
+        self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, backoff)
         opened.callback(self.shadow.close)
         self.budgets = Budgets(folder, self.fingerprint, self.planner.encodings(open_policy("full")).name)
         private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())

@@ -1,32 +1,66 @@
-"""RagCache: prompt, plan, forward, generation, report, background encoding."""
+"""RagCache: what users call. Every prompt takes one path, whatever it was asked by:
+
+1. :meth:`RagCache.submit` has it rendered, tokenised and searched for chunks (``prompt/parser.py``), and its
+   entries named (``plan/planner.py``), and puts it in the queue (``engine/scheduler.py``).
+2. At its turn, in the scheduler's thread, ``engine/runner.py`` makes the plan (:meth:`RagCache.plan`: what
+   of it is cached, which rows the policy recomputes), and has transformers' generate run it, linked
+   (``generate/run.py``, ``forward/linker.py``), up to the first token.
+3. It then gets one token per step, together with the other running requests (``generate/batch.py``).
+4. After its last token, ``engine/after_answer.py`` keeps exact rows and has missing chunks encoded in the
+   background, and the waiting caller gets the answer with its report.
+
+``generate``, ``stream``, ``generate_batch``, ``agenerate``, ``astream``, the frameworks and the server all
+submit.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
 from pathlib import Path
-from typing import Any, Self, Unpack
+from threading import Event
+from typing import Any, NoReturn, Self, Unpack
 
-from ragcachekit.cancellation import raise_if_cancelled
-from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
+from ragcachekit.cancellation import CancelScope, raise_if_cancelled
+from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, check_number
+from ragcachekit.engine.after_answer import AfterAnswer
+from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.inspect.methods import InspectMethods
+from ragcachekit.engine.diagnosis import NO_TEMPLATE, Diagnosis, diagnose, without_template
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
-from ragcachekit.engine.request_path import Asked
-from ragcachekit.forks import refuse_after_fork
+from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
+from ragcachekit.engine.runner import Runner
+from ragcachekit.engine.scheduler import Scheduler
+from ragcachekit.engine.view import PromptView, prompt_view
+from ragcachekit.errors import Closed
+from ragcachekit.forks import MESSAGE
 from ragcachekit.forward.linked_prompt import LinkedPrompt
-from ragcachekit.generate.answer_stream import AnswerStream
-from ragcachekit.generate.detokenizer import Detokenizer, stop_strings
+from ragcachekit.generate.options import effective, stop_strings, uses_beams
+from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
 from ragcachekit.model.pretrained import load_model, weights_folder
+from ragcachekit.observers import Observer, Observers
+from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prompt.parser import PromptLike
-from ragcachekit.reports import Answer, EncodingStats, ShadowReport
+from ragcachekit.prompt.parser import PromptLike, Tools
+from ragcachekit.quality.records import TuneReport
+from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport
+from ragcachekit.reports.base import pairs_html
+from ragcachekit.store.base import NullStore, StoreStats
+from ragcachekit.types import KVKey, whole_id
+
+MIN_REPORTED_WAIT_S = 0.01
+"""Shorter waits for rows of an earlier prompt have no note in the report."""
 
 
-class RagCache(InspectMethods):
+class RagCache:
     """Generation on your own Hugging Face model that reuses the KV of retrieved chunks.
 
     Parameters
@@ -42,14 +76,13 @@ class RagCache(InspectMethods):
         background while no request runs, once 16 prompts with chunks were answered (not with ``cold="now"``
         or ``"never"``). Or what may be lost, ``budget:0.1``, by the last ``ragcachekit calibrate``.
     encoder : str, optional
-        What chunks are encoded behind: ``standalone``, ``sinks:4``, ``system``, ``similar:10``,
-        ``in-prompt``; default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy
-        alone.
+        What chunks are encoded after: ``standalone``, ``sinks:4``, ``system``, ``similar:10``, ``in-prompt``;
+        default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy alone.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
         :class:`PrecedingChunks`, :class:`CoRetrieved` or your own; a mapping gives one per namespace.
     companions : {"any", "same-source"}
-        Which chunks a chunk may be encoded behind. "same-source": only those that are known to be of its own
+        Which chunks a chunk may be encoded after. "same-source": only those that are known to be of its own
         document, by :meth:`order`, by the ``sources`` of :meth:`register` and :meth:`encode`, or through a
         retriever; else the text before the chunks alone. For corpora to which strangers add documents.
     store : StoreConfig or KVStore, optional
@@ -57,7 +90,7 @@ class RagCache(InspectMethods):
     namespace : str
         Tenant and corpus, a hard partition. Every call can name another one.
     cold : {"background", "now", "never"}
-        When missed chunks are encoded: in a thread behind the answer, before the answer is returned, or only
+        When missed chunks are encoded: in a thread after the answer, before the answer is returned, or only
         by :meth:`encode`. What a request computed exactly as its encoding is stored without (not by "never").
     encode_after : int
         Misses of a chunk before "background" encodes it: 2 spares chunks that are retrieved only once; 1 has
@@ -70,7 +103,7 @@ class RagCache(InspectMethods):
         Exact KV of the beginnings of past prompts (RAGCache's knowledge tree), reused by prompts that begin
         with the same chunks in the same order. A tree that was passed in is not closed.
     queue : QueueConfig, optional
-        Size of the batch of :meth:`submit`, and how many requests may wait for it.
+        Size of the batch in which requests are decoded, and how many may wait for it.
     cache_dir : path, optional
         Folder of file digests, passed checks, calibrations, choices of ``auto`` and timings; default the
         user's cache folder.
@@ -95,11 +128,15 @@ class RagCache(InspectMethods):
     ) -> None:
         settings = EngineSettings(**options)
         self.model, self.tokenizer = model, tokenizer
-        namespace, queue = checked_namespace(settings.namespace), settings.queue or QueueConfig()
-        components = EngineComponents(model, tokenizer, settings, _weights)
-        super().__init__(components, namespace, settings.cold, queue)
-        self.fingerprint, self.shadow = self._components.fingerprint, self._components.shadow
-        refuse_after_fork(self)
+        self.namespace, queue = checked_namespace(settings.namespace), settings.queue or QueueConfig()
+        self.components = parts = EngineComponents(model, tokenizer, settings, _weights)
+        self.fingerprint, self.shadow = parts.fingerprint, parts.shadow
+        self._chunks, self._observers = Chunks(parts), Observers()
+        self.after_answer = AfterAnswer(parts, settings.cold, self._chunks.registering)
+        runner = Runner(queue, parts, self.after_answer, self.plan, self.replan)
+        self.queue = Scheduler(queue, runner, parts.active)
+        self._template_noted = self._closed = False
+        self._process = os.getpid()
 
     @classmethod
     def from_pretrained(
@@ -115,20 +152,6 @@ class RagCache(InspectMethods):
         model, tokenizer = load_model(model_id, device, **options)
         return cls(model, tokenizer, _weights=weights_folder(model_id, **options), **own)
 
-    def encoding_stats(self) -> EncodingStats:
-        """Tokens that requests missed, kept and encoded since this object was made."""
-        return self._components.background_encoder.stats
-
-    def shadow_report(self, namespace: str | None = None) -> ShadowReport:
-        """Results of shadow mode, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
-        return self.shadow.report(namespace)
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait for all background work; False if ``timeout`` seconds did not suffice."""
-        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
-        self.queue.refuse_own_thread()  # some of it waits until no request runs
-        return self._components.flush(timeout)
-
     # -- prompts -----------------------------------------------------------------------------------
 
     def generate(
@@ -137,12 +160,13 @@ class RagCache(InspectMethods):
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         stop: str | Sequence[str] | None = None,
-        cancel: threading.Event | None = None,
+        cancel: Event | None = None,
+        deadline: float | None = None,
         **options: Any,
     ) -> Answer:
-        """Answer one prompt.
+        """Answer one prompt: ``submit(...).result()``, after room in a full queue.
 
         Parameters
         ----------
@@ -153,6 +177,8 @@ class RagCache(InspectMethods):
         cancel : threading.Event, optional
             Ends the prefill before its next layer, and generation after its token; the answer has the tokens
             up to then. See also :class:`ragcachekit.CancelScope`.
+        deadline : float, optional
+            As for :meth:`submit`.
         **options
             For ``model.generate``: ``max_new_tokens`` (or ``max_tokens``; default 256), ``do_sample``, ...
             ``seed`` makes sampled answers repeatable.
@@ -161,46 +187,122 @@ class RagCache(InspectMethods):
         ------
         ValueError
             For an option that neither generate nor the model takes; it names the nearest one.
-        PromptTooLong, GenerationNotSupported
+        RuntimeError
+            In the engine's own thread, as in a streamer or a callback.
+        PromptTooLong, GenerationNotSupported, Closed, DeadlineExceeded
         """
-        begun, parts, path = time.perf_counter(), self._components, self._path
-        parts.generator.check_options(options, "cancel")
-        with self._watch(begun, prompt, namespace, options) as watch, parts.active:
-            raise_if_cancelled()
-            stop, request = stop_strings(stop), self._asked(prompt, namespace, policy, tools)
-            asked = Asked(parts.generator.options(options, len(request.token_ids), stop), stop, cancel)
-            plan = path.begin(request)
-            first = parts.shadow.draw(asked.options)
-            generated = parts.generator.run(
-                plan, asked.options, stop=stop, cancel=cancel, first=first, own=path.own, replan=path.plan
-            )
-            answer = path.finish(generated, asked, first, begun)
-            path.reports.append(answer.report)
-            watch.end(answer.report)
-        path.check_auto(generated.plan)
-        raise_if_cancelled()
-        return answer
+        self.queue.refuse_own_thread()
+        return self.submit(
+            prompt,
+            namespace=namespace,
+            policy=policy,
+            tools=tools,
+            stop=stop,
+            cancel=cancel,
+            deadline=deadline,
+            wait=True,
+            **options,
+        ).result()
 
-    def stream(
+    def stream(self, prompt: PromptLike, **options: Any) -> AnswerStream:
+        """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
+        if "streamer" in options:
+            raise ValueError("stream() reads the tokens itself; give streamer= to generate or submit")
+        self.components.generator.check_options({**_of_generate(options), "streamer": True})
+        _ = self.components.parser.tokens  # text needs a tokenizer
+        return AnswerStream(self.submit(prompt, **{"wait": True, **options}))
+
+    def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
+        """As :meth:`generate`, for several prompts, decoded together; an interrupt cancels them all."""
+        self.queue.refuse_own_thread()
+        prompts = several(prompts, "prompts")
+        if options.get("streamer") is not None and len(prompts) > 1:
+            raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
+        self._checked(options.get("namespace"))
+        requests: list[Request] = []
+        try:
+            requests += (self.submit(prompt, **{"wait": True, **options}) for prompt in prompts)
+            return [request.result() for request in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+
+    def submit(
         self,
         prompt: PromptLike,
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         stop: str | Sequence[str] | None = None,
+        cancel: Event | None = None,
+        deadline: float | None = None,
+        wait: bool | float = False,
+        streamer: Any = None,
         **options: Any,
-    ) -> AnswerStream:
-        """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
-        if "streamer" in options:
-            raise ValueError("stream() reads the tokens itself; give streamer= to generate or submit")
-        self._components.generator.check_options({**options, "streamer": True})
-        stop, namespace = stop_strings(stop), self._checked(namespace)
-        asked = {"namespace": namespace, "policy": policy, "tools": tools, "stop": stop, **options}
-        return AnswerStream(
-            lambda streamer, cancel: self.generate(prompt, cancel=cancel, streamer=streamer, **asked),
-            Detokenizer(self._parser.tokens.decode, stop),
-        )
+    ) -> Request:
+        """Queue one prompt; it is answered together with others, token by token.
+
+        Of waiting requests those with more of their prompt cached come first, and namespaces get equal shares
+        of the computed tokens (:class:`ragcachekit.QueueConfig`). Other arguments are those of
+        :meth:`generate`. Beam search runs alone, and the report says so.
+
+        Parameters
+        ----------
+        deadline : float, optional
+            Seconds from now. A request without an answer by then fails with ``DeadlineExceeded``; a running
+            one ends after its token.
+        wait : bool or float
+            Whether, or for how many seconds, to wait for room in a full queue.
+
+        Raises
+        ------
+        QueueFull
+            If ``max_waiting`` requests wait already.
+        PromptTooLong, GenerationNotSupported, Closed
+        """
+        started_at, generator = time.perf_counter(), self.components.generator
+        if streamer is not None:
+            options["streamer"] = streamer
+        generator.check_options(options, "cancel", "deadline", "wait")
+        observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
+        with observed:
+            stop = stop_strings(stop)
+            request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
+            options = generator.options(options, len(request.token_ids), stop)
+            raise_if_cancelled()
+            check_deadline(deadline)
+            if not isinstance(wait, bool):
+                check_number("wait", wait, "True, False or seconds")
+            left = inf if deadline is None else deadline - (time.perf_counter() - started_at)
+            defaults, tokens = self.model.generation_config, None
+            if streamer is None and not uses_beams(options, defaults):
+                streamer = tokens = TokenQueue()
+            counted = None if streamer is None else RequestStreamer(streamer)
+            estimator = self.components.planner.estimator(request)
+            room = self.components.planner.context - estimator.tokens
+            call = GenerateCall(
+                prompt=request,
+                options={**options, "streamer": counted},
+                stop=stop,
+                estimator=estimator,
+                new_tokens=min(effective(options, defaults, "max_new_tokens") or room, room),
+                submitted_at=started_at,
+                deadline=time.monotonic() + left,
+                scope=CancelScope(cancel),
+                cancel=Event(),
+                streamer=counted,
+                observed=observed,
+            )
+            detokenizer = Detokenizer(self.components.parser.decode, stop)
+            handle = Request(call, tokens, detokenizer, self.queue.cancel, self.queue.refuse_own_thread)
+            try:
+                self.queue.submit(handle, wait)
+            except KeyboardInterrupt:  # which may come when it waits already
+                handle.cancel()
+                raise
+            return handle
 
     def link(
         self,
@@ -208,29 +310,341 @@ class RagCache(InspectMethods):
         *,
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
     ) -> LinkedPrompt:
         """Link a prompt for a generate call or a loop of your own; it is used once.
 
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        self._checked(namespace)
-        with self._components.active:
-            plan = self._path.begin(self._request(prompt, namespace, policy, tools))
-            linked = self._components.generator.link(plan, self._path.plan)
-        self._components.loads.follow(linked.plan)
-        self._path.encode_missing(linked.plan.missing)
+        request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
+        with self.components.active:
+            linked = self.components.generator.link(self.plan(request), self.replan)
+        self.components.loads.follow(linked.plan)
+        self.after_answer.encode_missing(linked.plan.missing)
         return linked.prompt
+
+    def inspect(
+        self, prompt: PromptLike, *, namespace: str | None = None, policy: str | SelectionPolicy | None = None
+    ) -> PromptView:
+        """Show what a prompt reuses now, token by token: exact, approximate, recomputed or computed.
+
+        Costs one linked prefill; nothing is generated or stored. ValueError without a tokenizer.
+
+        >>> print(rag.inspect(prompt).ansi())                      # doctest: +SKIP
+        """
+        decode = partial(self.components.parser.tokens.decode, special=True)
+        request = self.prepare(prompt, namespace=namespace, policy=policy)
+        with self.components.active:
+            plan = self.components.generator.link(self.plan(request), self.replan).plan
+        return prompt_view(plan, decode)
+
+    def diagnose(
+        self, prompt: PromptLike, documents: Iterable[object], *, namespace: str | None = None
+    ) -> Diagnosis:
+        """Report which documents of a prompt are found as chunks, why others are not, and what to change.
+
+        Costs no model work and registers nothing. ``documents`` are what the retriever returned: strings,
+        LangChain documents or LlamaIndex nodes; TypeError for others.
+        """
+        return diagnose(self.components.parser, prompt, documents, self._checked(namespace))
+
+    def prepare(
+        self,
+        prompt: PromptLike,
+        *,
+        namespace: str | None = None,
+        policy: str | SelectionPolicy | None = None,
+        tools: Tools | None = None,
+    ) -> PromptRequest:
+        """The prompt, tokenised, with its policy and the keys of its chunks; nothing is looked up yet."""
+        namespace, parts = self._checked(namespace), self.components
+        chosen, epoch = parts.choose_policy(policy, namespace), parts.forgets.now()
+        parsed = parts.parser.parse(prompt, namespace, tools)
+        request = parts.planner.prepare(parsed, chosen.policy, epoch)
+        notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
+        if not self._template_noted and without_template(parts.parser, prompt):
+            self._template_noted = True
+            notes = (*notes, NO_TEMPLATE)
+        return replace(request, label=chosen.label, notes=notes, fallback=fallback)
+
+    def plan(self, request: PromptRequest) -> LinkPlan:
+        """The plan by what is cached now, once an earlier prompt's rows are stored."""
+        waited = self.after_answer.pending.wait(request)
+        if waited >= MIN_REPORTED_WAIT_S:
+            request = request.with_note(f"waited {waited:.2f} s until rows of an earlier prompt were stored")
+        begun = time.perf_counter()
+        return _planned_since(begun, self.replan(self.components.planner.look_up(request)))
+
+    def replan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
+        """The plan of a request whose look-ups have begun, without entries that could not be loaded."""
+        begun, parts = time.perf_counter(), self.components
+        plan = parts.planner.plan(request, without)
+        lost = parts.background_encoder.refused(item.key for item in plan.missing)
+        if lost and not isinstance(parts.store, NullStore):
+            plan = plan.with_note(f"{lost} missing entr{'ies' if lost > 1 else 'y'} {NOT_KEPT}")
+        return _planned_since(begun, plan)
+
+    # -- chunks ------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        texts: Iterable[str],
+        *,
+        namespace: str | None = None,
+        sources: Sequence[str | None] | None = None,
+    ) -> int:
+        """Search prompts for these texts as chunks; costs no model work.
+
+        ``sources`` names the document of each text, for ``companions="same-source"``; None where it is not
+        known. Returns how many can be found (texts too short to be told apart are left out).
+        """
+        return self._chunks.register(strings(texts, "texts"), self._checked(namespace), sources)
+
+    def order(
+        self,
+        document: str,
+        texts: Sequence[str],
+        *,
+        starts: Sequence[int] | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        """Note which chunks of a document follow each other, for encoders with neighbours.
+
+        Costs no model work and registers nothing. Called by retrievers that have an index of their own.
+        ``similar:n`` encodes a chunk after those before it. ``average:n`` uses the chunks around it where
+        none was registered together with it.
+
+        Parameters
+        ----------
+        document : str
+            Any name; equal names are one document.
+        starts : sequence of int, optional
+            Place of each chunk, such as its first character; else they follow what is known already.
+        """
+        self._chunks.order(document, strings(texts, "texts"), starts, self._checked(namespace))
+
+    def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
+        """Take chunks out of the order of their documents: no chunk is encoded after them any more.
+
+        Their KV, and KV that was encoded after them, stays until :meth:`forget`.
+        """
+        self.components.planner.neighbours.drop_order(self._checked(namespace), strings(texts, "texts"))
+
+    def prefetch(
+        self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
+    ) -> None:
+        """Begin to load chunks from slow tiers for a later prompt; returns at once. Called by retrievers.
+
+        Parameters
+        ----------
+        chunks : iterable of str
+            Chunk texts, or ids as :meth:`encode` returned them.
+        system : str, optional
+            Text before the prompt's first chunk, for encoders that need it; default is the last one used in
+            the namespace.
+        """
+        self._chunks.prefetch(strings(chunks, "chunks"), self._checked(namespace), system)
+
+    def encode(
+        self,
+        texts: Iterable[str],
+        *,
+        namespace: str | None = None,
+        system: str | None = None,
+        prompt: PromptLike | None = None,
+        sources: Sequence[str | None] | None = None,
+        progress: bool = False,
+    ) -> list[str]:
+        """Register chunks and compute their KV now, except what is stored already.
+
+        What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what depends on it.
+
+        Parameters
+        ----------
+        system : str, optional
+            Text before a prompt's first chunk, as the model sees it, for encoders that need it; default is
+            the last one used in the namespace. Before any, ``policy="auto"`` encodes chunks alone
+            (``standalone``), and uses them so until its check.
+        prompt : str, messages or Prompt, optional
+            A prompt like those to come, with at least one of the texts: instead of ``system``, the text
+            before its first chunk. Nothing is generated.
+        sources : sequence of str, optional
+            As for :meth:`register`.
+        progress : bool
+            Show a progress bar over tokens.
+
+        Returns
+        -------
+        list of str
+            Chunk ids of all texts, in order.
+
+        Raises
+        ------
+        Cancelled
+            In a cancelled :class:`ragcachekit.CancelScope`; what was encoded before is kept.
+        ValueError
+            For an empty chunk, one longer than the model's context, a missing ``system``, or a ``prompt``
+            without chunks or beside a ``system``.
+        ModelChanged
+            If the model changed since this object was made.
+        """
+        namespace = self._checked(namespace)
+        return self._chunks.encode(strings(texts, "texts"), namespace, system, prompt, sources, progress)
+
+    def forget(
+        self,
+        ids: Iterable[str] | None = None,
+        *,
+        texts: Iterable[str] | None = None,
+        namespace: str | None = None,
+    ) -> int:
+        """Drop the KV of chunks and texts, and KV that was computed after them, from all tiers.
+
+        A text is forgotten wherever it was: as a chunk, as a part of one, in a question, in the text before
+        the first chunk, in an earlier turn. Whitespace in and around it does not count. Chunks that merely
+        hold it stay registered. KV of which it is unknown whether it holds the text is dropped, too.
+
+        Cached search results that contain such a chunk are dropped too, in every retriever of this engine.
+        Delete the document from its index first: what a search finds is registered again. Work that began
+        before this returns stores no forgotten chunk. Another process on the same disk folder keeps its own
+        host memory; its knowledge tree follows at its next request in the namespace.
+
+        Parameters
+        ----------
+        ids : iterable of str, optional
+            Chunk ids, as :meth:`encode` returned them. Their texts stay registered: a later prompt with one
+            encodes it again.
+        texts : iterable of str, optional
+            Texts, long or short. Chunks among them are unregistered as well, in every form a chain may give
+            them. A blank text is ignored.
+        namespace : str, optional
+            With neither ids nor texts, all of it is dropped.
+
+        Returns
+        -------
+        int
+            Entries dropped.
+
+        Raises
+        ------
+        StoreError
+            If a tier cannot confirm the deletion; all others have forgotten. Forget again.
+        """
+        return self._chunks.forget(self._checked(namespace), ids, texts)
+
+    def tune(
+        self,
+        texts: Iterable[str] | None = None,
+        *,
+        prompts: Iterable[PromptLike] | None = None,
+        system: str | None = None,
+        namespace: str | None = None,
+        progress: bool = False,
+    ) -> TuneReport:
+        """Choose encoder and policy for ``policy="auto"`` now, by at most a minute of measuring.
+
+        Prompts are continued by a full prefill and under every candidate. The one whose next tokens differ
+        least is chosen and recorded in the cache folder, for this model and namespace. Give ``prompts`` that
+        are like those to come, or call it after some were answered: what else it has to measure on are
+        sentences of chunks that the model continues, which it may read in another way than questions.
+
+        Parameters
+        ----------
+        texts : iterable of str, optional
+            Chunk texts to make prompts of; default are the namespace's registered ones, where no prompt with
+            two chunks or more was answered.
+        prompts : iterable, optional
+            Prompts as for :meth:`generate`, each with two chunks or more; default are the last 16 answered.
+        system : str, optional
+            Text before a prompt's first chunk, as the model sees it; default is the last one used in the
+            namespace.
+        progress : bool
+            Show a progress bar over prompts.
+
+        Raises
+        ------
+        ValueError
+            For fewer than two chunks, an unknown ``system``, or the encoder ``in-prompt``.
+        RagCacheError
+            If not even one prompt could be measured in a minute.
+        PromptTooLong, ModelChanged, Cancelled
+        """
+        namespace = self._checked(namespace)
+        return self._chunks.tune(texts, prompts, system, namespace, progress)
+
+    def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
+        """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.
+
+        The cache is referenced weakly. The engine's observers are called at its lookups.
+        """
+        self._chunks.query_caches.add(cache)
+        cache.observers = self._observers
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> str:
+        """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
+        return self.components.resolve(self.components.policy, self.namespace).label
+
+    @property
+    def encoder(self) -> str:
+        """Name of the encoder of the default policy."""
+        chosen = self.components.resolve(self.components.policy, self.namespace).policy
+        return self.components.planner.encodings(chosen).name
+
+    @property
+    def reports(self) -> tuple[GenerateReport, ...]:
+        """Reports of the last 256 answered requests, the latest last."""
+        return tuple(self.after_answer.reports)
+
+    @property
+    def plot(self) -> Plots:
+        """Pictures: ``time``, ``tokens`` and ``tiers`` of the last requests, ``quality`` of a calibration."""
+        return Plots(lambda: self.reports, self._measured)
 
     @property
     def renders_tools(self) -> bool:
         """Whether the chat template shows the ``tools`` that :meth:`generate` is given."""
-        return self._parser.tokens.renders_tools
+        return self.components.parser.tokens.renders_tools
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text`` alone, without BOS."""
-        return len(self._parser.tokens.text(text, first=True))
+        return len(self.components.parser.tokens.text(text, first=True))
+
+    def stats(self) -> Records[StoreStats]:
+        """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
+        return Records(self.components.stats())
+
+    def encoding_stats(self) -> EncodingStats:
+        """Tokens that requests missed, kept and encoded since this object was made."""
+        return self.components.background_encoder.stats
+
+    def shadow_report(self, namespace: str | None = None) -> ShadowReport:
+        """Results of shadow mode, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
+        return self.shadow.report(namespace)
+
+    def chunks_in_memory(self) -> frozenset[str]:
+        """Ids of the chunks of all namespaces whose KV is in GPU or host memory; costs no I/O."""
+        return frozenset(whole_id(key.chunk_id) for key in self.components.store.memory_keys())
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call an observer at every request and at every lookup of this engine's query caches, once.
+
+        TypeError for another type.
+        """
+        self._observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Call an observer at no further request; no error if it was not added."""
+        self._observers.remove(observer)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for all background work; False if ``timeout`` seconds did not suffice."""
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        self.queue.refuse_own_thread()  # some of it waits until no request runs
+        return self.components.flush(timeout)
 
     def close(self) -> None:
         """End background work and close the store that this object opened; idempotent.
@@ -238,9 +652,11 @@ class RagCache(InspectMethods):
         Running answers are finished, but nothing of them is stored; waiting requests fail. Later calls raise
         :class:`~ragcachekit.errors.Closed`; reports can still be read.
         """
+        if self._process != os.getpid():  # the parent closes it
+            return
         self._closed = True
         self.queue.close()
-        self._components.close()
+        self.components.close()
 
     def __enter__(self) -> Self:
         self._checked(None)
@@ -248,3 +664,59 @@ class RagCache(InspectMethods):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"RagCache({', '.join(f'{name}: {value}' for name, value in self._about())})"
+
+    def _repr_html_(self) -> str:
+        return pairs_html(self._about()) + ("" if self._closed else self.stats()._repr_html_())
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a RagCache holds a model, threads and open files, and cannot be pickled or copied: make one in "
+            "each process, with a StoreConfig(disk_path=...) that they share"
+        )
+
+    def _checked(self, namespace: str | None) -> str:
+        """The namespace of a call; every public method checks it first."""
+        if self._closed:
+            raise Closed("this RagCache is closed; make a new one, or close it after its last use")
+        if self._process != os.getpid():
+            raise Closed(MESSAGE)
+        return self.namespace if namespace is None else checked_namespace(namespace)
+
+    def _about(self) -> list[tuple[str, object]]:
+        model = f"{type(self.model).__name__} on {self.model.device}"
+        if self._closed:
+            return [("model", model), ("state", "closed")]
+        tiers = [
+            f"{tier.tier} {tier.entries} entries, {tier.nbytes / 1e6:.1f} of {tier.budget / 1e6:.0f} MB"
+            for tier in self.stats()
+        ]
+        named = {"policy": self.policy, "encoder": self.encoder, "namespace": self.namespace}
+        return [("model", model), *named.items(), ("tiers", "; ".join(tiers) or "none")]
+
+    def _measured(self, namespace: str | None) -> tuple[Sequence[MeasuredPolicy], str]:
+        namespace = self._checked(namespace)
+        record, tuned = self.components.budgets.record(namespace), self.components.auto.record(namespace)
+        if record is not None:
+            points = [MeasuredPolicy(p.policy, p.ratio, p.loss) for p in record.curve]
+            return points, f"{record.quality}, on {record.encoder}"
+        if tuned is not None:
+            rows = [MeasuredPolicy(f"{r.policy} on {r.encoder}", r.ratio, r.kl) for r in tuned.rows]
+            return rows, "KL to full, nats per token"
+        raise ValueError(
+            f"nothing was measured for namespace {namespace!r}: call rag.tune(), or run ragcachekit calibrate"
+        )
+
+
+def _planned_since(begun: float, plan: LinkPlan) -> LinkPlan:
+    """The plan, whose report has how long it took; ``begun`` in seconds of :func:`time.perf_counter`."""
+    return replace(plan, report=replace(plan.report, plan_ms=(time.perf_counter() - begun) * 1e3))
+
+
+_OF_SUBMIT = {"namespace", "policy", "tools", "stop", "cancel", "deadline", "wait"}
+
+
+def _of_generate(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in _OF_SUBMIT}

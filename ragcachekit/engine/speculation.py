@@ -13,8 +13,8 @@ from ragcachekit.config import check_deadline, positive
 from ragcachekit.prompt.parser import PromptLike
 
 if TYPE_CHECKING:
-    from ragcachekit.engine.queue.request import Request
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.engine.request import Request
 
 _Document = TypeVar("_Document")
 

@@ -1,18 +1,22 @@
-"""Which generate options work inside a linked prefill, which need linking before it, which never work."""
+"""Options of generate: their defaults, which ones never work, and which ones need the prompt linked first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
+from numbers import Integral
 from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin
 from transformers.utils import TransformersKwargs
 
-from ragcachekit.config import check_type
+from ragcachekit.config import WHOLE, check_number, check_type
 from ragcachekit.errors import GenerationNotSupported
-from ragcachekit.generate.hooks import ScoreObserver
+
+DEFAULT_NEW_TOKENS = 256
+_LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 REFUSED = {
     "assistant_model": "assisted decoding rolls the cache back, which a linked cache cannot follow",
@@ -38,21 +42,8 @@ REFUSED = {
     "num_return_sequences": "call rag.generate again, or use rag.link and model.generate",
 }
 
-# Processors that read the order of the prompt's ids, or may, and searches that repeat the cache.
-_READ_ORDER = (
-    "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
-    "sequence_bias",
-    "watermarking_config",
-    "prefix_allowed_tokens_fn",
-    "logits_processor",
-    "stopping_criteria",
-    "constraints",
-    "force_words_ids",
-    "token_healing",
-    "stop_strings",
-)
+# These read the order of the prompt's ids outside of the decoding loop.
+_READ_ORDER = ("encoder_no_repeat_ngram_size", "constraints", "force_words_ids", "token_healing")
 # Beside generate's parameters: what it takes out of its keyword arguments, and what is ours.
 _ALSO_KNOWN = ("tokenizer", "assistant_tokenizer", "trust_remote_code", "seed", "max_tokens")
 # Options whose neutral value is 1, not 0.
@@ -83,7 +74,7 @@ def check_options(options: Mapping[str, Any], model: Any, arguments: Iterable[st
         unknown = [_with_nearest(name, (*known, *arguments)) for name in options if name in given - known]
         raise ValueError(f"neither generate nor the model takes {', '.join(unknown)}")
     links_ahead(options, defaults)
-    if options.get("streamer") is not None and (effective(options, defaults, "num_beams") or 1) > 1:
+    if options.get("streamer") is not None and uses_beams(options, defaults):
         raise ValueError("num_beams= above 1 cannot be streamed, as beams may still change; leave one out")
 
 
@@ -117,34 +108,77 @@ def end_tokens(options: Mapping[str, Any], defaults: Any) -> frozenset[int]:
 def links_ahead(options: Mapping[str, Any], defaults: Any) -> bool:
     """Whether these options, over the model's generation config, need the linked forward before generate.
 
-    Generate then sees the ids in order and computes the last one. Otherwise the linked forward is its
-    prefill, and sees them permuted. GenerationNotSupported for an option that would be silently wrong.
+    Generate then gets the ids in order and computes the last one. Otherwise the linked forward is its
+    prefill, and gets them permuted. GenerationNotSupported for an option that would be silently wrong.
     """
     for name, reason in REFUSED.items():
-        if _asks(name, effective(options, None, name)):
+        if _is_set(name, effective(options, None, name)):
             raise GenerationNotSupported(f"{name}= does not work with a linked prompt: {reason}")
     if effective(options, None, "use_cache") is False:
         raise GenerationNotSupported("use_cache=False throws the linked cache away; leave it out")
-    asked = {name: effective(options, defaults, name) for name in _READ_ORDER}
-    reads_order = any(_asks(name, value) and not only_observes(name, value) for name, value in asked.items())
-    return reads_order or (effective(options, defaults, "num_beams") or 1) > 1
+    return uses_beams(options, defaults) or any(
+        _is_set(name, effective(options, defaults, name)) for name in _READ_ORDER
+    )
 
 
-def only_observes(name: str, value: Any) -> bool:
-    """Whether an option is a list of :class:`.ScoreObserver` processors, which read no ids but the last."""
-    return name == "logits_processor" and all(isinstance(one, ScoreObserver) for one in value)
+def uses_beams(options: Mapping[str, Any], defaults: Any) -> bool:
+    """Whether several beams are searched."""
+    return (effective(options, defaults, "num_beams") or 1) > 1
+
+
+def filled_options(options: Mapping[str, Any], tokens: int, *, pad: int, context: int) -> dict[str, Any]:
+    """Add what generate needs for a prompt of ``tokens`` tokens; given options stay.
+
+    Of ``max_new_tokens`` and ``max_length``, the one that leaves less room counts.
+    ValueError if there is nothing to generate, TypeError for a limit that is no number.
+    """
+    options = {k: v for k, v in options.items() if v is not None or k not in (*_LIMITS, "max_tokens")}
+    if "max_tokens" in options:
+        if "max_new_tokens" in options:
+            raise ValueError("max_tokens is another name of max_new_tokens; give one of them")
+        options["max_new_tokens"] = options.pop("max_tokens")
+    check_type("seed", options.get("seed"), (Integral, type(None)), WHOLE)
+    for name in ("max_new_tokens", "max_length"):
+        check_type(name, options.get(name, 1), Integral, f"{WHOLE} of tokens")
+    check_number("max_time", options.get("max_time", 1))
+    if "generation_config" in options:
+        # Into a copy: transformers does not want other arguments beside a configuration.
+        options["generation_config"] = config = copy.deepcopy(options["generation_config"])
+        if config.pad_token_id is None:
+            config.pad_token_id = pad
+    else:
+        options = {"pad_token_id": pad, **options}
+    if not _LIMITS & options.keys():
+        options["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, context - tokens)
+    if "max_length" in options:
+        room = options.pop("max_length") - tokens
+        options["max_new_tokens"] = min(options.get("max_new_tokens", room), room)
+    if options.get("max_new_tokens", 1) < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {options['max_new_tokens']}")
+    return options
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple; ValueError for an empty one, TypeError for anything but strings."""
+    check_type("stop", stop, (str, Iterable, type(None)), "a string or a list of strings")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for string in strings:
+        check_type("a stop string", string, str, "a string")
+    if not all(strings):
+        raise ValueError("an empty stop string would end every answer before it begins; leave it out")
+    return strings
 
 
 def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
     """Options with the neutral value where the model's own generation config would be refused."""
     if options.get("generation_config") is not None:
         return dict(options)
-    unwanted = [name for name in REFUSED if _asks(name, getattr(defaults, name, None))]
-    neutral = {name: _nothing(name, getattr(defaults, name)) for name in unwanted}
+    unwanted = [name for name in REFUSED if _is_set(name, getattr(defaults, name, None))]
+    neutral = {name: _neutral(name, getattr(defaults, name)) for name in unwanted}
     return {**neutral, "use_cache": True, **options}
 
 
-def _asks(name: str, value: Any) -> bool:
+def _is_set(name: str, value: Any) -> bool:
     if value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value):
         return False
     if isinstance(value, int | float) and value is not True:
@@ -152,6 +186,6 @@ def _asks(name: str, value: Any) -> bool:
     return True  # tensors among them, which cannot be compared
 
 
-def _nothing(name: str, value: Any) -> Any:
+def _neutral(name: str, value: Any) -> Any:
     # transformers replaces None by the model's own default, so use False or 1 where possible.
     return False if value is True else 1 if name in _ONE_IS_NONE else None

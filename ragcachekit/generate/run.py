@@ -1,16 +1,17 @@
-"""Run the ordinary ``model.generate`` on a linked prompt."""
+"""Run transformers' ``model.generate`` on a linked prompt."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import StopStringCriteria
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.errors import Cancelled
@@ -19,14 +20,37 @@ from ragcachekit.forward.linker import link, run_rows
 from ragcachekit.forward.narrowing import Narrowing, attach
 from ragcachekit.forward.own_rows import OwnRows, own_entries
 from ragcachekit.forward.scoring_pass import choose
-from ragcachekit.generate.hooks import FirstScores, Hooks
-from ragcachekit.generate.options import effective, end_tokens, links_ahead, without_refused_defaults
-from ragcachekit.generate.replan import Replan, replanned, timed
+from ragcachekit.generate.hooks import DecodingLoop, FirstScores, FirstTokenTimer, StopStrings
+from ragcachekit.generate.options import (
+    effective,
+    end_tokens,
+    links_ahead,
+    uses_beams,
+    without_refused_defaults,
+)
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.load import LoadFailed
+from ragcachekit.types import KVKey
+
+Replan = Callable[[PromptRequest, frozenset[KVKey]], LinkPlan]
+"""Plans a request once more without some entries."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenChoice:
+    """How the next tokens of a request are chosen, as generate prepared it from the request's options.
+
+    ``generator`` goes on where the first token's draw ended; None: torch's global one.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    generator: torch.Generator | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +65,7 @@ class Generated:
     - ``prefill``: Seconds of the forward alone, without loads, where known.
     - ``cache``: The prompt's cache, unless there are several beams.
     - ``own``: What was observed of entries that this prefill computed.
+    - ``choice``: How to choose further tokens; None after several beams or a cancelled prefill.
     """
 
     token_ids: tuple[int, ...]
@@ -53,6 +78,7 @@ class Generated:
     prefill: float | None = None
     cache: Any = None
     own: OwnRows | None = None
+    choice: TokenChoice | None = None
 
 
 def run_generate(
@@ -65,80 +91,123 @@ def run_generate(
     cancel: threading.Event | None = None,
     stop: Sequence[str] = (),
     first: FirstScores | None = None,
-    own: bool = False,
+    capture_missing_rows: bool = False,
     replan: Replan | None = None,
     whole: bool = False,
+    one_token: bool = False,
 ) -> Generated:
     """Generate after a linked prompt.
 
     ``options`` go to generate, ``seed`` to its sampling. ``decode`` is needed for ``stop`` strings.
-    ``replan`` plans the prompt again if entries could not be loaded. ``own`` observes rows of missing chunks,
-    as they are to be stored. ``whole`` returns a cache with all rows, whatever the model drops outside its
-    windows.
+    ``replan`` plans the prompt again if entries could not be loaded. ``capture_missing_rows`` observes rows
+    of missing chunks, as they are to be stored. ``whole`` returns a cache with all rows, whatever the model
+    drops outside its windows. ``one_token`` returns after the first token, for a batch that goes on.
     ``cancel``, or a scope around the call, ends the prefill between two layers and the answer between two
     tokens.
     """
+    defaults = model.generation_config
     # Phi-3's generate drops the cache and runs all ids again where its frequencies change: in order.
-    ahead = rope.depends_on_length or links_ahead(options, model.generation_config)
-    options = without_refused_defaults(options, model.generation_config)
-    seed = options.pop("seed", None)
-    beams = effective(options, model.generation_config, "num_beams") or 1
+    ahead = rope.depends_on_length or links_ahead(options, defaults)
+    beams = (effective(options, defaults, "num_beams") or 1) if uses_beams(options, defaults) else 1
+    options = _with_stop_strings(without_refused_defaults(options, defaults), defaults)
+    seed, streamer = options.pop("seed", None), options.pop("streamer", None)
     with CancelScope(cancel) as scope:
-        hooks = Hooks(options, plan.token_ids, scope, first, stop, decode)
+        timer, first = FirstTokenTimer(scope), first or FirstScores(wanted=False)
+        loop = None if beams > 1 else DecodingLoop(plan.token_ids, timer, streamer, one_token)
+        options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
         while True:
             try:
-                linked = _linked(model, rope, plan, ahead, beams, own, whole)
-                with _seeded(model, seed):
-                    return _generated(model, linked, hooks, beams)
+                linked = _linked(model, rope, plan, ahead, beams, capture_missing_rows, whole)
+                with _seeded(model, seed) as random:
+                    return _generated(model, linked, options, timer, loop, stop, decode, first, random)
             except Cancelled:
-                return _cancelled(plan, hooks)
-            except LoadFailed as failed:
-                # Before the first token: nothing but the streamer has seen anything of this attempt.
+                if streamer is not None and not one_token:  # else the batch ends it
+                    streamer.end()
+                now = time.perf_counter()
+                return Generated((), False, now, now, True, plan, plan.report)
+            except LoadFailed as failed:  # before the first token: nobody has seen anything of this attempt
                 plan = replanned(plan, failed, replan)
-                if hooks.streamer is not None:
-                    hooks.streamer.restart()
+
+
+def _with_stop_strings(options: dict[str, Any], defaults: Any) -> dict[str, Any]:
+    """``stop_strings`` as the criterion that generate makes of them: it gives our loop no tokenizer."""
+    strings, tokenizer = effective(options, defaults, "stop_strings"), options.get("tokenizer")
+    if not strings or tokenizer is None:
+        return options
+    criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    if (config := options.get("generation_config")) is not None:
+        config.stop_strings = None  # a copy: of filled_options
+    return {
+        **{name: value for name, value in options.items() if name not in ("stop_strings", "tokenizer")},
+        "stopping_criteria": [*(options.get("stopping_criteria") or ()), criterion],
+    }
 
 
 @contextmanager
-def _seeded(model: Any, seed: int | None) -> Iterator[None]:
-    """Draw from random numbers of their own, where a seed is given."""
+def _seeded(model: Any, seed: int | None) -> Iterator[Callable[[], torch.Generator | None]]:
+    """Draw from random numbers of their own, where a seed is given; yields what gives a copy of them."""
     if seed is None:
-        yield
+        yield lambda: None
         return
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    device = model.device if model.device.type == "cuda" else torch.device("cpu")
+
+    def copied() -> torch.Generator:
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return torch.Generator(device).set_state(state)
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        yield
+        yield copied
 
 
-def _cancelled(plan: LinkPlan, hooks: Hooks) -> Generated:
-    if hooks.streamer is not None:
-        hooks.streamer.end()
-    now = time.perf_counter()
-    return Generated((), False, now, now, True, plan, plan.report)
-
-
-def _generated(model: Any, linked: _Linked, hooks: Hooks, beams: int) -> Generated:
+def _generated(
+    model: Any,
+    linked: _Linked,
+    options: Mapping[str, Any],
+    timer: FirstTokenTimer,
+    loop: DecodingLoop | None,
+    stop: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
+    first: FirstScores,
+    random: Callable[[], torch.Generator | None],
+) -> Generated:
     inputs, cache = linked.inputs, linked.inputs.get("past_key_values")
     prompt = inputs["input_ids"].shape[1]
-    options = hooks.options(prompt)
+    criteria = [*(options.get("stopping_criteria") or ())]
+    criteria += [StopStrings(stop, decode, prompt)] if stop else []
+    criteria += [timer] if loop is None else []
+    options = {**options, "stopping_criteria": StoppingCriteriaList(criteria), "custom_generate": loop}
     begun, before = time.perf_counter(), getattr(cache, "settling", 0.0)
     with torch.no_grad():
         output = model.generate(**inputs, **options)
     ends = end_tokens(options, model.generation_config)
     ids = _trim(output[0, prompt:].tolist(), ends)
-    settling, prefill = getattr(cache, "settling", 0.0) - before, hooks.prefill(begun)
+    settling = getattr(cache, "settling", 0.0) - before
+    prefill = first.at - begun - settling if linked.plain and first.at is not None else None
     return Generated(
         ids,
         bool(ids) and ids[-1] in ends,
-        hooks.watch.first if hooks.watch.first is not None else time.perf_counter(),
+        timer.first_token if timer.first_token is not None else time.perf_counter(),
         begun + settling,
-        hooks.watch.cancelled,
+        timer.cancelled,
         linked.plan,
         linked.report(),
-        prefill - settling if linked.plain and prefill is not None else None,
-        cache if beams == 1 else None,
+        prefill,
+        cache if loop is not None else None,
         linked.own,
+        None if loop is None else TokenChoice(loop.processors, loop.criteria, loop.config, random()),
     )
+
+
+def _trim(ids: list[int], ends: frozenset[int]) -> tuple[int, ...]:
+    """Cut the padding after a finished beam; the end token itself stays."""
+    for at, token in enumerate(ids):
+        if token in ends:
+            return tuple(ids[: at + 1])
+    return tuple(ids)
+
+
+# -- linking -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,25 +227,19 @@ class _Linked:
 
     def report(self) -> LinkReport:
         plan = self.plan if self.narrowing is None else self.narrowing.link_plan()
-        return _told(timed(plan), self.inputs.get("past_key_values"))
+        return _with_forward(timed(plan), self.inputs.get("past_key_values"))
 
 
 def _linked(
-    model: Any,
-    rope: Rope,
-    plan: LinkPlan,
-    ahead: bool,
-    beams: int,
-    observe: bool,
-    whole: bool,
+    model: Any, rope: Rope, plan: LinkPlan, ahead: bool, beams: int, capture: bool, whole: bool
 ) -> _Linked:
     # Where the knowledge tree captures an ordinary prefill, too.
     whole = beams == 1 and (whole or plan.beginning is not None)
     if ahead:
-        inputs, plan = _ahead(model, rope, plan, repeats=beams)
+        inputs, plan = _run_ahead(model, rope, plan, repeats=beams)
         return _Linked(_whole(inputs, whole), plan, ahead=True)
     plan, buffers = choose(model, rope, plan)
-    items = own_entries(plan) if observe and beams == 1 else ()
+    items = own_entries(plan) if capture and beams == 1 else ()
     own = OwnRows(plan, items) if items else None
     if not (plan.pieces and (plan.kept or plan.policy)):
         inputs = _plain(plan, model.device)
@@ -207,14 +270,14 @@ def link_ahead(
     """
     while True:
         try:
-            inputs, done = _ahead(model, rope, plan)
-            return inputs, replace(done, report=_told(timed(done), inputs.get("past_key_values")))
+            inputs, done = _run_ahead(model, rope, plan)
+            return inputs, replace(done, report=_with_forward(timed(done), inputs.get("past_key_values")))
         except LoadFailed as failed:
             plan = replanned(plan, failed, replan)
 
 
 @torch.no_grad()
-def _ahead(model: Any, rope: Rope, plan: LinkPlan, repeats: int = 1) -> tuple[dict[str, Any], LinkPlan]:
+def _run_ahead(model: Any, rope: Rope, plan: LinkPlan, repeats: int = 1) -> tuple[dict[str, Any], LinkPlan]:
     plan, buffers = choose(model, rope, plan)
     # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
@@ -233,15 +296,44 @@ def _ahead(model: Any, rope: Rope, plan: LinkPlan, repeats: int = 1) -> tuple[di
     return arguments, plan if narrowing is None else narrowing.link_plan()
 
 
-def _told(report: LinkReport, cache: Any) -> LinkReport:
+# -- reports -------------------------------------------------------------------------------------------
+
+
+def replanned(plan: LinkPlan, failed: LoadFailed, replan: Replan | None) -> LinkPlan:
+    """The plan without what failed or was lost; its report notes it and counts the time waited."""
+    lost = {load.key: load for load in plan.loads if load.key in failed.keys or load.lost is not None}
+    assert lost, "nothing else would come of it"
+    assert plan.request is not None, "loads are begun by plans of requests"
+    assert replan is not None, "plans with loads need replan="
+    why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
+    note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
+    waited = plan.request.waited_ms + sum(load.waited for load in lost.values()) * 1e3
+    request = replace(plan.request, notes=(*plan.request.notes, note), waited_ms=waited)
+    return replan(request, plan.without | lost.keys())
+
+
+def timed(plan: LinkPlan) -> LinkReport:
+    """The plan's report with what its loads took, once no load is waited for any more."""
+    report, loads = plan.report, plan.loads
+    if not loads:
+        return report
+    own: dict[KVKey, float] = {load.key: load.waited for load in loads}
+    wait_ms = report.wait_ms + sum(own.values()) * 1e3
+    # Waking up takes time too: a wait can end later than the load.
+    load_ms = max(report.load_ms + _covered(load.span for load in loads) * 1e3, wait_ms)
+    return replace(report, load_ms=load_ms, wait_ms=wait_ms)
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds in which at least one of the spans ran."""
+    total, end = 0.0, float("-inf")
+    for begun, ended in sorted(spans):
+        total += max(0.0, ended - max(begun, end))
+        end = max(end, ended)
+    return total
+
+
+def _with_forward(report: LinkReport, cache: Any) -> LinkReport:
     if not isinstance(cache, LinkedCache):
         return report
     return replace(report, kernels=cache.kernels)
-
-
-def _trim(ids: list[int], ends: frozenset[int]) -> tuple[int, ...]:
-    """Cut the padding after a finished beam; the end token itself stays."""
-    for at, token in enumerate(ids):
-        if token in ends:
-            return tuple(ids[: at + 1])
-    return tuple(ids)

@@ -64,6 +64,10 @@ class PromptRequest:
         wanted = tuple(want for want in self.wanted if want.start >= beginning.tokens)
         return replace(self, wanted=wanted, beginning=beginning, fetch=fetch)
 
+    def with_note(self, note: str) -> Self:
+        """This request with another note for the report."""
+        return replace(self, notes=(*self.notes, note))
+
     @property
     def token_ids(self) -> Ids:
         """The whole prompt."""

@@ -12,7 +12,7 @@ from threading import RLock
 import torch
 
 from ragcachekit.config import TreeConfig
-from ragcachekit.forks import refuse_after_fork
+from ragcachekit.forks import RefusesAfterFork, refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Cost, Match, Node, Path, Root, check_exact, documents_first, key_of
 from ragcachekit.prefix_tree.conversations import Turns
@@ -24,7 +24,7 @@ from ragcachekit.store.eviction import MISS, Access, EvictionPolicy, Lru, open_e
 from ragcachekit.store.forgets import ForgottenTexts
 
 
-class KnowledgeTree:
+class KnowledgeTree(RefusesAfterFork):
     """Exact KV of ordered chunks, found by the path from the start of the prompt (RAGCache section 5.1).
 
     A node's KV equals that of a prefill of exactly its path, rotated for exactly its position. Nodes without

@@ -18,7 +18,7 @@ from ragcachekit.background import Background, Pause
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
 from ragcachekit.errors import Cancelled
-from ragcachekit.generate.answer import answer_of
+from ragcachekit.generate.generator import answer_of
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.options import effective
 from ragcachekit.generate.run import run_generate

@@ -19,7 +19,7 @@ from threading import Event, Lock
 from typing import NoReturn
 
 from ragcachekit import CancelScope, RagCache, to_thread
-from ragcachekit.engine.active_requests import GiveWay
+from ragcachekit.background import Backoff
 from ragcachekit.files import make_folder, parse_json, read_regular, replace_file
 from ragcachekit.server.errors import ApiError, invalid
 from ragcachekit.server.keys import Tenant
@@ -373,7 +373,7 @@ class ContextStore:
         ids = list[str]()
         for turn in _turns(context.chunks):
             async with self._encoding:
-                with CancelScope(pause=GiveWay(self._rag.queue, Event(), _SHARE)):
+                with CancelScope(pause=Backoff(self._rag.queue, Event(), _SHARE)):
                     ids += await to_thread(self._rag.encode, turn, namespace=context.namespace, system=before)
         return tuple(ids)
 

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from ragcachekit.forks import RefusesAfterFork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.reports import Report
 from ragcachekit.types import KVKey, whole_id
@@ -107,7 +108,7 @@ class StoreStats(Report):
     writable: bool = True
 
 
-class KVStore:
+class KVStore(RefusesAfterFork):
     """A store of chunk KV, the base of every implementation. They promise:
 
     - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None (a tier that

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-from ragcachekit.forks import refuse_after_fork
+from ragcachekit.forks import RefusesAfterFork, refuse_after_fork
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
 from ragcachekit.store.entry import EntryDamaged
 from ragcachekit.store.load import IDLE, PREFETCH, Hit, Load, LoadingKV
@@ -37,7 +37,7 @@ Observe = Callable[[str, int, float, int], object]
 """Called after every read with its tier, bytes, seconds, and the bytes of other reads when it began."""
 
 
-class Loader:
+class Loader(RefusesAfterFork):
     """Finds entries in a store and reads those of slow tiers in background threads. Thread safe.
 
     An entry that several requests need at once is read once. Damage, I/O errors and deadlines raise

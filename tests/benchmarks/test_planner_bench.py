@@ -156,7 +156,7 @@ def test_no_figure_beside_a_wrong_answer(monkeypatch, tmp_path):
 
     def wrong(self, prompt, **options):
         answer = asked(self, prompt, **options)
-        return replace(answer, token_ids=(1, 2)) if self._components.loads.planner else answer
+        return replace(answer, token_ids=(1, 2)) if self.components.loads.planner else answer
 
     monkeypatch.setattr(RagCache, "generate", wrong)
     with pytest.raises(RagCacheError, match="full prefill"):

@@ -1,5 +1,18 @@
-"""The command line over a small corpus."""
+"""The command line over a small corpus, and the kits for the processes that Ray starts."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
 from command_fixtures import command, corpus, world  # noqa: F401
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kits_for_other_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        yield

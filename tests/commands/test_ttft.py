@@ -133,7 +133,7 @@ def test_an_answer_that_is_not_the_models_gives_no_figures(model):
 
     with timing.open_engines(model, ("host",), fill) as engines:
         timing.check_exact(engines.warm["host"], prompt)
-        store = engines.warm["host"]._components.store
+        store = engines.warm["host"].components.store
         for key, kv in store._entries.items():
             if key.encoding == "prefix":
                 store._entries[key] = replace(kv, values=tuple(v + 1 for v in kv.values))

@@ -59,7 +59,7 @@ class Engine:
         )
 
     def chunk_ids(self, texts: Iterable[str], namespace: str = SPACE) -> frozenset[str]:
-        return frozenset(chunk_id(self.rag._parser.chunk_ids(text), namespace) for text in texts)
+        return frozenset(chunk_id(self.rag.components.parser.chunk_ids(text), namespace) for text in texts)
 
     def left(self, gone: frozenset[str] | None, namespace: str = SPACE) -> list[str]:
         """Where something of these chunks, or (None) of the namespace, lies: looked at, not asked for."""
@@ -68,7 +68,7 @@ class Engine:
         at["disk"] = _keys_in(self.folder / "kv")
         at["tree:host"] = [key_of(node.root, node.path()) for node in nodes(self.tree)]
         at["tree:disk"] = _keys_in(self.folder / "tree")
-        at["prefetched"] = list(self.rag._components.loads._loader._findable)
+        at["prefetched"] = list(self.rag.components.loads._loader._findable)
         out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]
         turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == namespace]
         if any(gone is None or gone & turn.members for turn in turns):
@@ -91,7 +91,7 @@ class Engine:
 
     def recognised(self, text: str, namespace: str = SPACE) -> bool:
         """Whether prompts are searched for it."""
-        return bool(self.rag._parser.registry.find(namespace, prompt_of(text)).found)
+        return bool(self.rag.components.parser.registry.find(namespace, prompt_of(text)).found)
 
     def close(self) -> None:
         self.rag.close()

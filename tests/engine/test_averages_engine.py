@@ -34,7 +34,7 @@ def make(tmp_path):
 
 def stored(rag, text=None):
     """Encodings of a chunk in the store (of the text before the chunks: by default)."""
-    keys = list(rag._components.store.keys())
+    keys = list(rag.components.store.keys())
     name = None if text is None else rag.encode([text], system=BEFORE)[0]
     return sorted(key.encoding for key in keys if name in (None, key.chunk_id))
 
@@ -59,7 +59,7 @@ def test_what_is_linked_is_the_mean_over_contexts(make):
     segments = [Text(BEFORE), Chunk(ONE), Text("\n\n"), Chunk(TWO), Text("\nWhere?")]
     linked = rag.link(Prompt(segments))
     assert linked.report.approximate_tokens > 0
-    prompts = rag._components.parser
+    prompts = rag.components.parser
     before, joint = prompts.system_ids(BEFORE), prompts.tokens.text("\n\n", first=False)
     one, two = prompts.chunk_ids(ONE), prompts.chunk_ids(TWO)
     first, start = len(before), len(before) + len(one) + len(joint)
@@ -110,31 +110,20 @@ def test_what_a_prompt_computes_serves_until_use_pays_for_the_mean(make):
 def kv_of(rag, text):
     """What the prompt would find for a chunk that is not its first."""
     name = names(rag, text)[0].key.chunk_id
-    (key,) = [
-        k for k in list(rag._components.store.keys()) if (k.chunk_id, k.encoding) == (name, "average:3")
-    ]
-    return rag._components.store.get(key).kv
+    (key,) = [k for k in list(rag.components.store.keys()) if (k.chunk_id, k.encoding) == (name, "average:3")]
+    return rag.components.store.get(key).kv
 
 
 def names(rag, text):
-    return rag._components.planner.missing([text], "default", rag._components.policy, BEFORE)
+    return rag.components.planner.missing([text], "default", rag.components.policy, BEFORE)
 
 
 def ids_of(rag, before, *chunks):
-    prompts = rag._components.parser
+    prompts = rag.components.parser
     joint = prompts.tokens.text("\n\n", first=False)
     parts = [(*prompts.chunk_ids(chunk), *joint) for chunk in chunks]
     whole = (*prompts.system_ids(before), *(i for part in parts for i in part))
     return whole[: len(whole) - len(joint)]
-
-
-def test_a_prompt_of_segments_gives_companions_too(make):
-    rag = make(cold="now")
-    parts = [Text(BEFORE), Chunk(ONE), Text("\n\n"), Chunk(TWO), Text("\nWhere?")]
-    for _ in range(2):
-        rag.generate(Prompt(parts), **ASKED)
-    assert "sensitivity" in kv_of(rag, TWO).sums
-    assert stored(rag, TWO) == ["average:3", "system"]
 
 
 def test_after_a_restart_the_means_on_disk_serve_whatever_comes_together_then(make, tmp_path):
@@ -157,7 +146,7 @@ class TestForget:
         rag = make()
         rag.encode(FACTS, system=BEFORE)
         rag.forget(texts=[TWO])
-        kept = list(rag._components.store.keys())
+        kept = list(rag.components.store.keys())
         assert [key.encoding for key in kept if key.encoding == "average:3"] == []
         answer = rag.generate(PROMPT, **ASKED)
         assert ("host", True) in used(answer), "the first is exact and had nothing to do with it"
@@ -169,94 +158,21 @@ class TestForget:
         rag.forget(texts=[TWO])
         for _ in range(3):
             rag.generate(f"{BEFORE}{THREE}\n\n{ONE}\n\nWhere does the river flow?", **ASKED)
-        keys = list(rag._components.store.keys())
+        keys = list(rag.components.store.keys())
         assert "average:3" in [key.encoding for key in keys], "behind the one that is left"
         assert not any(gone in (key.chunk_id, *key.context) for key in keys)
-
-    def test_after_all_is_forgotten_nothing_is_left(self, make):
-        rag = make()
-        rag.encode(FACTS, system=BEFORE)
-        rag.forget()
-        assert list(rag._components.store.keys()) == []
-        assert {source for source, _ in used(rag.generate(PROMPT, **ASKED))} <= {"computed"}
-
-
-def test_other_namespaces_have_other_companions(make):
-    rag = make(cold="now")
-    rag.encode([ONE, TWO], system=BEFORE, namespace="a")
-    rag.encode([ONE, THREE], system=BEFORE, namespace="b")
-    keys = [key for key in list(rag._components.store.keys()) if key.encoding == "average:3"]
-    of = {space: {c for key in keys if key.namespace == space for c in key.context} for space in "ab"}
-    assert not of["a"] & of["b"]
-
-
-def test_prefetch_names_what_the_prompt_will_use(make, tmp_path):
-    rag = make(store=StoreConfig(host_bytes=1 << 26, disk_path=tmp_path / "kv"))
-    rag.encode(FACTS, system=BEFORE)
-    rag.generate(PROMPT, **ASKED)
-    planner = rag._components.planner
-    keys = planner.prefetch_keys([THREE, TWO, ONE], "default", rag._components.policy, BEFORE)
-    assert [key.encoding for key in keys] == ["prefix", "system", "average:3", "average:3"]
-    assert all(key in rag._components.store for key in keys[1:])
-
-
-def test_auto_finds_the_means_on_disk_after_a_restart_too(make, tmp_path):
-    options = {"policy": "auto", "encoder": None, "load": "always"}
-    options["store"] = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
-    with make(**options) as rag:
-        rag.encode(FACTS, system=BEFORE)
-    again = make(**options)
-    for text in (TWO, ONE, THREE):
-        again.register([text])
-    assert used(again.generate(PROMPT, **ASKED)) == [("disk", True), ("disk", False), ("disk", False)]
-    again.flush()
-    prefix = len(again._parser.system_ids(BEFORE))
-    assert again.encoding_stats().missed_tokens == prefix, "the means were found"
-
-
-def test_rows_that_a_mean_replaces_are_not_counted_as_damaged(make):
-    rag = make(cold="now")
-    rag.register(FACTS)
-    for _ in range(2):
-        rag.generate(PROMPT, **ASKED)
-    assert "sensitivity" in kv_of(rag, TWO).sums
-    assert [tier.damaged for tier in rag.stats()] == [0]
 
 
 def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
     rag = make(cold="background")
     rag.register(FACTS)
-    follow_up = rag._path.follow_up
+    follow_up = rag.after_answer.follow_up
 
     def meanwhile(*generated):
         rag.encode(FACTS, system=BEFORE)
         follow_up(*generated)
 
-    rag._path.follow_up = meanwhile
+    rag.after_answer.follow_up = meanwhile
     rag.generate(PROMPT, **ASKED)
     rag.flush()
     assert "sensitivity" in kv_of(rag, TWO).sums
-
-
-def test_the_mean_serves_chunks_whose_companions_are_not_known(make):
-    rag = make()
-    rag.encode(FACTS, system=BEFORE)
-    ids = rag._parser.chunk_ids
-    parts = [
-        Text(BEFORE),
-        Chunk(token_ids=ids(ONE)),
-        Text("\n\n"),
-        Chunk(token_ids=ids(TWO)),
-        Text("\nWhere?"),
-    ]
-    linked = rag.link(Prompt(parts))
-    start = len(ids_of(rag, BEFORE, ONE)) + len(rag._parser.tokens.text("\n\n", first=False))
-    for layer, mean in zip(linked.cache.layers, kv_of(rag, TWO).values, strict=True):
-        assert off(layer.values[0, :, start : start + len(ids(TWO))], mean) < 1e-5
-
-
-def test_forgetting_a_chunk_that_begins_with_blanks_drops_what_stood_behind_it(make):
-    rag = make()
-    gone, _ = rag.encode([f"  {ONE}", TWO], system=BEFORE)
-    rag.forget([gone])
-    assert [key.encoding for key in list(rag._components.store.keys()) if key.encoding == "average:3"] == []

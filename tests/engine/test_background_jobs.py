@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 
 import pytest
 
 from engine_kit import PROMPT, rag_for
-from ragcachekit import background
 from ragcachekit import threads as threads_module
 from ragcachekit.background import Background
-from ragcachekit.engine.capture import row_capture as keep
+from ragcachekit.engine import row_capture as keep
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 
 LONG = 60.0
@@ -92,24 +90,6 @@ def test_close_does_not_wait_for_ever(
     assert jobs.flush(LONG)
 
 
-def test_close_waits_for_the_job_in_work() -> None:
-    go_on, inside, done = threading.Event(), threading.Event(), []
-
-    def work(job: int) -> None:
-        inside.set()
-        go_on.wait(LONG)
-        done.append(job)
-
-    jobs = Background[int](work, 4, "test")
-    assert jobs.submit(1)
-    assert inside.wait(LONG)
-    closing = threading.Thread(target=jobs.close)
-    closing.start()
-    go_on.set()
-    closing.join(LONG)
-    assert done == [1]
-
-
 def test_an_error_while_copying_into_the_tree_does_not_cost_the_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,23 +104,3 @@ def test_an_error_while_copying_into_the_tree_does_not_cost_the_answer(
         again = rag.generate(PROMPT, max_new_tokens=2)
     assert len(answer.token_ids) == 2
     assert again.token_ids == answer.token_ids
-
-
-@pytest.mark.parametrize("timeout", [None, 5.0])
-def test_all_are_flushed_within_one_timeout(timeout: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those behind one that did not end in time, and in what is left of the time."""
-    clock, given = [100.0], []
-    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    def flush(took: float, done: bool) -> Callable[[float | None], bool]:
-        def wait(left: float | None) -> bool:
-            given.append(left)
-            clock[0] += took
-            return done
-
-        return wait
-
-    waits = [flush(2.0, True), flush(4.0, False), flush(0.0, True)]
-    assert background.flush_all(waits, timeout) is False
-    assert given == ([None] * 3 if timeout is None else [5.0, 3.0, 0.0])
-    assert background.flush_all(waits[::2], timeout) is True

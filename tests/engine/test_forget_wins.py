@@ -42,10 +42,10 @@ def forget_of(engine, what):
 
 # What encode calls, in this order.
 STEPS = {
-    "ids": lambda engine: (engine.rag._planner, "missing"),
-    "registration": lambda engine: (engine.rag._parser.registry, "add"),
+    "ids": lambda engine: (engine.rag.components.planner, "missing"),
+    "registration": lambda engine: (engine.rag.components.parser.registry, "add"),
     "forward": lambda engine: (engine.rag.model.base_model, "forward"),
-    "model check": lambda engine: (engine.rag._components.background_encoder, "_still_valid"),
+    "model check": lambda engine: (engine.rag.components.background_encoder, "_still_valid"),
 }
 
 
@@ -79,15 +79,6 @@ def test_forget_while_an_entry_is_being_stored(make, monkeypatch, what):
     engine.rag.encode([GONE, KEPT])
     assert meanwhile.finish()
     assert engine.left(gone) == []
-
-
-def test_a_process_that_comes_later_does_not_find_it(make, monkeypatch):
-    engine = make()
-    gone, forget = forget_of(engine, "texts")
-    keys = [item.key for item in engine.rag._planner.missing([GONE, KEPT], SPACE, engine.rag._policy, None)]
-    around(monkeypatch, *STEPS["forward"](engine), Meanwhile(forget), after=True)
-    engine.rag.encode([GONE, KEPT])
-    assert [key.chunk_id in gone for key in engine.found_by_others(keys)] == [False]
 
 
 @pytest.mark.parametrize("step", ["ids", "forward", "model check"])
@@ -141,18 +132,6 @@ def test_what_is_encoded_again_after_the_forget_is_there(make, monkeypatch):
     assert engine.recognised(GONE)
 
 
-@pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
-def test_other_namespaces_are_encoded_to_their_end(make, monkeypatch, what):
-    engine = make()
-    _, forget = forget_of(engine, what)
-    meanwhile = Meanwhile(forget)
-    around(monkeypatch, *STEPS["forward"](engine), meanwhile, after=True)
-    engine.rag.encode([GONE, KEPT], namespace="bolt")
-    assert meanwhile.finish()
-    assert engine.left(engine.chunk_ids([GONE], "bolt"), "bolt") == ["host", "disk"]
-    assert engine.recognised(GONE, "bolt")
-
-
 # -- requests --------------------------------------------------------------------------------------
 
 
@@ -180,21 +159,6 @@ def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encode
     meanwhile = Meanwhile(forget)
     around(monkeypatch, engine.rag.model.base_model, "forward", meanwhile, after=True)
     REQUESTS[request_](engine)
-    assert engine.rag.flush(WAIT)
-    assert meanwhile.finish()
-    assert engine.left(gone) == []
-
-
-@pytest.mark.parametrize("what", ["texts", "ids"])
-@pytest.mark.parametrize("step", ["match", "begun"])
-def test_forget_before_the_tree_is_asked_about_a_request(make, monkeypatch, step, what):
-    """The request has found its chunks, and the tree hears of it after the forget."""
-    engine = make(cold="background", policy="prefix")
-    gone, forget = forget_of(engine, what)
-    meanwhile = Meanwhile(forget)
-    owner, name = {"match": (engine.tree, "match"), "begun": (engine.rag._planner, "prepare")}[step]
-    around(monkeypatch, owner, name, meanwhile, after=False)
-    generated(engine)
     assert engine.rag.flush(WAIT)
     assert meanwhile.finish()
     assert engine.left(gone) == []
@@ -336,12 +300,12 @@ def race(make, monkeypatch, seeds, **options):
         if now:
             now[0].meanwhile()
 
-    stock = engine.rag._components
+    stock = engine.rag.components
     for owner, name in (
-        (engine.rag._planner, "missing"),
-        (engine.rag._parser, "parse"),
-        (engine.rag._planner, "prepare"),
-        (engine.rag._planner, "plan"),
+        (engine.rag.components.planner, "missing"),
+        (engine.rag.components.parser, "parse"),
+        (engine.rag.components.planner, "prepare"),
+        (engine.rag.components.planner, "plan"),
         (engine.rag.model.base_model, "forward"),
         (engine.host, "get"),
         (engine.disk, "open"),

@@ -35,7 +35,7 @@ def test_tree_and_loads_are_told_and_the_error_goes_on(make, monkeypatch):
         rag.generate(PROMPT, max_new_tokens=1)
         assert tree_entries(rag) > 0
         told = []
-        monkeypatch.setattr(rag._components.loads, "forget", lambda *which: told.append(which))
+        monkeypatch.setattr(rag.components.loads, "forget", lambda *which: told.append(which))
         with pytest.raises(
             StoreError, match="cannot forget now" if make is KnowledgeTree else "nor the tree"
         ):

@@ -21,7 +21,7 @@ ASKED = {"max_new_tokens": 8, "do_sample": False}
 COLD = Prompt([text(9, 1), chunk(33, 2), chunk(21, 7), chunk(25, 3), text(6, 4)])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4", "gpt-oss", "cohere"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_way_in_gives_the_same_answer(name, policy):
     rag = warmed(name, PROMPT)
@@ -54,14 +54,6 @@ def test_recomputing_everything_is_the_models_own_answer(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_that_ends_with_its_chunk(policy):
-    rag = warmed("llama", Prompt([text(9, 1), chunk(33, 2)]))
-    answer = rag.generate(Prompt([text(9, 1), chunk(33, 2)]), policy=policy, **ASKED)
-    assert len(answer.token_ids) == 8
-    assert answer.report.link.recomputed_tokens >= 1
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("question", [0, 1, 6])
 def test_reports_add_up_and_agree_however_the_prompt_is_linked(policy, question):
     parts = [text(9, 1), chunk(33, 2), chunk(25, 3), *([text(question, 4)] if question else [])]
@@ -79,16 +71,6 @@ def test_reports_add_up_and_agree_however_the_prompt_is_linked(policy, question)
         assert report.recomputed_tokens == one_pass.report.link.recomputed_tokens
     own = rag.model.generate(**linked.inputs, **ASKED)[0, linked.input_ids.shape[1] :]
     assert tuple(own.tolist()) == one_pass.token_ids
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_prompt_that_is_one_chunk_is_exact(policy):
-    alone = Prompt([chunk(33, 2)])
-    rag = warmed("llama", alone)
-    report = rag.link(alone, policy=policy).report
-    assert (report.approximate_tokens, report.exact_tokens) == (0, 32)
-    full = rag.generate(alone, policy="full", **ASKED)
-    assert rag.generate(alone, policy=policy, **ASKED).token_ids == full.token_ids
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -60,27 +60,6 @@ def test_the_second_run_answers(rag, expected, name) -> None:
     assert again.report.link.reused_tokens == expected.report.link.reused_tokens
 
 
-def test_encoding_goes_on_where_it_was_interrupted(rag, monkeypatch) -> None:
-    texts = [f"Document {n}: {ONE}" for n in range(4)]
-    encoder, calls = rag._components.background_encoder, []
-    known = encoder._encoder.encode
-
-    def encode(*arguments, **options):
-        for item in known(*arguments, **options):
-            calls.append(item)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            yield item
-
-    monkeypatch.setattr(encoder._encoder, "encode", encode)
-    with pytest.raises(KeyboardInterrupt):
-        rag.encode(texts)
-    monkeypatch.undo()
-    ids = rag.encode(texts)
-    assert len(set(ids)) == 4
-    assert rag.inspect(f"Read.\n{texts[3]}\nWhere?").tokens["approximate"] > 0
-
-
 class Notebook:
     """What ``IPython.display`` does, recorded."""
 
@@ -99,7 +78,7 @@ class Notebook:
 
 def test_a_stream_is_displayed_as_it_comes(rag, expected, monkeypatch) -> None:
     notebook = Notebook()
-    monkeypatch.setattr("ragcachekit.generate.answer_stream.import_module", lambda name: notebook)
+    monkeypatch.setattr("ragcachekit.engine.request.import_module", lambda name: notebook)
     answer = rag.stream(PROMPT, **ASKED).display()
     assert isinstance(answer, Answer)
     assert answer.text == expected.text

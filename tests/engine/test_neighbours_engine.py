@@ -7,19 +7,16 @@ import threading
 import pytest
 import torch
 
-from engine_kit import chunk, rag_for, text
+from engine_kit import rag_for
 from families import off
 from ragcachekit import (
     Chunk,
-    CoRetrieved,
     PrecedingChunks,
     Prompt,
     RagCache,
     SimilarChunks,
-    StoreConfig,
     Text,
 )
-from ragcachekit.policies.lego import Lego
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
 from speaking import byte_level, speaker
@@ -97,16 +94,6 @@ class TestEncodeAndAsk:
         assert [c.chunk_id for c in answer.report.link.uses[1:]] == [ids[2], ids[1]]
         assert answer.report.link.computed_tokens < 20
 
-    def test_keys_name_the_text_and_the_neighbours(self, make):
-        rag = make(DOCUMENT, "similar:2")
-        one, two, three = rag.encode([ONE, TWO, THREE], system=BEFORE)
-        store = rag._components.store
-        (key,) = store.under(three, "similar:2")
-        assert key.context[1:] == (one, two), "the nearest one last"
-        assert [len(store.under(i, "system")) for i in (one, two, three)] == [1, 1, 0]
-        assert store.under(one, "similar:2") == [], "it has no neighbours"
-        assert len(store.under(key.context[0], "prefix")) == 1
-
     def test_what_is_linked_is_what_the_neighbour_encoding_says(self, make):
         """Behind exactly text, a neighbour and a blank line a chunk is what a prefill computes."""
         rag = make(DOCUMENT)
@@ -131,11 +118,6 @@ class TestEncodeAndAsk:
             far[encoder] = sum(float((a.values - b.values).square().sum()) for a, b in values)
         assert far["similar:1"] < far["system"] / 2
 
-    def test_is_idempotent(self, make):
-        rag = make(DOCUMENT)
-        assert rag.encode([ONE, TWO], system=BEFORE) == rag.encode([ONE, TWO], system=BEFORE)
-        assert len(rag._components.store.put_keys) == 3  # the text, one as system, two as similar:1
-
     @pytest.mark.parametrize("cold", ["now", "background"])
     def test_cold_chunks_are_encoded_behind_their_neighbours(self, make, cold):
         rag = make(DOCUMENT, cold=cold, encode_after=1)
@@ -144,36 +126,10 @@ class TestEncodeAndAsk:
         assert rag.flush(30)
         assert {s for _, s, _ in used(first)} == {"computed"}
         assert {s for _, s, _ in used(rag.generate(PROMPT, **ASKED))} == {"host"}
-        tokens = rag._parser.tokens
+        tokens = rag.components.parser.tokens
         one, two, three = (chunk_id(tokens.chunk(t), "default") for t in (ONE, TWO, THREE))
-        assert [k.context[1:] for k in rag._components.store.under(three, "similar:1")] == [(two,)]
-        assert [k.context[1:] for k in rag._components.store.under(two, "similar:1")] == [(one,)]
-
-    def test_on_disk_it_outlives_the_engine(self, make, tmp_path):
-        config = StoreConfig(disk_path=tmp_path / "kv")
-        with make(DOCUMENT, store=config) as rag:
-            rag.encode([TWO, THREE], system=BEFORE)
-        rag = make(DOCUMENT, store=config)
-        rag.register([TWO, THREE])
-        assert {s for _, s, _ in used(rag.generate(PROMPT, **ASKED))} == {"disk"}
-
-    def test_works_with_a_policy_that_recomputes(self, make):
-        rag = make(DOCUMENT, policy="lego:4")
-        rag.encode([TWO, THREE], system=BEFORE)
-        assert rag.generate(PROMPT, **ASKED).report.link.recomputed_tokens == 8
-
-    def test_messages_are_segmented_alike(self, make):
-        rag = make(DOCUMENT)
-        messages = [{"role": "user", "content": f"{THREE}\n\n{TWO}\nWhere?"}]
-        before = rag._parser.tokens.render(messages).partition(THREE)[0]
-        rag.encode([TWO, THREE], system=before)
-        assert {s for _, s, _ in used(rag.generate(messages, **ASKED))} == {"host"}
-
-    def test_no_text_before_the_first_chunk(self, make):
-        rag = make(DOCUMENT)
-        rag.encode([TWO, THREE], system="")
-        answer = rag.generate(Prompt([Chunk(THREE), Text("\n"), Chunk(TWO), Text("Where?")]), **ASKED)
-        assert {s for _, s, _ in used(answer)} == {"host"}
+        assert [k.context[1:] for k in rag.components.store.under(three, "similar:1")] == [(two,)]
+        assert [k.context[1:] for k in rag.components.store.under(two, "similar:1")] == [(one,)]
 
 
 class TestWithoutNeighbours:
@@ -183,25 +139,6 @@ class TestWithoutNeighbours:
         prompt = f"{BEFORE}{TWO}\nWhere?"
         rag.generate(prompt, **ASKED)
         assert used(rag.generate(prompt, **ASKED))[1][2], "exact, as a system encoding is there"
-
-    def test_chunks_given_as_token_ids_too(self):
-        rag = rag_for("llama", policy="reuse", encoder="similar:2", neighbours=DOCUMENT)
-        prompt = Prompt([text(9, 1), chunk(33, 2), text(6, 4)])
-        rag.generate(prompt, **ASKED)
-        assert [exact for *_, exact in used(rag.generate(prompt, **ASKED))] == [True, True]
-
-    def test_another_tenants_index_is_not_asked(self, make):
-        rag = make({"a": DOCUMENT})
-        name = rag.encode([TWO], system=BEFORE, namespace="b")[0]
-        assert len(rag._components.store.under(name, "system")) == 1
-        name = rag.encode([TWO], system=BEFORE, namespace="a")[0]
-        assert len(rag._components.store.under(name, "similar:1")) == 1
-
-    def test_one_index_is_that_of_the_engines_namespace(self, make):
-        rag = make(DOCUMENT, namespace="a")
-        assert len(rag._components.store.under(rag.encode([TWO], system=BEFORE)[0], "similar:1")) == 1
-        other = rag.encode([TWO], system=BEFORE, namespace="b")[0]
-        assert len(rag._components.store.under(other, "system")) == 1
 
     def test_an_index_that_fails_costs_the_encoding_not_the_answer(self, make, caplog):
         class Broken:
@@ -230,24 +167,12 @@ class TestOtherNeighbours:
         source.near = {TWO: [TWO, ONE, THREE]}
         assert used(rag.generate(prompt, **ASKED))[1][1] == "host", "the chunk itself is not its neighbour"
 
-    def test_follow_settled_co_retrieval(self, make):
-        log = CoRetrieved([[TWO, ONE]])
-        log.settle()
-        rag = make(log)
-        rag.encode([TWO], system=BEFORE)
-        prompt = f"{BEFORE}{TWO}\nWhere?"
-        for _ in range(3):
-            log.observe([TWO, THREE])
-            assert used(rag.generate(prompt, **ASKED))[1][1] == "host"
-        log.settle()
-        assert used(rag.generate(prompt, **ASKED))[1][1] == "computed"
-
     def test_come_from_embeddings(self, make):
         rows = torch.eye(3)[[0, 0, 1]].numpy()
         rag = make(SimilarChunks([ONE, TWO, THREE], rows))
         one, two = rag.encode([ONE, TWO], system=BEFORE)
-        assert rag._components.store.under(two, "similar:1")[0].context[1] == one
-        assert rag._components.store.under(one, "similar:1")[0].context[1] == two
+        assert rag.components.store.under(two, "similar:1")[0].context[1] == one
+        assert rag.components.store.under(one, "similar:1")[0].context[1] == two
 
 
 class TestForget:
@@ -259,43 +184,24 @@ class TestForget:
         answer = rag.generate(prompt, **ASKED)
         assert used(answer)[1][1] == "host", "two's own system encoding is left, and exact here"
         assert used(answer)[1][2]
-        put = len(rag._components.store.put_keys)
+        put = len(rag.components.store.put_keys)
         rag.encode([TWO], system=BEFORE)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag._components.store.put_keys[put:])
-        assert [k.context[1] for k in rag._components.store.under(three, "similar:1")] == [two]
-
-    def test_until_it_comes_again(self, make):
-        rag = make(DOCUMENT)
-        one, two = rag.encode([ONE, TWO], system=BEFORE)
-        rag.forget(texts=[ONE])
-        rag.encode([ONE], system=BEFORE)
-        rag.encode([TWO], system=BEFORE)
-        assert [k.context[1] for k in rag._components.store.under(two, "similar:1")] == [one, one]
-
-    def test_all_of_a_namespace(self, make):
-        rag = make(DOCUMENT)
-        one, two = rag.encode([ONE, TWO], system=BEFORE)
-        rag.forget()
-        put = len(rag._components.store.put_keys)
-        rag.encode([TWO], system=BEFORE)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag._components.store.put_keys[put:])
-        rag.register([ONE])
-        rag.encode([TWO], system=BEFORE)
-        assert len(rag._components.store.under(two, "similar:1")) == 2
+        assert not any(one in (k.chunk_id, *k.context) for k in rag.components.store.put_keys[put:])
+        assert [k.context[1] for k in rag.components.store.under(three, "similar:1")] == [two]
 
     def test_while_it_waits_in_the_background(self, make):
         """A chunk in the queue is given up when its neighbour is forgotten."""
         going = threading.Event()
         rag = make(DOCUMENT, cold="background", encode_after=1)
-        encode = rag._components.background_encoder._encoder.encode
-        rag._components.background_encoder._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
+        encode = rag.components.background_encoder._encoder.encode
+        rag.components.background_encoder._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
         rag.register([TWO])
         rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED)
-        one = chunk_id(rag._parser.tokens.chunk(ONE), "default")
+        one = chunk_id(rag.components.parser.tokens.chunk(ONE), "default")
         rag.forget([one])
         going.set()
         assert rag.flush(30)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag._components.store.put_keys)
+        assert not any(one in (k.chunk_id, *k.context) for k in rag.components.store.put_keys)
 
 
 class TestDocumentOrder:
@@ -306,20 +212,11 @@ class TestDocumentOrder:
         rag.order("guide", [THREE, ONE, TWO], starts=[200, 0, 100])
         for each in (rag, other):
             each.encode([ONE, TWO, THREE], system=BEFORE)
-        assert rag._components.store.put_keys == other._components.store.put_keys
+        assert rag.components.store.put_keys == other.components.store.put_keys
         report = rag.generate(PROMPT, **ASKED).report.link
         assert report.neighbours == "document order: 2"
         assert report.approximate_tokens + report.exact_tokens > 0
         assert other.generate(PROMPT, **ASKED).report.link.neighbours == "neighbours=: 2"
-
-    def test_another_document_changes_no_key(self, make):
-        rag = make(None, "similar:1")
-        rag.order("guide", [ONE, TWO])
-        rag.encode([ONE, TWO], system=BEFORE)
-        before = list(rag._components.store.put_keys)
-        rag.order("else", ["Something else stands here, of another document.", THREE])
-        rag.encode([ONE, TWO], system=BEFORE)
-        assert rag._components.store.put_keys == before
 
     def test_a_forgotten_chunk_is_no_neighbour(self, make):
         rag = make(None, "similar:1")
@@ -329,35 +226,11 @@ class TestDocumentOrder:
         report = rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED).report.link
         assert report.neighbours == "none: 1"
 
-    def test_a_namespace_knows_its_own_documents_only(self, make):
-        rag = make(None, "similar:1")
-        rag.order("guide", [ONE, TWO], namespace="theirs")
-        assert rag._planner.neighbours.of(TWO, "default", True) == ("", ())
-        assert rag._planner.neighbours.of(TWO, "theirs", True)[0] == "document order"
-
-    def test_starts_belong_to_texts(self, make):
-        with pytest.raises(ValueError, match="1 starts for 2 texts"):
-            make(None, "similar:1").order("guide", [ONE, TWO], starts=[0])
-
 
 class TestBadInput:
     def test_neighbours_need_the_encoder(self, make):
         with pytest.raises(ValueError, match="encoder='similar:10'"):
             make(DOCUMENT, None)
-
-    def test_encode_needs_the_system_text(self, make):
-        with pytest.raises(ValueError, match="'similar:1' needs system="):
-            make(DOCUMENT).encode([ONE])
-
-    def test_a_policy_with_an_encoder_of_its_own(self, make):
-        rag = make(DOCUMENT)
-        with pytest.raises(ValueError, match="lego0 is defined over encoder sinks:4"):
-            rag.generate(PROMPT, policy="lego0", **ASKED)
-        assert rag.generate(PROMPT, policy=Lego(2), **ASKED).report.link.encoder == "similar:1"
-
-    def test_what_has_no_of_is_refused(self, make):
-        with pytest.raises(TypeError, match="of\\(text\\)"):
-            make([ONE, TWO])
 
     def test_longrope_is_refused(self):
         with pytest.raises(ValueError, match="longrope"):

@@ -28,15 +28,6 @@ def test_no_chunk_is_registered(rag, prompt) -> None:
     assert "other" not in note
 
 
-def test_only_short_texts_were_registered(rag) -> None:
-    rag.register(["Berlin", "Paris"])
-    (note,) = rag.link("Berlin or Paris?").report.notes
-    assert note.startswith("no chunk is registered in namespace 'default'")
-    assert "shorter than 16 characters" in note
-    rag.forget()
-    assert "shorter" not in rag.link("Berlin or Paris?").report.notes[0]
-
-
 @pytest.mark.parametrize("prompt", ["Where does the Tiber flow?", [{"role": "user", "content": "Where?"}]])
 def test_no_registered_chunk_stands_in_the_prompt(rag, prompt) -> None:
     rag.encode([ONE])
@@ -64,11 +55,6 @@ def test_nothing_is_said_where_nothing_was_to_be_found(rag, prompt, policy) -> N
     assert rag.link(prompt, policy=policy).report.notes == ()
 
 
-def test_nothing_is_said_where_a_chunk_was_found(rag) -> None:
-    rag.register([ONE, TWO])
-    assert rag.link(PROMPT).report.notes == ()
-
-
 class TestPrefix:
     def test_is_listed_apart_from_the_chunks(self, rag) -> None:
         rag.register([ONE, TWO])
@@ -79,14 +65,6 @@ class TestPrefix:
             assert [use.tokens for use in link.chunks] == [rag.count_tokens(ONE), rag.count_tokens(TWO)]
         assert second.prefix.exact
         assert (second.exact_tokens, second.prefix.recomputed) == (head, 0)
-
-    def test_is_shown(self, rag) -> None:
-        rag.register([ONE])
-        rag.generate(PROMPT, max_new_tokens=1)
-        link = rag.generate(PROMPT, max_new_tokens=1).report.link
-        assert f"{link.prefix.tokens} tokens before the first chunk from host" in str(link)
-        assert link.to_dict()["prefix"]["tokens"] == link.prefix.tokens
-        assert "<th style='text-align:left'>prefix</th>" in link._repr_html_()
 
     def test_a_chunk_at_the_start_is_a_chunk(self, tmp_path) -> None:
         prompt = Prompt([Chunk(ONE), Text("\nWhere?")])

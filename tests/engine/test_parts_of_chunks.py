@@ -69,7 +69,7 @@ def test_rows_of_the_whole_chunk_serve_the_part_at_its_positions(kind, tier, tmp
         layers, report = linked.cache.layers, linked.report
         assert [use.chunk_id for use in report.chunks] == ids
         assert all(use.source != "computed" for use in report.chunks)
-        segments = rag._parser.parse(SPACED, rag.namespace).segments
+        segments = rag.components.parser.parse(SPACED, rag.namespace).segments
         assert sum(bool(segment.own) for segment in segments) >= 2
         start = 0
         for segment in segments:
@@ -116,35 +116,12 @@ def test_forget_takes_parts_too(encoder, how):
         for _ in range(3):
             rag.generate(SPACED, **ASKED)
         rag.flush()
-        gone = chunk_id(rag._parser.chunk_ids(TWO), rag.namespace)
+        gone = chunk_id(rag.components.parser.chunk_ids(TWO), rag.namespace)
         assert rag.forget([gone] if how == "ids" else None, texts=None if how == "ids" else [TWO]) > 0
         for key in stored_in(rag):
             assert not any(name.startswith(gone) for name in (key.chunk_id, *key.context))
         again = rag.generate(SPACED, **ASKED).report.link
         assert {use.source for use in again.chunks if use.chunk_id == gone} <= {"computed"}
-
-
-def test_exactness_ends_where_a_part_begins_late():
-    """Rows computed after tokens that the prompt does not have are approximate, also as the first chunk."""
-    with engine("llama3", encoder="system", cold="never") as rag:
-        rag.encode([ONE], prompt=SPACED)
-        (use, *_) = rag.link(SPACED).report.chunks
-        assert (use.source, use.exact) == ("host", False)
-
-
-def test_entries_of_the_former_tokenisation_are_not_found(tmp_path, monkeypatch):
-    from ragcachekit.model.identity import fingerprint
-
-    monkeypatch.setattr(fingerprint, "KV_SCHEMA", 4)
-    with engine("gpt2", store=StoreConfig(disk_path=tmp_path)) as rag:
-        rag.encode([ONE, TWO, THREE])
-        rag.flush()
-    monkeypatch.undo()
-    with engine("gpt2", store=StoreConfig(disk_path=tmp_path)) as rag:
-        rag.register([ONE, TWO, THREE])
-        report = rag.link(SPACED).report
-        assert report.chunks
-        assert {use.source for use in report.chunks} == {"computed"}
 
 
 def test_forget_finds_a_text_inside_a_part():
@@ -157,5 +134,5 @@ def test_forget_finds_a_text_inside_a_part():
         words = " ".join(TWO.split()[3:9])
         assert rag.forget(texts=[words]) > 0
         behind = (TWO, THREE)  # the text, and what was computed after it
-        gone = {chunk_id(rag._parser.chunk_ids(text), rag.namespace) for text in behind}
+        gone = {chunk_id(rag.components.parser.chunk_ids(text), rag.namespace) for text in behind}
         assert not any(key.chunk_id[:64] in gone for key in stored_in(rag))

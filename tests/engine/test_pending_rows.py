@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine_kit import chunk, rag_for, text
-from ragcachekit import Cancelled, CancelScope, Prompt
+from ragcachekit import Prompt
 from ragcachekit.config import TreeConfig
-from ragcachekit.engine.capture import pending_rows
+from ragcachekit.engine import row_capture as pending_rows
 from ragcachekit.store.memory import HostStore
 
 FIRST = Prompt([chunk(40, 2), text(6, 4)])
@@ -105,7 +105,7 @@ def test_the_next_prompt_reuses_what_the_last_one_computed(held, waits, way):
 def test_the_report_tells_of_a_long_wait(held, clock, waits):
     result = in_thread(lambda: held.rag.generate(SAME, **SHORT))
     assert waits.wait(60)
-    earliest = held.rag._components.capture.pending._pending[0].until
+    earliest = held.rag.components.capture.pending._pending[0].until
     clock.seconds += min(0.5, (earliest - clock.seconds) / 2)
     waited = clock.seconds - 1000
     held.store.go.set()
@@ -117,7 +117,7 @@ def test_the_report_tells_of_a_long_wait(held, clock, waits):
 def test_a_hung_store_delays_by_the_first_prefill_at_most(held, clock, waits, way):
     result = in_thread(lambda: ways(held.rag)[way](SAME))
     assert waits.wait(60)
-    (pending,) = held.rag._components.capture.pending._pending
+    (pending,) = held.rag.components.capture.pending._pending
     assert 0 < pending.until - clock.seconds < 60
     clock.seconds = pending.until
     assert result().computed_tokens == 47
@@ -128,30 +128,6 @@ def test_a_hung_store_delays_by_the_first_prefill_at_most(held, clock, waits, wa
 def test_others_do_not_wait(held, waits, way):
     assert in_thread(lambda: ways(held.rag)[way](OTHER))().computed_tokens == 46
     assert not waits.is_set()
-
-
-def test_another_namespace_does_not_wait(held, waits):
-    assert held.rag.generate(SAME, namespace="b", **SHORT).report.link.computed_tokens == 47
-    assert not waits.is_set()
-
-
-def test_a_full_prefill_does_not_wait(held, waits):
-    assert held.rag.generate(SAME, policy="full", **SHORT).report.link.computed_tokens == 47
-    assert not waits.is_set()
-
-
-def test_a_waiting_prompt_can_be_cancelled(held, waits):
-    scope = CancelScope()
-
-    def ask():
-        with scope:
-            return held.rag.generate(SAME, **SHORT)
-
-    result = in_thread(ask)
-    assert waits.wait(60)
-    scope.cancel()
-    assert isinstance(result(), Cancelled)
-    assert not held.store.go.is_set()
 
 
 def test_a_waiting_request_can_be_cancelled(held, waits):
@@ -194,7 +170,7 @@ def test_what_could_not_be_stored_is_not_waited_for(clock, waits):
     with rag_for("llama", policy="reuse", cold="background", store=BrokenStore(1 << 28)) as rag:
         rag.generate(FIRST, **SHORT)
         assert rag.flush(60)
-        assert rag._components.capture.pending._pending == ()
+        assert rag.components.capture.pending._pending == ()
         assert rag.generate(SAME, **SHORT).report.link.computed_tokens == 47
     assert not waits.is_set()
 
@@ -202,7 +178,7 @@ def test_what_could_not_be_stored_is_not_waited_for(clock, waits):
 @pytest.mark.parametrize("raised", [None, KeyboardInterrupt])
 def test_what_is_dropped_is_not_waited_for(clock, waits, monkeypatch, raised):
     with rag_for("llama", policy="reuse", cold="background") as rag:
-        capture = rag._components.capture
+        capture = rag.components.capture
 
         def submit(job):
             if raised is not None:
@@ -225,7 +201,7 @@ class TestTree:
     def rag(self, clock, waits, monkeypatch):
         go, storing = threading.Event(), threading.Event()
         with rag_for("llama", policy="prefix", cold="background", tree=TreeConfig(host_bytes=1 << 26)) as rag:
-            tree = rag._components.tree
+            tree = rag.components.tree
             insert = tree.insert
 
             def held(*args, **kwargs):
@@ -246,16 +222,12 @@ class TestTree:
         rag.go.set()
         assert result().report.link.tree_tokens == 40
 
-    def test_another_order_does_not(self, rag, waits):
-        rag.generate(Prompt([chunk(30, 3), chunk(40, 2), text(6, 4)]), **SHORT)
-        assert not waits.is_set()
-
 
 def test_the_next_turn_waits_for_the_last_one(clock, waits, monkeypatch):
     """Nothing of the tree is new in the second turn; its rows after the chunk are."""
     tree = TreeConfig(host_bytes=1 << 26, turns_bytes=1 << 26)
     with rag_for("llama", policy="prefix", cold="background", tree=tree) as rag:
-        turns, go, keeping = rag._components.tree.turns, threading.Event(), threading.Event()
+        turns, go, keeping = rag.components.tree.turns, threading.Event(), threading.Event()
         rag.generate(FIRST, **SHORT)
         assert rag.flush(60)
         keep = turns.keep

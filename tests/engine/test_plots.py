@@ -57,20 +57,10 @@ def test_time_adds_up_to_the_whole(plots) -> None:
     }
 
 
-def test_tiers(plots) -> None:
-    assert heights(plots.tiers()) == {"disk": [0, 60, 0], "host": [0, 0, 60], "computed": [60, 0, 0]}
-
-
 def test_quality(plots) -> None:
     axes = plots.quality()
     assert axes.collections[0].get_offsets().tolist() == [[0.0, 0.3], [0.1, 0.05]]
     assert [text.get_text() for text in axes.texts] == ["reuse", "impact:0.1"]
-
-
-def test_axes_can_be_given(plots) -> None:
-    axes = mpl.figure.Figure().subplots()
-    assert plots.tokens(axes) is axes
-    assert not mpl.pyplot.get_fignums()
 
 
 def test_nothing_to_draw(tmp_path) -> None:
@@ -87,16 +77,6 @@ def test_the_last_requests_of_an_engine(tmp_path) -> None:
         answers = [rag.generate("Where does the river flow?", max_new_tokens=2) for _ in range(3)]
         drawn = heights(rag.plot.tokens())
     assert drawn == {"computed": [answer.report.link.prompt_tokens for answer in answers]}
-
-
-def test_what_a_check_measured_is_drawn(tmp_path) -> None:
-    texts = [
-        f"The river number {n} flows in the town of {n} bridges, where the mill stands." for n in range(8)
-    ]
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path) as rag:
-        tuned = rag.tune(texts, system="Answer from the context.\n\n")
-        axes = rag.plot.quality()
-    assert axes.collections[0].get_offsets().tolist() == [[row.ratio, row.kl] for row in tuned.rows]
 
 
 def test_without_matplotlib(plots, monkeypatch) -> None:

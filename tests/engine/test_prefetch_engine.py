@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from loading_kit import WAIT, Gate, SlowStore
-from ragcachekit import LoadConfig, Prompt, RagCache
+from ragcachekit import Prompt
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.store.entry import EntryDamaged
 from ragcachekit.store.memory import HostStore
@@ -74,22 +74,6 @@ def test_forgetting_reaches_what_was_prefetched():
     rag.close()
 
 
-def test_what_is_prefetched_while_it_is_forgotten_is_not_handed_out():
-    rag, store = slow()
-    chunks, forget = ids_of_chunks(PROMPT), store.forget
-
-    def prefetched_meanwhile(*what):
-        rag.prefetch(chunks)
-        assert rag._components.loads.flush(WAIT)
-        return forget(*what)
-
-    store.forget = prefetched_meanwhile
-    assert rag.forget() > 0
-    uses = rag.generate(PROMPT, **ASKED).report.link.uses
-    assert {use.source for use in uses} == {"computed"}
-    rag.close()
-
-
 class Forgetful(BaseStreamer):
     """Forgets in the middle of an answer."""
 
@@ -119,7 +103,7 @@ def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
 
 def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
     rag, store = slow()
-    rag._path.cold = "now"
+    rag.after_answer.cold = "now"
     failed = []
 
     def fail(key, layer):
@@ -138,7 +122,7 @@ def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
 
 def test_answers_come_where_no_thread_can_be_started(monkeypatch):
     rag, _ = slow()
-    rag._path.cold = "background"
+    rag.after_answer.cold = "background"
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
@@ -152,28 +136,6 @@ def test_answers_come_where_no_thread_can_be_started(monkeypatch):
     assert "no thread" in str(answer.report.link.notes)
     assert rag.flush(WAIT)
     assert {use.source for use in rag.generate(PROMPT, **ASKED).report.link.uses} == {"disk"}
-    rag.close()
-
-
-def test_namespaces_are_kept_apart():
-    rag, store = slow()
-    rag.prefetch(ids_of_chunks(PROMPT), namespace="another")
-    assert rag.flush(WAIT)
-    assert store.sources == []
-    rag.close()
-
-
-def test_what_is_not_a_list_of_strings():
-    with rag_for("llama") as rag, pytest.raises(TypeError, match="list"):
-        rag.prefetch("one text")
-
-
-def test_memory_alone_is_left_in_peace():
-    rag = warmed("llama", PROMPT)
-    before = rag.stats()
-    rag.prefetch(ids_of_chunks(PROMPT))
-    assert rag.flush(WAIT)
-    assert rag.stats() == before
     rag.close()
 
 
@@ -228,8 +190,8 @@ def test_what_is_quicker_to_compute_is_not_loaded(per_token, source):
     assert {use.source for use in first.report.link.uses} == {"disk"}  # nothing known: load
     assert rag.flush(WAIT)
     for _ in range(10):
-        rag._components.loads.planner.observe_read("disk", 1000, 0.01)
-    rag._components.loads.planner.profile = slow_profile(per_token)
+        rag.components.loads.planner.observe_read("disk", 1000, 0.01)
+    rag.components.loads.planner.profile = slow_profile(per_token)
     del store.log[:], store.sources[:]
     answer = rag.generate(PROMPT, **ASKED)
     assert {use.source for use in answer.report.link.uses} == {source}
@@ -241,38 +203,3 @@ def test_what_is_quicker_to_compute_is_not_loaded(per_token, source):
         assert len(store.finished) >= 3
         assert {source.tokens for source in store.sources} == {9, 33, 25}
     rag.close()
-
-
-def test_always_loads_whatever_it_costs():
-    rag, _ = slow(load="always")
-    assert rag._components.loads.planner is None
-    rag.close()
-
-
-def test_prefills_are_measured_once_per_machine(tmp_path, monkeypatch):
-    rag, store = slow()
-    rag.close()
-    auto = RagCache(rag.model, store=store, policy="lego:4", cold="never", cache_dir=tmp_path)
-    auto.generate(PROMPT, **ASKED)
-    assert auto.flush(WAIT)
-    profile = auto._components.loads.planner.profile
-    assert 0 < profile.seconds(0, 4) <= profile.seconds(256, 1024)
-    (file,) = (tmp_path / "prefill").iterdir()
-    auto.close()
-    again = RagCache(rag.model, store=store, policy="lego:4", cold="never", cache_dir=tmp_path)
-    assert again._components.loads.planner.profile.seconds(0, 100) == pytest.approx(
-        PrefillProfile.from_json(file.read_text()).seconds(0, 100)
-    )
-    again.close()
-
-
-@pytest.mark.parametrize("load", ["sometimes", 3])
-def test_bad_load_options(load):
-    with pytest.raises(ValueError, match="auto"):
-        rag_for("llama", load=load)
-
-
-@pytest.mark.parametrize("field", ["deadline", "threads", "bytes_in_flight"])
-def test_bad_load_settings(field):
-    with pytest.raises(ValueError, match=field):
-        LoadConfig(**{field: 0})

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from families import build
 from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig
 from ragcachekit.engine import admission
 from ragcachekit.engine import components as stock
-from ragcachekit.errors import ModelChanged
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.quality.budget import Budgets
 from ragcachekit.store.memory import HostStore
@@ -22,15 +20,6 @@ def test_a_refused_model_keeps_the_attention_it_had(monkeypatch, tmp_path):
     with pytest.raises(ModelNotSupported, match="layer 0"):
         RagCache(model, cache_dir=tmp_path)
     assert model.config._attn_implementation == before
-
-
-def test_encode_refuses_a_model_that_changed(tmp_path):
-    model = build("llama")
-    with RagCache(model, cache_dir=tmp_path) as rag:
-        with torch.no_grad():
-            next(model.parameters()).add_(1)
-        with pytest.raises(ModelChanged, match="make a new RagCache"):
-            rag.encode(["a chunk of text"])
 
 
 class Watched(HostStore):
@@ -81,10 +70,3 @@ def test_a_refused_engine_closes_what_it_opened(monkeypatch, tmp_path, wrong):
 
 def refuse(*_):
     raise ValueError("refused")
-
-
-def test_a_refused_engine_leaves_open_what_was_handed_in(tmp_path):
-    store = Watched()
-    with pytest.raises(ValueError, match="encoder"):
-        RagCache(build("llama"), cache_dir=tmp_path, store=store, encoder="nonsense")
-    assert store.closed == 0

@@ -47,13 +47,13 @@ def make(tmp_path):
 
 
 def name(rag, text):
-    return chunk_id(rag._parser.chunk_ids(text), "default")
+    return chunk_id(rag.components.parser.chunk_ids(text), "default")
 
 
 def behind_another(rag, text=HOSTILE):
     """Stored keys of other chunks that were encoded behind ``text``, and chunks encoded behind any."""
     hostile = name(rag, text)
-    keys = list(rag._components.store.keys())
+    keys = list(rag.components.store.keys())
     coloured = [key for key in keys if hostile in key.context and key.chunk_id != hostile]
     return coloured, [key.chunk_id for key in keys if len(key.context) > 1]
 
@@ -62,12 +62,6 @@ def used_behind(rag, *chunks):
     """What all chunks that a prompt takes from the store were encoded behind."""
     plan = plan_for(rag, prompt(*chunks))
     return {one for chunk in plan.placed for one in chunk.context}
-
-
-def test_by_default_what_was_registered_together_is_behind_each_other(make):
-    rag = make(companions="any")
-    rag.encode(TOGETHER, system=BEFORE)
-    assert behind_another(rag)[0]
 
 
 def test_encode_puts_no_other_source_before_a_chunk(make):
@@ -129,17 +123,6 @@ def test_what_was_stored_without_the_setting_is_not_used(make, tmp_path):
     again = make(store=store, load="always")
     again.register(TOGETHER, sources=SOURCES)
     assert len(used_behind(again, *HONEST)) == 1, "the system text"
-
-
-def test_what_was_stored_with_it_is_used_after_a_restart(make, tmp_path):
-    store = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
-    with make(store=store, load="always") as rag:
-        rag.encode(TOGETHER, system=BEFORE, sources=SOURCES)
-    again = make(store=store, load="always")
-    again.register(TOGETHER[::-1], sources=SOURCES[::-1])
-    answer = again.generate(prompt(*HONEST), **ASKED)
-    assert [use.source for use in answer.report.link.chunks] == ["disk"] * 3
-    assert len(used_behind(again, *HONEST)) == 4
 
 
 def test_the_encoder_that_keeps_any_context_is_refused(make):

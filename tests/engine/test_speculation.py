@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcachekit import Chunk, DocumentIndex, Prompt, RagCache, RagCacheError, SpeculativePipeline, Text
+from ragcachekit import Chunk, Prompt, RagCache, RagCacheError, SpeculativePipeline, Text
 from ragcachekit.engine.speculation import PipelineStats
 from speaking import byte_level, speaker
 
@@ -119,24 +118,6 @@ def test_lists_that_are_always_wrong_are_soon_not_submitted():
     assert pipeline.stats.right == 1
 
 
-def test_a_stage_is_judged_by_itself():
-    rag = FakeRag()
-    pipeline = SpeculativePipeline(rag)
-    for number in range(20):
-        rag.requests.clear()
-        pipeline.submit([[f"{number} wrong"], [f"{number}"], [f"{number}"]], joined)
-    assert rag.prompts == ["19"]
-    assert pipeline.stats.right == 20
-
-
-def test_an_error_of_a_provisional_prompt_does_not_count():
-    rag = FakeRag(refused=("a",))
-    assert SpeculativePipeline(rag).submit([["a"], ["b"]], joined).prompt == "b"
-    with pytest.raises(RagCacheError, match="refused a"):
-        SpeculativePipeline(rag).submit([["b"], ["a"]], joined)
-    assert not rag.alive[:-1]
-
-
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_an_error_of_the_search_ends_the_request(error):
     rag = FakeRag()
@@ -151,39 +132,12 @@ def test_an_error_of_the_search_ends_the_request(error):
     assert not rag.alive
 
 
-def test_bad_arguments():
-    rag = FakeRag()
-    with pytest.raises(ValueError, match="no stage"):
-        SpeculativePipeline(rag).submit([], joined)
-    with pytest.raises(ValueError, match="stream"):
-        SpeculativePipeline(rag).submit([["a"]], joined, streamer=object())
-    with pytest.raises(ValueError, match="max_waiting"):
-        SpeculativePipeline(rag, max_waiting=0)
-    assert not rag.requests
-
-
 def test_options_reach_the_queue_and_the_deadline_runs_from_the_call():
     rag = FakeRag(waiting=1)
     request = SpeculativePipeline(rag).submit([["a"]], joined, deadline=5.0, wait=True, max_new_tokens=3)
     left = request.options.pop("deadline")
     assert request.options == {"wait": True, "max_new_tokens": 3}
     assert 0 < left <= 5.0
-
-
-def test_over_the_stages_of_a_document_index():
-    rng = np.random.default_rng(0)
-    vectors = rng.standard_normal((200, 8)).astype(np.float32)
-    index = DocumentIndex("faiss-ivf", lists=16, probes=16)
-    index.add(range(200), vectors, [f"document {n}" for n in range(200)])
-    rag = FakeRag()
-    pipeline = SpeculativePipeline(rag)
-    for query in vectors[:20] + 0.1:
-        rag.requests.clear()
-        request = pipeline.submit(
-            index.search_stages(query, 3), lambda hits: joined(hit.record.text for hit in hits)
-        )
-        assert request.prompt == joined(hit.record.text for hit in index.search(query, 3))
-    assert pipeline.stats.right > 0
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix", "reuse"])

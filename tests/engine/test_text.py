@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-import torch
 from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
@@ -58,11 +55,6 @@ class TestTokens:
         assert any("BOS twice" in note for note in linked.report.notes)
         assert not any("BOS" in note for note in rag.link(PROMPT).report.notes)
 
-    def test_a_prompt_that_begins_with_a_chunk(self, rag):
-        ids = rag.link(Prompt([Chunk(ONE), Text("\nWhere?")])).input_ids[0].tolist()
-        assert ids[0] == 1
-        assert byte_level().decode(ids[1:]) == ONE + "\nWhere?"
-
     def test_ids_are_the_segments_ids_joined(self, rag):
         tokenizer = byte_level()
         head, rest = PROMPT.split(ONE)
@@ -82,9 +74,6 @@ class TestTokens:
             assert byte_level().decode(ids[1:]) == f"x\n{evil}\n?"
         message = rag.link([{"role": "user", "content": evil}]).input_ids[0].tolist()
         assert (message.count(3), message.count(4)) == (2, 1), "only those of the template"
-
-    def test_the_users_tokenizer_is_left_as_it_was(self, rag):
-        assert byte_level()("<|im_end|>", add_special_tokens=False).input_ids == [4]
 
     @pytest.mark.parametrize("way", ["metaspace", "legacy"])
     def test_sentencepiece_segments_carry_no_space_of_their_own(self, way, tmp_path):
@@ -129,40 +118,6 @@ class TestStreaming:
         assert stream.answer.report.finish_reason == "cancelled"
         assert 0 < stream.answer.report.output_tokens < 300
 
-    def test_after_the_end_there_is_no_more(self, rag):
-        stream = rag.stream(PROMPT, **{**ASKED, "max_new_tokens": 2})
-        list(stream)
-        with pytest.raises(StopIteration):
-            next(stream)
-
-
-class TestCancel:
-    def test_set_before(self, rag):
-        event = threading.Event()
-        event.set()
-        cut = rag.generate(PROMPT, cancel=event, **ASKED)
-        assert cut.report.finish_reason == "cancelled"
-        assert (cut.token_ids, cut.text) == ((), "")
-
-    def test_set_at_the_third_token(self, rag, answer):
-        event = threading.Event()
-
-        class Cancel(Collector):
-            def put(self, value):
-                super().put(value)
-                if len(self.given) == 4:
-                    event.set()
-
-        cut = rag.generate(PROMPT, cancel=event, streamer=Cancel(), **ASKED)
-        assert cut.report.finish_reason == "cancelled"
-        assert 3 <= len(cut.token_ids) <= 4
-        assert cut.token_ids == answer.token_ids[: len(cut.token_ids)]
-
-    def test_never_set(self, rag, answer):
-        whole = rag.generate(PROMPT, cancel=threading.Event(), **ASKED)
-        assert whole.token_ids == answer.token_ids
-        assert whole.report.finish_reason == "length"
-
 
 class TestStop:
     def stops(self, answer):
@@ -191,72 +146,9 @@ class TestStop:
         assert whole.text == answer.text
         assert whole.report.finish_reason == "length"
 
-    def test_in_a_batch_each_ends_by_itself(self, rag, answer):
-        stop = self.stops(answer)[0]
-        prompts = [PROMPT, f"Where?\n{TWO}\n", PROMPT]
-        batch = rag.generate_batch(prompts, stop=[stop], **ASKED)
-        singles = [rag.generate(p, stop=[stop], **ASKED) for p in prompts]
-        assert [a.text for a in batch] == [a.text for a in singles]
-        assert [a.token_ids for a in batch] == [a.token_ids for a in singles]
-        assert batch[0].report.finish_reason == "stop"
-
-    def test_with_beams(self, rag):
-        options = {"max_new_tokens": 12, "num_beams": 2, "eos_token_id": -1}
-        whole = rag.generate(PROMPT, **options)
-        cut = rag.generate(PROMPT, stop=[whole.text[4:7]], **options)
-        assert whole.text[4:7] not in cut.text
-
-
-class TestMessages:
-    def test_chunks_are_found_in_messages(self, rag):
-        messages = [
-            {"role": "system", "content": f"Answer from:\n{ONE}\n{TWO}"},
-            {"role": "user", "content": "Where does the Spree flow?"},
-        ]
-        rag.generate(messages, max_new_tokens=1)
-        link = rag.generate(messages, max_new_tokens=1).report.link
-        assert [use.source for use in link.uses] == ["host"] * 3
-        assert link.fallback is None
-
-    def test_ids_are_the_templates(self, rag):
-        messages = [{"role": "user", "content": "Where is Rome?"}]
-        want = byte_level().apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert rag.link(messages).input_ids[0].tolist() == list(want)
-
-    def test_no_template(self, tmp_path):
-        tokenizer = byte_level.__wrapped__()
-        tokenizer.chat_template = None
-        with (
-            RagCache(speaker(), tokenizer, cache_dir=tmp_path) as rag,
-            pytest.raises(ValueError, match="chat"),
-        ):
-            rag.generate([{"role": "user", "content": "x"}])
-
 
 def test_count_tokens_is_without_bos(rag):
     assert rag.count_tokens("Berlin is") == len(byte_level()("Berlin is", add_special_tokens=False).input_ids)
-
-
-def test_reports_read_well(rag, answer):
-    data = answer.report.to_dict()
-    assert data["link"]["prompt_tokens"] == answer.report.link.prompt_tokens
-    assert data["output_tokens"] == 24
-    assert "tokens reused" in str(answer.report)
-    assert "<table>" in answer.report._repr_html_()
-    assert str(answer) == answer.text
-    assert 0 < answer.report.ttft_ms <= answer.report.total_ms
-    link = answer.report.link
-    assert link.load_ms <= link.link_ms <= answer.report.ttft_ms
-    assert (
-        link.exact_tokens + link.approximate_tokens + link.recomputed_tokens + link.computed_tokens
-        == link.prompt_tokens
-    )
-
-
-def test_nothing_of_the_gradient_machinery_is_kept(rag):
-    torch.set_grad_enabled(True)
-    cache = rag.link(PROMPT).cache
-    assert not any(layer.keys.requires_grad for layer in cache.layers)
 
 
 class TestBlanksAtTheEndOfChunks:
@@ -286,7 +178,3 @@ class TestBlanksAtTheEndOfChunks:
     def test_what_is_forgotten_by_its_text_is_gone(self, ahead):
         assert ahead.forget(texts=[self.KEPT]) == 1
         assert ahead.stats()[0].entries == 0
-
-    def test_blanks_alone_are_a_chunk_as_before(self, ahead):
-        assert ahead.encode(["  "], system="Context:\n")
-        assert ahead.link(Prompt([Text("x"), Chunk("  "), Text("y")])).report.prompt_tokens == 5

@@ -103,30 +103,6 @@ def test_it_is_a_miss_and_the_entry_goes(tiers: dict[str, StoreConfig], tier: st
     store.close()
 
 
-def test_packed_entries_without_their_scales_are_a_miss(tmp_path: Path) -> None:
-    config = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv", quantise={"disk": "int8"})
-    entries = right_entries("reuse", "standalone")
-    for lost in ("like", "scale.k.1", "scale.v.0", "cut"):
-        disk, store = DiskStore(tmp_path / "kv", 1 << 30), open_store(config)
-        for key, kv in entries.items():
-            assert store.put(key, kv)
-            packed_key = replace(key, encoding=f"{key.encoding}+int8")
-            found = disk.get(packed_key)
-            if found is None:
-                continue  # the prefix is kept as it is
-            sums = {name: tensor for name, tensor in found.kv.sums.items() if name != lost}
-            if lost == "cut":
-                sums["scale.v.1"] = sums["scale.v.1"][:, 1:]
-            assert disk.put(packed_key, replace(found.kv, sums=sums))
-        disk.close()
-        with rag_for("llama", store=store, policy="reuse", load="always") as rag:
-            answer = rag.generate(PROMPT, max_new_tokens=3)
-            assert sum(use.source == "computed" for use in answer.report.link.chunks) >= 2, lost
-            again = rag.generate(PROMPT, max_new_tokens=3)
-            assert all(use.source != "computed" for use in again.report.link.chunks), lost
-        store.close()
-
-
 @pytest.mark.parametrize("wrong", ["fewer layers", "more heads", "half precision", "fewer tokens"])
 def test_what_a_chunk_is_encoded_behind_is_encoded_again(wrong: str) -> None:
     """``similar:n`` reads its neighbours from the store itself."""

@@ -142,7 +142,7 @@ def test_what_is_done_to_a_cache_waits_for_it(change):
     for store in (HostStore(1 << 26), SlowStore()):
         with rag_for("llama", policy="reuse", store=store) as rag:
             rag.generate(PROMPT, max_new_tokens=1)
-            plan = rag._path.begin(rag._request(PROMPT, None, None))
+            plan = rag.plan(rag.prepare(PROMPT))
             caches.append(link(plan, described("llama"), torch.device("cpu")).cache)
             for layer in caches[-1].layers:
                 layer.narrow(None)  # as after the forward
@@ -263,7 +263,7 @@ def test_a_batch_goes_on_without_what_failed(layer):
 
 def test_two_failures_one_after_the_other():
     rag, _, _ = spoiled("llama", 0, OSError(5, "I/O"), policy="lego:1000")
-    store = rag._components.store
+    store = rag.components.store
     first, second = store.of_tokens[33], store.of_tokens[25]
 
     def read(key, layer):

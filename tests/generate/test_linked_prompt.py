@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
+from engine_kit import EXACT, PROMPT, chunk, ids, text, warmed
 from families import FAMILIES, greedy, off, plain, prefill
 from ragcachekit import Prompt
 from ragcachekit.errors import LinkedPromptUsed
@@ -56,13 +56,6 @@ def test_used_twice():
         _ = linked.cache
 
 
-def test_the_cache_counts_as_the_one_use():
-    linked = warmed("llama", PROMPT).link(PROMPT)
-    assert linked.cache is not None
-    with pytest.raises(LinkedPromptUsed):
-        _ = linked.inputs
-
-
 def test_two_links_share_nothing_that_is_written():
     rag = warmed("llama", PROMPT, policy="reuse")
     first, second = rag.link(PROMPT), rag.link(PROMPT)
@@ -85,13 +78,6 @@ def test_beams_and_several_sequences_over_a_repeated_cache():
         max_new_tokens=6,
     )
     assert torch.equal(out, want)
-
-
-def test_nothing_cached_links_to_an_ordinary_prefill():
-    rag = rag_for("llama", cold="never")
-    assert rag.link(PROMPT).cache is None
-    out = rag.model.generate(**rag.link(PROMPT).inputs, max_new_tokens=5, do_sample=False)
-    assert tuple(out[0, len(ids(PROMPT)) :].tolist()) == greedy(plain("llama"), ids(PROMPT), 5)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gpt-oss"])

@@ -7,11 +7,10 @@ import torch
 import transformers as tf
 from transformers import DynamicCache
 
-from engine_kit import EXACT, PROMPT, ids, rag_for, warmed
+from engine_kit import EXACT, PROMPT, ids, rag_for
 from families import build, greedy, plain
 from ragcachekit import RagCache
 from ragcachekit.errors import GenerationNotSupported
-from ragcachekit.generate.options import links_ahead
 
 REFUSED = {
     "assistant_model": object(),
@@ -101,11 +100,6 @@ def test_what_the_model_ships_with_is_put_aside(tmp_path, name, value):
     assert answer.report.link.exact_tokens == 49
 
 
-def test_a_misspelt_option_is_an_error(rag):
-    with pytest.raises(ValueError, match="max_new_tokns"):
-        rag.generate(PROMPT, max_new_tokns=3)
-
-
 @pytest.mark.parametrize("count", [0, -1])
 def test_no_new_tokens_is_an_error(rag, count):
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1"):
@@ -121,28 +115,7 @@ def test_stop_strings_need_a_tokenizer(rag):
         rag.stream(PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("options", "ahead"),
-    [
-        ({}, False),
-        ({"do_sample": True, "top_p": 0.9, "temperature": 0.5}, False),
-        ({"repetition_penalty": 1.3}, False),
-        ({"num_beams": 1}, False),
-        ({"no_repeat_ngram_size": 0}, False),
-        ({"logits_processor": []}, False),
-        ({"num_beams": 2}, True),
-        ({"no_repeat_ngram_size": 2}, True),
-        ({"bad_words_ids": [[3]]}, True),
-        ({"logits_processor": [lambda i, s: s]}, True),
-        ({"prefix_allowed_tokens_fn": lambda b, i: [3]}, True),
-        ({"generation_config": tf.GenerationConfig(num_beams=2)}, True),
-    ],
-)
-def test_only_what_reads_the_prompts_order_costs_a_pass_ahead(options, ahead):
-    assert links_ahead(options, tf.GenerationConfig()) is ahead
-
-
-def test_the_models_own_default_can_ask_for_the_pass_ahead(tmp_path):
+def test_a_default_of_the_model_that_reads_the_prompts_order(tmp_path):
     model = build("llama")
     model.generation_config.no_repeat_ngram_size = 2
     with RagCache(model, cache_dir=tmp_path, cold="now", policy="reuse", encoder="system") as rag:
@@ -150,9 +123,3 @@ def test_the_models_own_default_can_ask_for_the_pass_ahead(tmp_path):
         answer = rag.generate(EXACT, max_new_tokens=15, do_sample=False)
     assert answer.report.link.exact_tokens == 49
     assert answer.token_ids == greedy(plain("llama"), ids(EXACT), 15, no_repeat_ngram_size=2)
-
-
-def test_warm_and_cold_are_refused_alike():
-    rag = warmed("llama", PROMPT)
-    with pytest.raises(GenerationNotSupported):
-        rag.generate(PROMPT, use_cache=False)

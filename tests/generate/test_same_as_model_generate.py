@@ -150,14 +150,3 @@ def test_an_end_token_ends_and_is_reported():
     at = first.token_ids.index(end)
     assert cut.token_ids == first.token_ids[: at + 1]
     assert cut.report.finish_reason == "stop"
-
-
-def test_the_models_own_generate_is_what_it_was():
-    rag = exact("gemma2")
-    rag.generate(EXACT, max_new_tokens=3)
-    assert greedy(rag.model, ids(PROMPT), COUNT) == greedy(plain("gemma2"), ids(PROMPT), COUNT)
-    beams = greedy(rag.model, ids(PROMPT), COUNT, num_beams=3)
-    assert beams == greedy(plain("gemma2"), ids(PROMPT), COUNT, num_beams=3)
-    with torch.no_grad():
-        batch = torch.tensor([ids(PROMPT)])
-        assert torch.equal(rag.model(batch).logits, plain("gemma2")(batch).logits)

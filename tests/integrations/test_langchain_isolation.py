@@ -798,7 +798,7 @@ def test_a_forgotten_text_is_not_found_in_the_cache(store, rag):
     rag.forget(texts=[found[0]])
     again = [d.page_content for d in retriever.invoke(QUESTION)]
     assert found[0] not in again
-    assert found[0] not in rag._parser.registry._namespaces["default"].lru
+    assert found[0] not in rag.components.parser.registry._namespaces["default"].lru
 
 
 def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):

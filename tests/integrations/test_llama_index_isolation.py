@@ -295,7 +295,7 @@ def test_a_forgotten_text_is_not_found_in_the_cache(index, embedder, rag):
     text = found[0].node.get_content("none")
     rag.forget(texts=[text])
     assert retriever._retrieval.stats().entries == 0
-    assert text not in rag._parser.registry._namespaces["default"].lru
+    assert text not in rag.components.parser.registry._namespaces["default"].lru
 
 
 GOOD = [1.0] * 64

@@ -44,7 +44,7 @@ def test_neighbours_are_found_without_a_line_of_the_users(own, tmp_path):
         else:
             store = InMemoryVectorStore.from_documents(chunks, WordEmbeddings())
             RagCacheRetriever.wrap(store, cache=rag)
-        known = rag._planner.neighbours
+        known = rag.components.planner.neighbours
         expected, last = {}, {}
         for chunk in chunks:  # the splitter gives them in order
             expected[chunk.page_content] = last.get(chunk.metadata["source"])

@@ -285,7 +285,7 @@ def interleave(world, rag, steps, seed):
 
 
 def is_registered(rag, text):
-    return bool(rag._parser.registry.find("default", text).found)
+    return bool(rag.components.parser.registry.find("default", text).found)
 
 
 @pytest.fixture(params=[LangChainWorld, LlamaWorld], ids=["langchain", "llama-index"])

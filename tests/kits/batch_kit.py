@@ -8,26 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcachekit import Prompt, RagCache
-from ragcachekit.generate.batch.decoder import BatchDecoder
-from ragcachekit.generate.batch.decoding import Decoding
+from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.plan.link_plan import LinkPlan
 
 
 def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
-    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag._parser.decode, **limits}
-    return BatchDecoder(rag.model, rag._components.generator._rope, **limits)
+    limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag.components.parser.decode, **limits}
+    return BatchDecoder(rag.model, rag.components.generator.rope, **limits)
 
 
 def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPlan:
-    return rag._path.begin(rag._request(prompt, None, policy))
+    return rag.plan(rag.prepare(prompt, policy=policy))
 
 
 def begin(decoder: BatchDecoder, rag: RagCache, prompt: Prompt, **asked: Any) -> Decoding:
-    """Begin a greedy request; ``policy``, ``stop``, ``cancel``, ``own`` and options."""
+    """Begin a greedy request; ``policy``, ``stop``, ``cancel``, and options."""
     plan = plan_for(rag, prompt, asked.pop("policy", None))
-    named = {name: asked.pop(name) for name in ("stop", "cancel", "own", "first") if name in asked}
+    named = {
+        name: asked.pop(name) for name in ("stop", "cancel", "capture_missing_rows", "first") if name in asked
+    }
     options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **asked}
-    assert decoder.unsupported(options) is None
+    assert decoder.why_alone(options) is None
     return decoder.begin(plan, options, **named)
 
 

@@ -47,7 +47,7 @@ def warmed(name: str, *prompts: Prompt, **options: Any) -> RagCache:
 
 
 def stored_in(rag: RagCache) -> list[KVKey]:
-    return list(rag._components.store.keys())
+    return list(rag.components.store.keys())
 
 
 class RecordingStore(HostStore):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ragcachekit import CancelScope, Request
-from ragcachekit.generate.answer_stream import AnswerStream
-from ragcachekit.generate.detokenizer import TokenQueue
+from ragcachekit.engine.request import AnswerStream
+from ragcachekit.generate.streams import TokenQueue
 
 LONG = 60.0
 WAITED = 10.0
@@ -85,7 +85,7 @@ def threads_ended() -> bool:
 async def streams_ended() -> None:
     """Wait for the threads of streams and of asyncio. The loop runs on: a cancelled task may need it."""
     for thread in threading.enumerate():
-        if thread.name in ("ragcachekit-stream", "ragcachekit-queue"):
+        if thread.name == "ragcachekit-queue":
             await asyncio.to_thread(thread.join, LONG)
     await asyncio.get_running_loop().shutdown_default_executor()
 

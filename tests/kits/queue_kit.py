@@ -15,7 +15,7 @@ LONG = 60.0
 @contextmanager
 def held(rag: RagCache) -> Iterator[list[Any]]:
     """Let no turn begin inside the block; yields the requests whose turn came afterwards, in order."""
-    runner, turns, go_on = rag.queue._runner, [], threading.Event()
+    runner, turns, go_on = rag.queue.runner, [], threading.Event()
     begin, has_room, step = runner.begin, runner.has_room, runner.step
 
     def begun(request: Any, closed: Any) -> bool:

@@ -53,7 +53,7 @@ def test_what_the_planner_expects_is_what_runs(policy, there):
     rag = rag_for("llama", policy=policy, store=store, load="auto", cold="never")
     if there != "disk":
         keep_in_memory(store, 25)
-    planner, told, ran = rag._components.loads.planner, [], []
+    planner, told, ran = rag.components.loads.planner, [], []
     for _ in range(10):
         planner.observe_read("disk", 1000, 1e-9)
     planner.profile = PrefillProfile([0, 512], [1, 512], [[1.0, 512.0]] * 2)

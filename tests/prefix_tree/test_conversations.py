@@ -178,7 +178,7 @@ def test_a_request_that_still_finds_what_is_being_forgotten_leaves_no_turn() -> 
 
     reports: list[LinkReport] = []
     with rag_for("llama", policy="reuse", tree=tree, store=Asked(1 << 28), cold="never") as rag:
-        rag._components.background_encoder.now(plan_for(rag, FIRST).missing)
+        rag.components.background_encoder.now(plan_for(rag, FIRST).missing)
         rag.forget([chunk_id(A.token_ids or (), "default")])
         assert reports[0].approximate_tokens > 0, "it was in the middle of it"
         assert rag.flush(60)

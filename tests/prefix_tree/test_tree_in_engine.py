@@ -155,7 +155,7 @@ def test_everything_in_the_tree_is_what_a_full_prefill_of_its_path_computes(name
         rag.generate_batch([prompts[0], prompts[3]], max_new_tokens=3)
         for prompt in prompts:
             full = prefill(oracle(name, len(ids(prompt))), ids(prompt))
-            found = rag._path.begin(rag._request(prompt, None, None)).beginning.match.found
+            found = rag.plan(rag.prepare(prompt)).beginning.match.found
             known.append(len(found))
             for reused in found:
                 rows = slice(reused.kv.start, reused.kv.start + reused.kv.tokens)
@@ -272,10 +272,3 @@ def test_bad_configurations_say_what_to_do() -> None:
         rag_for("llama", tree=TreeConfig(eviction="mru"))
     with pytest.raises(ValueError, match="keep_first"):
         TreeConfig(keep_first=-1)
-
-
-def test_replicate_bytes_is_accepted_and_has_no_effect() -> None:
-    with pytest.warns(DeprecationWarning, match="no effect"):
-        config = TreeConfig(replicate_bytes=5)
-    with rag_for("llama", tree=config, policy="prefix") as rag:
-        assert rag.generate(THREE, max_new_tokens=5, do_sample=False).token_ids == greedy("llama", THREE)

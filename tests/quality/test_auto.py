@@ -12,7 +12,7 @@ import torch
 
 from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
-from ragcachekit.engine.active_requests import ActiveRequests
+from ragcachekit.background import ActiveRequests
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.measured import Auto, PolicyAndEncoder
 from ragcachekit.policies.registry import known_policies, open_policy
@@ -57,7 +57,7 @@ def make(tmp_path):
 
 
 def auto_of(rag):
-    return rag._components.auto
+    return rag.components.auto
 
 
 def records(folder):
@@ -460,7 +460,7 @@ def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeyp
 
     monkeypatch.setattr(ActiveRequests, "wait_for_none", waits)
     rag = make(cold="background")
-    with rag._components.active:
+    with rag.components.active:
         rag.generate(prompt(0), **ONE)
         assert waiting.wait(60)
         assert not auto_of(rag).flush(0.3)
@@ -473,7 +473,7 @@ def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeyp
 def test_it_goes_on_when_no_request_runs(make, tmp_path, monkeypatch):
     monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 1)
     rag = make(cold="background")
-    with rag._components.active:
+    with rag.components.active:
         rag.generate(prompt(0), **ONE)
         assert not auto_of(rag).flush(0.3)
         assert records(tmp_path) == []
@@ -547,8 +547,8 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
         rag.generate(prompt(0), **ONE)
         return drop(*asked)
 
-    rag._path.encode_missing = lambda *_: None  # waits for the forget
-    rag._components.capture.after = lambda _: frozenset()
+    rag.after_answer.encode_missing = lambda *_: None  # waits for the forget
+    rag.components.capture.after = lambda _: frozenset()
     rag._drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert auto_of(rag)._seen.of("default") == ()
@@ -568,4 +568,4 @@ def test_what_tune_was_given_is_the_text_to_encode_behind(make):
     rag = make(encoder="system")
     rag.tune(TEXTS, system=SYSTEM)
     rag.encode(TEXTS)
-    assert {key.encoding for key in list(rag._components.store.keys())} == {"system"}
+    assert {key.encoding for key in list(rag.components.store.keys())} == {"system"}

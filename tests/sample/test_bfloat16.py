@@ -118,8 +118,8 @@ def test_stores_keep_two_bytes_per_number(make, tmp_path, tier):
     settings = rag.model.config
     width = settings.hidden_size // settings.num_attention_heads * settings.num_key_value_heads
     kv = rag.count_tokens(DOCUMENTS[2]) * settings.num_hidden_layers * 2 * width * 2
-    (key,) = rag._components.store.keys()
-    found = rag._components.store.get(key)
+    (key,) = rag.components.store.keys()
+    found = rag.components.store.get(key)
     assert {t.dtype for t in (*found.kv.keys, *found.kv.values)} == {torch.bfloat16}
     (stats,) = rag.stats()
     assert kv <= stats.nbytes <= 1.1 * kv

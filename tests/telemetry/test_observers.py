@@ -131,7 +131,7 @@ def test_what_the_queue_ends(rag, seen, prompt) -> None:
 
 def test_a_failed_batch(rag, seen, prompt) -> None:
     rag.generate(prompt, max_new_tokens=1)
-    fail_next(rag.queue._runner, "step", RuntimeError("no memory"))
+    fail_next(rag.queue.runner, "step", RuntimeError("no memory"))
     with pytest.raises(EngineError):
         rag.submit(prompt, max_new_tokens=3).result()
     assert [type(error) for *_, error in seen.ended] == [type(None), EngineError]

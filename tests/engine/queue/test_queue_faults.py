@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import weakref
 
 import pytest
@@ -13,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from engine_kit import EXACT, PROMPT, ids, warmed
 from families import greedy, plain
 from queue_kit import LONG, fail_next, held
-from ragcachekit import EngineError, QueueConfig, RagCache, Request
+from ragcachekit import EngineError, RagCache
 from ragcachekit.errors import Closed
 
 ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
@@ -22,7 +21,7 @@ ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
 @pytest.fixture
 def rag():
     with warmed("llama", PROMPT, EXACT, policy="reuse") as rag:
-        rag._path.cold = "never"
+        rag.after_answer.cold = "never"
         yield rag
 
 
@@ -44,15 +43,15 @@ class Exchanging(BaseStreamer):
 def usable(rag: RagCache) -> None:
     assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids == rag.generate(PROMPT, **ASKED).token_ids
     assert rag.queue.drain(LONG)
-    assert not rag.queue._runner._runs
-    assert not rag.queue._runner._wanted
-    assert not rag.queue._runner._decoder.active
+    assert not rag.queue.runner.runs
+    assert not rag.queue.runner.wanted
+    assert not rag.queue.runner.decoder.active
 
 
 @pytest.mark.parametrize("where", ["plan", "link"])
 def test_a_failed_link_is_computed_in_full(rag, where, caplog):
-    begin = rag.queue._runner._decoder
-    owner, name = {"plan": (rag._path, "plan"), "link": (begin, "begin")}[where]
+    begin = rag.queue.runner.decoder
+    owner, name = {"plan": (rag.components.planner, "plan"), "link": (begin, "begin")}[where]
     fail_next(owner, name, RuntimeError("torn"))
     answer = rag.submit(PROMPT, **ASKED).result(LONG)
     assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6, eos_token_id=-1)
@@ -78,7 +77,7 @@ def test_attention_exchanged_between_two_tokens_is_an_error_and_no_wrong_token(r
 
 
 def test_what_fails_twice_is_the_error_of_that_request_alone(rag):
-    fail_next(rag.queue._runner._decoder, "begin", RuntimeError("torn"), times=2)
+    fail_next(rag.queue.runner.decoder, "begin", RuntimeError("torn"), times=2)
     with held(rag) as turns:
         requests = [rag.submit(prompt, **ASKED) for prompt in (PROMPT, EXACT)]
     errors = []
@@ -112,7 +111,7 @@ def test_a_streamer_that_fails_ends_its_own_request(rag):
 def test_a_failed_step_is_the_error_of_all_in_the_batch(rag):
     with held(rag):
         requests = [rag.submit(PROMPT, **ASKED) for _ in range(6)]
-        decoder, step = rag.queue._runner._decoder, rag.queue._runner._decoder.step
+        decoder, step = rag.queue.runner.decoder, rag.queue.runner.decoder.step
         failed = []
 
         def fails():
@@ -140,7 +139,7 @@ def test_an_error_holds_no_memory_of_its_batch(rag, monkeypatch):
         held_by_error.extend(map(weakref.ref, kvs))
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("ragcachekit.generate.batch.decoder.decode", fails)
+    monkeypatch.setattr("ragcachekit.generate.batch.decode", fails)
     request = rag.submit(PROMPT, **ASKED)
     with pytest.raises(EngineError):
         request.result(LONG)
@@ -150,23 +149,10 @@ def test_an_error_holds_no_memory_of_its_batch(rag, monkeypatch):
     assert [kv() for kv in held_by_error] == [None]
 
 
-def test_whatever_a_callback_raises_is_logged(rag, caplog):
-    def leaves(_):
-        raise SystemExit
-
-    with held(rag):
-        requests = [rag.submit(PROMPT, **ASKED) for _ in range(3)]
-        for request in requests:
-            request.add_done_callback(leaves)
-    assert {len(request.result(LONG).token_ids) for request in requests} == {6}
-    usable(rag)
-    assert caplog.text.count("callback") == 3
-
-
 @pytest.mark.parametrize("where", ["begin", "answer"])
 def test_whatever_one_request_raises_ends_it_alone(rag, where):
-    runner = rag.queue._runner
-    owner, name = {"begin": (runner._decoder, "begin"), "answer": (rag._path, "finish")}[where]
+    runner = rag.queue.runner
+    owner, name = {"begin": (runner.decoder, "begin"), "answer": (rag.after_answer, "submit")}[where]
     with held(rag):
         requests = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
         fail_next(owner, name, SystemExit())
@@ -182,11 +168,11 @@ def test_whatever_one_request_raises_ends_it_alone(rag, where):
 
 @pytest.mark.parametrize("where", ["choice", "prefetch", "step"])
 def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(rag, where):
-    runner = rag.queue._runner
+    runner = rag.queue.runner
     owner, name = {
         "choice": (rag.queue._order, "best"),
         "prefetch": (runner, "prefetch"),
-        "step": (runner._decoder, "step"),
+        "step": (runner.decoder, "step"),
     }[where]
     with held(rag):
         requests = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
@@ -201,16 +187,17 @@ def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(r
 
 
 def test_a_batch_that_cannot_be_opened_is_an_error_and_no_standstill(rag):
-    make = rag._components.generator.batch_decoder
-    rag._components.generator.batch_decoder = lambda _: 1 / 0
+    make = rag.components.generator.batch_decoder
+    vars(rag.queue.runner).pop("decoder")
+    rag.components.generator.batch_decoder = lambda _: 1 / 0
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         rag.submit(PROMPT, **ASKED).result(LONG)
-    rag._components.generator.batch_decoder = make
+    rag.components.generator.batch_decoder = make
     usable(rag)
 
 
 def test_a_store_that_cannot_say_what_it_has_costs_the_order_alone(rag):
-    rag._components.store.in_memory = lambda _: 1 / 0
+    rag.components.store.in_memory = lambda _: 1 / 0
     usable(rag)
 
 
@@ -230,11 +217,3 @@ def test_a_forked_child_is_refused(rag):
             os._exit(0 if refused == 3 else 1)
         assert os.waitpid(child, 0)[1] == 0
     assert request.result(LONG).token_ids
-
-
-def test_bytes_limit_the_batch_and_never_stop_it():
-    with warmed("llama", PROMPT, policy="reuse", queue=QueueConfig(batch_bytes=1)) as rag:
-        requests: list[Request] = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
-        assert {len(request.result(LONG).token_ids) for request in requests} == {6}
-        assert {request.result().report.batch for request in requests} == {1}
-        assert not [t for t in threading.enumerate() if t.name == "ragcachekit-queue" and not t.daemon]

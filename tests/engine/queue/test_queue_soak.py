@@ -25,10 +25,10 @@ from ragcachekit import (
     QueueFull,
     StoreConfig,
 )
-from ragcachekit.engine.queue.request import Request
+from ragcachekit.engine.request import Request
 from ragcachekit.forward.batch.request_kv import RequestKV
 from ragcachekit.forward.cache import LinkedCache
-from ragcachekit.generate.batch.decoding import Decoding
+from ragcachekit.generate.batch import Decoding
 from soak_kit import figures
 
 PROMPTS = [
@@ -49,8 +49,8 @@ def resources(rag):
     gc.collect()
     threads = [t.name for t in threading.enumerate() if t.name.startswith("ragcachekit")]
     files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    runner = rag.queue._runner
-    left = (len(runner._runs), sum(runner._wanted.values()), len(runner._decoder.active))
+    runner = rag.queue.runner
+    left = (len(runner.runs), sum(runner.wanted.values()), len(runner.decoder.active))
     held = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in HELD)
     return {"threads": threads, "files": files, "left": left, "held": held}
 
@@ -68,8 +68,9 @@ def idle(rag):
 
 def disturbed(rag, draw):
     """Fail some plans, prefills and steps at random."""
-    runner, decoder = rag.queue._runner, rag.queue._runner._decoder
-    for owner, name, often in ((rag._path, "plan", 0.02), (decoder, "begin", 0.03), (decoder, "step", 0.003)):
+    runner, decoder = rag.queue.runner, rag.queue.runner.decoder
+    planner = rag.components.planner
+    for owner, name, often in ((planner, "plan", 0.02), (decoder, "begin", 0.03), (decoder, "step", 0.003)):
         works = getattr(owner, name)
 
         def sometimes(*args, works=works, often=often, **options):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from engine_kit import FOLDER
 from ragcachekit import RagCache
-from ragcachekit.generate.hooks import ScoreObserver
 from speaking import byte_level, speaker
 
 PROMPT = "Where does the river flow?"
@@ -18,7 +18,7 @@ def rag():
         yield rag
 
 
-class Kept(ScoreObserver):
+class Kept(LogitsProcessor):
     def __init__(self):
         self.last, self.scores = [], []
 
@@ -60,11 +60,6 @@ def test_an_observer_sees_the_scores_of_every_token_in_a_batch(rag):
     assert kept.last[1:] == list(seen.token_ids[:-1])
     plain = rag.generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert seen.token_ids == plain.token_ids
-
-
-def test_another_processor_is_generated_alone(rag):
-    (answer,) = together(rag, {"logits_processor": [lambda ids, scores: scores]})
-    assert any("generated alone" in note for note in answer.report.link.notes)
 
 
 def test_a_seed_that_is_no_number_is_refused(rag):

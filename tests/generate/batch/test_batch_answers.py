@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from batch_kit import Asked, begin, decoder_for, finish, serve
+from batch_kit import Asked, decoder_for, serve
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import FAMILIES, VOCAB, greedy, plain
-from ragcachekit import Prompt, TreeConfig
+from ragcachekit import Prompt
 
 SHORT = Prompt([text(9, 1), chunk(25, 3), text(3, 7)])
 OTHER = Prompt([text(14, 8), chunk(33, 2), text(2, 9), chunk(7, 10), text(11, 11)])
@@ -22,7 +22,7 @@ PROMPTS = [PROMPT, EXACT, SHORT, OTHER, NO_CHUNK, BARE, ONE_TOKEN, LONG]
 
 NEVER = VOCAB + 1
 BATCHED = [name for name in FAMILIES if name != "phi3-longrope"]
-POLICIES = ["full", "prefix", "reuse", "lego:4", "impact:0.2", "query:0.2", "cacheblend:0.2"]
+POLICIES = ["prefix", "lego:4", "query:0.2", "cacheblend:0.2"]
 
 
 def requests(alone, seed, count=12):
@@ -54,37 +54,17 @@ def test_full_is_the_models_own_generate(name):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_policies(name, policy):
     rag = warmed(name, *PROMPTS, policy=policy)
-    rag._path.cold = "never"
+    rag.after_answer.cold = "never"
     asked = requests(lambda prompt, **o: rag.generate(prompt, **o).token_ids, 2)
     assert assert_answered(decoder_for(rag), rag, asked, 2) > 4
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma3"])
-def test_tree(name):
-    with warmed(name, *PROMPTS, policy="prefix", tree=TreeConfig()) as rag:
-        rag.flush()
-        asked = requests(lambda prompt, **o: greedy(plain(name), ids(prompt), o["max_new_tokens"], **o), 3)
-        assert rag.generate(LONG, max_new_tokens=1).report.link.exact_tokens > 100
-        assert_answered(decoder_for(rag), rag, asked, 3)
-
-
-@pytest.mark.parametrize(("size", "seed"), [(1, 4), (2, 5), (3, 6), (5, 7), (8, 8), (16, 9), (16, 10)])
+@pytest.mark.parametrize(("size", "seed"), [(1, 4), (3, 6), (16, 9)])
 def test_sizes(size, seed):
     rag = rag_for("gemma3", policy="full", cold="never")
     model = plain("gemma3")
     asked = requests(lambda prompt, **o: greedy(model, ids(prompt), o["max_new_tokens"], **o), seed, 24)
     assert assert_answered(decoder_for(rag, max_batch=size), rag, asked, seed) <= size
-
-
-def test_answers_longer_than_the_buffers_grow_them(monkeypatch):
-    monkeypatch.setattr("ragcachekit.forward.batch.request_kv.GROWTH", 3)
-    rag = rag_for("mistral-sliding", policy="full", cold="never")
-    decoder = decoder_for(rag)
-    both = [begin(decoder, rag, p, max_new_tokens=20, eos_token_id=NEVER) for p in (PROMPT, NO_CHUNK)]
-    finish(decoder)
-    for prompt, decoding in zip((PROMPT, NO_CHUNK), both, strict=True):
-        expected = greedy(plain("mistral-sliding"), ids(prompt), 20, eos_token_id=NEVER)
-        assert decoding.generated().token_ids == expected

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from batch_kit import begin, decoder_for, finish, plan_for
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import VOCAB, build, greedy, plain, wrapped
 from ragcachekit import Prompt, RagCache, TreeConfig
-from ragcachekit.generate.batch.check import why_not_together
+from ragcachekit.generate.batch_check import why_not_together
 from ragcachekit.generate.run import run_generate
 
 OTHER = Prompt([text(14, 8), chunk(33, 2), text(2, 9)])
@@ -105,17 +106,6 @@ class TestEnds:
         finish(decoder)
         assert other.generated().token_ids == greedy_ids(OTHER, 20, eos_token_id=NEVER)
 
-    def test_dropped(self, decoder, rag):
-        streamer = Streamer()
-        one = begin(decoder, rag, PROMPT, streamer=streamer)
-        decoder.drop(one)
-        decoder.drop(one)
-        assert decoder.active == ()
-        assert one.finished
-        assert one.generated().cancelled
-        assert one.generated().token_ids == greedy_ids(PROMPT, 1)
-        assert streamer.ends == 1
-
     def test_buffers_are_freed(self, decoder, rag):
         held = []
         for end in (finish, lambda d: d.drop(d.active[0]), lambda d: d.clear()):
@@ -145,13 +135,6 @@ class TestStreams:
 
 
 class TestRoom:
-    def test_requests(self, rag):
-        decoder = decoder_for(rag, max_batch=2)
-        begin(decoder, rag, PROMPT)
-        assert decoder.has_room(10)
-        begin(decoder, rag, OTHER)
-        assert not decoder.has_room(10)
-
     def test_bytes(self, rag):
         per_token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dimensions, float32
         decoder = decoder_for(rag, max_bytes=200 * per_token)
@@ -169,6 +152,35 @@ SAMPLED = {
     "top-p": {"top_p": 0.8, "temperature": 1.3},
     "min-p": {"min_p": 0.05, "top_k": 0},
     "penalty": {"repetition_penalty": 1.8},
+}
+
+
+def _ends_after(count):
+    return lambda given, scores, **_: torch.tensor([given.shape[1] >= len(ids(PROMPT)) + count])
+
+
+def _adds(token, bonus):
+    def processor(given, scores):
+        scores[:, (token + int(given[0, -1])) % scores.shape[1]] += bonus
+        return scores
+
+    return processor
+
+
+COMMON = greedy(plain("llama"), ids(PROMPT), 8)
+OPTIONS = {
+    "min_new_tokens": lambda: {"min_new_tokens": 6, "eos_token_id": COMMON[2]},
+    "repetition_penalty": lambda: {"repetition_penalty": 1.8},
+    "no_repeat_ngram_size": lambda: {"no_repeat_ngram_size": 1},
+    "bad_words_ids": lambda: {"bad_words_ids": [[COMMON[0]], [COMMON[3], COMMON[4]]]},
+    "sequence_bias": lambda: {"sequence_bias": {(7,): 50.0}},
+    "exponential_decay": lambda: {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 9},
+    "suppress_tokens": lambda: {"suppress_tokens": [COMMON[0]]},
+    "prefix_allowed_tokens_fn": lambda: {"prefix_allowed_tokens_fn": lambda _, given: [5, len(given) % 9]},
+    "logits_processor": lambda: {"logits_processor": [_adds(3, 40.0)]},
+    "stopping_criteria": lambda: {"stopping_criteria": [_ends_after(3)]},
+    "configuration": lambda: {"generation_config": GenerationConfig(repetition_penalty=1.8)},
+    "neutral": lambda: {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "logits_processor": []},
 }
 
 
@@ -191,7 +203,7 @@ class TestOptions:
                 setattr(model.generation_config, name, value)
         rag = RagCache(ours, policy="full", cold="never", cache_dir=tmp_path)
         decoder, options = decoder_for(rag), {"max_new_tokens": 12, "pad_token_id": 0}
-        assert decoder.unsupported(options) is None
+        assert decoder.why_alone(options) is None
         torch.manual_seed(3)
         one = decoder.begin(plan_for(rag, PROMPT), options)
         finish(decoder)
@@ -200,43 +212,34 @@ class TestOptions:
         with torch.no_grad():
             out = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12)
         assert one.generated().token_ids == tuple(out[0, prompt.shape[1] :].tolist())
-        ours.generation_config.no_repeat_ngram_size = 2
-        assert "no_repeat_ngram_size" in (decoder.unsupported(options) or "")
-        assert decoder.unsupported({**options, "no_repeat_ngram_size": 0}) is None
 
-    def test_a_penalty_and_a_greedy_request_in_one_batch(self, decoder, rag):
-        one = begin(decoder, rag, PROMPT, repetition_penalty=1.9)
-        other = begin(decoder, rag, PROMPT)
+    @pytest.mark.parametrize("label", OPTIONS)
+    def test_any_option_of_generate_that_works_on_scores_or_stops(self, decoder, rag, label):
+        asked = {"max_new_tokens": 12, **OPTIONS[label]()}
+        ours = begin(decoder, rag, PROMPT, **asked)
+        other = begin(decoder, rag, OTHER)
         finish(decoder)
-        assert one.generated().token_ids == greedy_ids(PROMPT, repetition_penalty=1.9)
-        assert other.generated().token_ids == greedy_ids(PROMPT)
+        expected = greedy(plain("llama"), ids(PROMPT), 12, **OPTIONS[label]())
+        assert ours.generated().token_ids == expected
+        assert other.generated().token_ids == greedy_ids(OTHER)
+        assert label.startswith("neutral") or expected != greedy_ids(PROMPT, 12), "it has an effect"
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"num_beams": 2},
-            {"no_repeat_ngram_size": 2},
-            {"bad_words_ids": [[3]]},
-            {"min_new_tokens": 2},
-            {"typical_p": 0.9},
-            {"logits_processor": [lambda ids, scores: scores]},
-            {"stopping_criteria": [lambda ids, scores, **_: True]},
-            {"prefix_allowed_tokens_fn": lambda *_: [1]},
-            {"renormalize_logits": True},
-            {"an_argument_of_this_models_forward": 3},
-        ],
-    )
-    def test_unsupported_ones_are_named(self, decoder, options):
+    @pytest.mark.parametrize("policy", ["reuse", "cacheblend:0.3"])
+    def test_processors_get_the_prompt_in_order(self, rag, policy):
+        with warmed("llama", PROMPT, policy=policy, cold="never") as linked:
+            seen = []
+            asked = {"max_new_tokens": 4, "eos_token_id": NEVER}
+            asked["logits_processor"] = [lambda given, scores: seen.append(given[0].tolist()) or scores]
+            decoder = decoder_for(linked)
+            one = begin(decoder, linked, PROMPT, **asked)
+            finish(decoder)
+        rows = [*ids(PROMPT), *one.generated().token_ids]
+        assert seen == [rows[: len(ids(PROMPT)) + step] for step in range(4)]
+
+    @pytest.mark.parametrize("options", [{"num_beams": 2}, {"an_argument_of_this_models_forward": 3}])
+    def test_what_runs_alone_is_named(self, decoder, options):
         (name,) = options
-        assert name in decoder.unsupported({"max_new_tokens": 3, **options})
-
-    def test_configurations_and_no_limit(self, decoder):
-        assert "generation_config" in decoder.unsupported({"generation_config": object()})
-        assert "max_new_tokens" in decoder.unsupported({"max_time": 3})
-
-    def test_neutral_ones_are_decoded(self, decoder):
-        neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "logits_processor": []}
-        assert decoder.unsupported({"max_new_tokens": 3, "use_cache": True, **neutral}) is None
+        assert name in decoder.why_alone({"max_new_tokens": 3, **options})
 
     def test_others_run_alone(self, decoder, rag):
         active = begin(decoder, rag, OTHER)
@@ -250,7 +253,7 @@ class TestOptions:
 class TestModels:
     def test_frequencies_that_depend_on_the_length(self):
         decoder = decoder_for(rag_for("phi3-longrope", policy="full"))
-        assert "length" in decoder.unsupported({"max_new_tokens": 3})
+        assert "length" in decoder.why_alone({"max_new_tokens": 3})
 
     def test_a_model_without_our_attention_fails_the_check(self, monkeypatch):
         assert "attention was exchanged" in why_not_together(build("llama"))
@@ -281,15 +284,15 @@ def test_a_step_that_fails_can_be_repeated(decoder, rag, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", ["full", "reuse", "cacheblend:0.3"])
+@pytest.mark.parametrize("policy", ["full", "cacheblend:0.3"])
 def test_the_cache_is_that_of_one_run(name, policy):
     rag = warmed(name, PROMPT, policy=policy)
-    decoder, parser = decoder_for(rag), rag._parser
+    decoder, parser = decoder_for(rag), rag.components.parser
     ours = begin(decoder, rag, PROMPT, max_new_tokens=6, eos_token_id=NEVER)
     begin(decoder, rag, OTHER)
     finish(decoder)
     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": NEVER, "pad_token_id": 0}
-    rope, plan = rag._components.generator._rope, plan_for(rag, PROMPT)
+    rope, plan = rag.components.generator.rope, plan_for(rag, PROMPT)
     alone = run_generate(rag.model, rope, plan, options, decode=parser.decode, whole=True)
     generated = ours.generated()
     assert generated.token_ids == alone.token_ids
@@ -312,7 +315,7 @@ def test_what_is_generated_so_far_stays_as_it_is(decoder, rag, monkeypatch):
     assert all(torch.equal(a.keys, b) for a, b in zip(before.cache.layers, copies, strict=True))
 
 
-@pytest.mark.parametrize("policy", ["reuse", "prefix", "query:0.2", "cacheblend:0.3"])
+@pytest.mark.parametrize("policy", ["reuse", "cacheblend:0.3"])
 def test_entries_may_be_evicted_once_a_prompt_is_computed(policy):
     with warmed("llama", PROMPT, policy=policy) as rag:
         rag.flush()
@@ -328,20 +331,6 @@ def test_entries_may_be_evicted_once_a_prompt_is_computed(policy):
         assert len(one.generated().plan.pieces) == len(entries)
 
 
-def test_rows_after_an_approximate_one_are_not_captured():
-    prompt = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, 4)])
-    known = []
-    for together in (True, False):
-        with rag_for("llama", policy="reuse", tree=TreeConfig(), cold="now") as rag:
-            rag.generate(Prompt([text(5, 7), chunk(33, 2), text(6, 4)]), max_new_tokens=1)
-            asked = {"max_new_tokens": 4, "eos_token_id": NEVER}
-            answer = rag.submit(prompt, **asked).result() if together else rag.generate(prompt, **asked)
-            assert answer.report.link.approximate_tokens
-            rag.flush()
-            known.append(rag.generate(prompt, max_new_tokens=1, policy="prefix").report.link.tree_tokens)
-    assert known[0] == known[1] < len(ids(prompt)) - 6 - 25
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("most_held", [0, 1 << 30])
 def test_answered_requests_are_captured(name, most_held, monkeypatch):
@@ -349,16 +338,16 @@ def test_answered_requests_are_captured(name, most_held, monkeypatch):
 
     Also where what is held to be summed exceeds its limit, and is summed at once.
     """
-    monkeypatch.setattr("ragcachekit.generate.batch.decoder.MOST_HELD", most_held)
+    monkeypatch.setattr("ragcachekit.generate.batch.MOST_HELD", most_held)
     prompt = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, 4)])
     again = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(8, 19)])
     with rag_for(name, policy="prefix", encoder="system", tree=TreeConfig()) as rag:
         decoder = decoder_for(rag)
-        one = begin(decoder, rag, prompt, own=True)
+        one = begin(decoder, rag, prompt, capture_missing_rows=True)
         begin(decoder, rag, EXACT)
         finish(decoder)
         assert (one.generated().own.nbytes == 0) == (most_held == 0)
-        rag._path.follow_up(one.generated())
+        rag.after_answer.follow_up(one.generated())
         rag.flush()
         answer = rag.generate(again, max_new_tokens=8, do_sample=False)
         assert answer.report.link.exact_tokens >= 67

@@ -1,4 +1,4 @@
-"""The methods of RagCache that give it chunks and take them away."""
+"""What an engine is given as chunks and told to forget: registered, ordered, prefetched, encoded, dropped."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tqdm.auto import tqdm
 from ragcachekit.background import attempt
 from ragcachekit.config import check_type
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.options import checked_namespace
-from ragcachekit.engine.request_path import NOT_KEPT
-from ragcachekit.errors import Closed, ModelChanged, StoreError
+from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
-from ragcachekit.observers import Observers
 from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.plan.prefetch_keys import is_chunk_id
+from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.prompt.registry import forms
+from ragcachekit.quality.check import CheckPrompt
+from ragcachekit.quality.records import TuneReport
 from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
@@ -30,157 +30,69 @@ from ragcachekit.types import KVKey, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
+NOT_KEPT = (
+    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
+)
+
 _Item = TypeVar("_Item")
 
 
-class ChunkMethods:
-    """Register, prefetch, encode and forget chunks; the base of :class:`ragcachekit.RagCache`."""
+class Chunks:
+    """The chunks of one engine; its methods are those of :class:`ragcachekit.RagCache`.
 
-    def __init__(self, components: EngineComponents, namespace: str) -> None:
-        self._components, self.namespace = components, namespace
-        self._parser, self._planner = components.parser, components.planner
-        self._policy = components.policy
-        self._query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
-        self._registering, self._observers = Lock(), Observers()
-        self._warned = self._closed = False
+    What a :meth:`forget` drops while other work goes on is neither stored nor registered by that work.
+    """
 
-    def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
-        """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.
+    def __init__(self, components: EngineComponents) -> None:
+        self._parts, self._parser, self._planner = components, components.parser, components.planner
+        self.query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
+        self.registering = Lock()  # held while a forget ends
+        self._warned = False
 
-        The cache is referenced weakly. The engine's observers are called at its lookups.
-        """
-        self._query_caches.add(cache)
-        cache.observers = self._observers
-
-    def register(
-        self,
-        texts: Iterable[str],
-        *,
-        namespace: str | None = None,
-        sources: Sequence[str | None] | None = None,
-    ) -> int:
-        """Search prompts for these texts as chunks; costs no model work.
-
-        ``sources`` names the document of each text, for ``companions="same-source"``; None where it is not
-        known. Returns how many can be found (texts too short to be told apart are left out).
-        """
-        namespace, since = self._checked(namespace), self._components.forgets.now()
-        texts = strings(texts, "texts")
+    def register(self, texts: Sequence[str], namespace: str, sources: Sequence[str | None] | None) -> int:
+        """Search prompts for these texts; returns how many can be found."""
+        since = self._parts.forgets.now()
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
         return self._unless_forgotten(self._parser.register, texts, namespace, since)
 
     def order(
-        self,
-        document: str,
-        texts: Sequence[str],
-        *,
-        starts: Sequence[int] | None = None,
-        namespace: str | None = None,
+        self, document: str, texts: Sequence[str], starts: Sequence[int] | None, namespace: str
     ) -> None:
-        """Note which chunks of a document follow each other, for encoders with neighbours.
-
-        Costs no model work and registers nothing. Called by retrievers that have an index of their own.
-        ``similar:n`` encodes a chunk behind those before it. ``average:n`` uses the chunks around it where
-        none was registered together with it.
-
-        Parameters
-        ----------
-        document : str
-            Any name; equal names are one document.
-        starts : sequence of int, optional
-            Place of each chunk, such as its first character; else they follow what is known already.
-        """
-        where, since = self._checked(namespace), self._components.forgets.now()
-        texts = strings(texts, "texts")
+        """Note which chunks of a document follow each other."""
+        since = self._parts.forgets.now()
         if starts is not None and len(starts) != len(texts):
             raise ValueError(f"{len(starts)} starts for {len(texts)} texts")
-
         places = dict(zip(reversed(texts), reversed(starts), strict=True)) if starts is not None else None
 
         def note(namespace: str, texts: Sequence[str]) -> None:
             known = None if places is None else [places[text] for text in texts]
             self._planner.neighbours.order(namespace, document, texts, known)
 
-        self._unless_forgotten(note, texts, where, since)
+        self._unless_forgotten(note, texts, namespace, since)
 
-    def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
-        """Take chunks out of the order of their documents: no chunk is encoded behind them any more.
-
-        Their KV, and KV that was encoded behind them, stays until :meth:`forget`.
-        """
-        self._planner.neighbours.drop_order(self._checked(namespace), strings(texts, "texts"))
-
-    def prefetch(
-        self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None
-    ) -> None:
-        """Begin to load chunks from slow tiers for a later prompt; returns at once.
-
-        Called by retrievers.
-
-        Parameters
-        ----------
-        chunks : iterable of str
-            Chunk texts, or ids as :meth:`encode` returned them.
-        system : str, optional
-            Text before the prompt's first chunk, for encoders that need it; default is the last one used in
-            the namespace.
-        """
-        where, since = self._checked(namespace), self._components.forgets.now()
-        policy, chunks = self._components.choose_policy(None, where).policy, strings(chunks, "chunks")
+    def prefetch(self, chunks: Sequence[str], namespace: str, system: str | None) -> None:
+        """Begin to load chunks from slow tiers, in the background."""
+        since, policy = self._parts.forgets.now(), self._parts.choose_policy(None, namespace).policy
         texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
-        self._unless_forgotten(self._parser.special_tokens.add, texts, where, since)
+        self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
         if policy.reads_cache:
             find = self._planner.prefetch_keys
-            self._components.loads.prefetch(lambda: find(chunks, where, policy, system))
+            self._parts.loads.prefetch(lambda: find(chunks, namespace, policy, system))
 
     def encode(
         self,
-        texts: Iterable[str],
-        *,
-        namespace: str | None = None,
-        system: str | None = None,
-        prompt: PromptLike | None = None,
-        sources: Sequence[str | None] | None = None,
-        progress: bool = False,
+        texts: Sequence[str],
+        namespace: str,
+        system: str | None,
+        prompt: PromptLike | None,
+        sources: Sequence[str | None] | None,
+        progress: bool,
     ) -> list[str]:
-        """Register chunks and compute their KV now, except what is stored already.
-
-        What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what depends on it.
-
-        Parameters
-        ----------
-        system : str, optional
-            Text before a prompt's first chunk, as the model sees it, for encoders that need it; default is
-            the last one used in the namespace. Before any, ``policy="auto"`` encodes chunks alone
-            (``standalone``), and uses them so until its check.
-        prompt : str, messages or Prompt, optional
-            A prompt like those to come, with at least one of the texts: instead of ``system``, what stands
-            before its first chunk. Nothing is generated.
-        sources : sequence of str, optional
-            As for :meth:`register`.
-        progress : bool
-            Show a progress bar over tokens.
-
-        Returns
-        -------
-        list of str
-            Chunk ids of all texts, in order.
-
-        Raises
-        ------
-        Cancelled
-            In a cancelled :class:`ragcachekit.CancelScope`; what was encoded before is kept.
-        ValueError
-            For an empty chunk, one longer than the model's context, a missing ``system``, or a ``prompt``
-            without chunks or beside a ``system``.
-        ModelChanged
-            If the model changed since this object was made.
-        """
-        namespace, parts, since = self._checked(namespace), self._components, self._components.forgets.now()
+        """Register chunks and compute their KV now, except what is stored already; returns their ids."""
+        encoder, since = self._parts.background_encoder, self._parts.forgets.now()
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
-        texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
         if prompt is not None:
@@ -188,63 +100,43 @@ class ChunkMethods:
                 raise ValueError("give encode system= or prompt=, not both: the prompt has the system text")
             self._unless_forgotten(self._parser.register, texts, namespace, since)
             self._planner.observe(self._parser.parse(prompt, namespace))
-        policy = parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
-        missing = self._planner.missing(texts, namespace, policy, system, since)
+        policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
+        items = self._planner.missing(texts, namespace, policy, system, since)
         self._unless_forgotten(self._parser.register, texts, namespace, since)
-        todo = parts.background_encoder.complete(item for item in missing if item.key not in parts.store)
-        if isinstance(parts.store, NullStore):
+        todo = encoder.complete(item for item in items if item.key not in self._parts.store)
+        if isinstance(self._parts.store, NullStore):
             self._warn(
                 "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
             )
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
-            parts.background_encoder.now(todo, lambda tokens: self._encoded(tokens, bar.update))
-        if lost := parts.background_encoder.refused(item.key for item in todo):
+            encoder.now(todo, lambda tokens: self._encoded(tokens, bar.update))
+        if lost := encoder.refused(item.key for item in todo):
             self._warn(f"encode: {lost} of {len(todo)} entries {NOT_KEPT}")
-        return [item.key.chunk_id for item in missing]
+        return [item.key.chunk_id for item in items]
+
+    def tune(
+        self,
+        texts: Iterable[str] | None,
+        prompts: Iterable[PromptLike] | None,
+        system: str | None,
+        namespace: str,
+        progress: bool,
+    ) -> TuneReport:
+        """Choose encoder and policy of ``auto`` now."""
+        if not self._planner.unchanged():
+            raise ModelChanged(MODEL_CHANGED)
+        given = None if texts is None else strings(texts, "texts")
+        before = None if system is None else self._parser.system_ids(system)
+        asked = None if prompts is None else [self._check_prompt(prompt, namespace) for prompt in prompts]
+        return self._parts.auto.tune(given, asked, before, namespace, progress)
 
     def forget(
-        self,
-        ids: Iterable[str] | None = None,
-        *,
-        texts: Iterable[str] | None = None,
-        namespace: str | None = None,
+        self, namespace: str, ids: Iterable[str] | None = None, texts: Iterable[str] | None = None
     ) -> int:
-        """Drop the KV of chunks and texts, and KV that was computed behind them, from all tiers.
-
-        A text is forgotten wherever it stood: as a chunk, as a part of one, in a question, in the text before
-        the first chunk, in an earlier turn. Whitespace in and around it does not count. Chunks that merely
-        hold it stay registered. KV of which nobody can tell whether it holds the text is dropped, too.
-
-        Cached search results that contain such a chunk are dropped too, in every retriever of this engine.
-        Delete the document from its index first: what a search finds is registered again. Work that began
-        before this returns stores no forgotten chunk. Another process on the same disk folder keeps its own
-        host memory; its knowledge tree follows at its next request in the namespace.
-
-        Parameters
-        ----------
-        ids : iterable of str, optional
-            Chunk ids, as :meth:`encode` returned them. Their texts stay registered: a later prompt with one
-            encodes it again.
-        texts : iterable of str, optional
-            Texts, long or short. Chunks among them are unregistered as well, in every form a chain may give
-            them. A blank text is ignored.
-        namespace : str, optional
-            With neither ids nor texts, all of it is dropped.
-
-        Returns
-        -------
-        int
-            Entries dropped.
-
-        Raises
-        ------
-        StoreError
-            If a tier cannot confirm the deletion; all others have forgotten. Forget again.
-        """
-        where = self._checked(namespace)
+        """Drop chunks and texts, and KV that was computed behind them, from all tiers; with neither, all."""
         if ids is None and texts is None:
-            self._forget_results(where, None)
-            return self._forget(where, None, ())
+            self._forget_results(namespace, None)
+            return self._forget(namespace, None, ())
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
         named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
         chunk_ids = self._parser.chunk_ids
@@ -252,29 +144,28 @@ class ChunkMethods:
         def is_forgotten(text: str) -> bool:
             if text.strip() in bare:
                 return True
-            return bool(named) and any(chunk_id(chunk_ids(form), where) in named for form in forms(text))
+            return bool(named) and any(chunk_id(chunk_ids(form), namespace) in named for form in forms(text))
 
-        self._forget_results(where, is_forgotten)
+        self._forget_results(namespace, is_forgotten)
         every = [form for text in texts for form in forms(text)]
-        named |= {chunk_id(chunk_ids(form), where) for form in every}
+        named |= {chunk_id(chunk_ids(form), namespace) for form in every}
         if not every:
-            return self._forget(where, named, ())
+            return self._forget(namespace, named, ())
         decode = partial(self._parser.tokens.decode, special=True)
         decoded = [decode(self._parser.tokens.plain(form)) for form in every]
-        return self._forget(where, named, texts, ForgottenTexts([*every, *decoded], decode))
+        return self._forget(namespace, named, texts, ForgottenTexts([*every, *decoded], decode))
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _checked(self, namespace: str | None) -> str:
-        """The namespace of a call; every public method checks it first."""
-        if self._closed:
-            raise Closed("this RagCache is closed; make a new one, or close it after its last use")
-        return self.namespace if namespace is None else checked_namespace(namespace)
+    def _check_prompt(self, prompt: PromptLike, namespace: str) -> CheckPrompt:
+        parsed = self._parser.parse(prompt, namespace)
+        self._planner.prepare(parsed, open_policy("full"))  # notes the prompt, and refuses one too long
+        return CheckPrompt(parsed.segments, parsed.texts)
 
     def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
         update(tokens)
-        if self._components.loads.cost.needed:  # no request waits here
-            attempt(lambda _: self._components.loads.measure(), None)
+        if self._parts.loads.cost.needed:  # no request waits here
+            attempt(lambda _: self._parts.loads.measure(), None)
 
     def _warn(self, message: str) -> None:
         if not self._warned:
@@ -285,8 +176,8 @@ class ChunkMethods:
         self, use: Callable[[str, list[str]], _Item], texts: Sequence[str], namespace: str, since: int
     ) -> _Item:
         """Apply ``use`` to the texts that were not forgotten since; no forget ends meanwhile."""
-        forgot = self._components.forgets.forgot_text
-        with self._registering:
+        forgot = self._parts.forgets.forgot_text
+        with self.registering:
             return use(namespace, [text for text in texts if not forgot(namespace, text, since)])
 
     def _note_sources(
@@ -306,7 +197,7 @@ class ChunkMethods:
 
     def _forget_results(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
         # Before the registry: a retriever registers what it found only while nothing was forgotten since.
-        for cache in list(self._query_caches):
+        for cache in list(self.query_caches):
             try:
                 cache.forget_texts(namespace, is_forgotten)
             except Exception:  # the KV is dropped all the same
@@ -320,18 +211,18 @@ class ChunkMethods:
         within: ForgottenTexts | None = None,
     ) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
-        forgets = self._components.forgets
+        forgets = self._parts.forgets
         with forgets.storing, forgets.storing_in_tree:
             try:
                 return self._drop(namespace, ids, within)
             finally:  # also where a tier raised
-                with self._registering:
+                with self.registering:
                     try:  # before the epoch: work that begins with the next one has no such neighbour
                         self._planner.forget(namespace, ids, texts, within)
                         self._parser.forget(namespace, None if ids is None else texts)
                     finally:
                         forgets.add(namespace, ids, texts, within)
-                        self._components.auto.forget(namespace, ids is None, within)
+                        self._parts.auto.forget(namespace, ids is None, within)
 
     def _drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""
@@ -352,7 +243,7 @@ class ChunkMethods:
     def _drop_ids(
         self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None = None
     ) -> int:
-        from_tree, parts = 0, self._components
+        from_tree, parts = 0, self._parts
         self._planner.variants.forget(namespace, ids)
         parts.background_encoder.misses.forget(namespace, ids)
         try:
@@ -366,7 +257,7 @@ class ChunkMethods:
 
     def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
         """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded behind."""
-        parser, store = self._parser, self._components.store
+        parser, store = self._parser, self._parts.store
         found = {
             chunk_id(parser.chunk_ids(text), namespace)
             for text in parser.registry.texts(namespace)

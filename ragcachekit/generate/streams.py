@@ -3,49 +3,11 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
-
-from ragcachekit.config import check_type
-
-
-class OrderedPrompt(BaseStreamer):  # type: ignore[misc]
-    """Passes a user's streamer the prompt in order and once; generate itself was given it permuted."""
-
-    def __init__(self, inner: Any, prompt: Sequence[int]) -> None:
-        self._inner = inner
-        self._prompt: torch.Tensor | None = torch.tensor([list(prompt)])
-        self._begun = False
-
-    def restart(self) -> None:
-        """Expect the prompt a second time: generation begins again before its first token."""
-        self._begun = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Forward token ids; the first call carries the prompt."""
-        if self._begun:
-            self._inner.put(value)
-        elif self._prompt is not None:
-            self._inner.put(self._prompt)
-            self._prompt = None
-        self._begun = True
-
-    def end(self) -> None:
-        self._inner.end()
-
-
-def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Stop strings as a tuple; ValueError for an empty one, TypeError for anything but strings."""
-    check_type("stop", stop, (str, Iterable, type(None)), "a string or a list of strings")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for string in strings:
-        check_type("a stop string", string, str, "a string")
-    if not all(strings):
-        raise ValueError("an empty stop string would end every answer before it begins; leave it out")
-    return strings
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
@@ -89,6 +51,35 @@ class Detokenizer:
         new = text[self._given :]
         self._given += len(new)
         return new
+
+
+class RequestStreamer(BaseStreamer):  # type: ignore[misc]
+    """A streamer that gets the prompt once, whatever begins again, and is ended once.
+
+    ``streamed``: whether tokens of the answer went through it.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._prompt_given = self._prompt_seen = False
+        self.streamed = self.ended = False
+
+    def restart(self) -> None:
+        """Expect the prompt once more: generation begins again before its first token."""
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Pass on the prompt, which comes first, or a token."""
+        self.streamed = self.streamed or self._prompt_seen
+        if self._prompt_seen or not self._prompt_given:
+            self._inner.put(value)
+        self._prompt_given = self._prompt_seen = True
+
+    def end(self) -> None:
+        """End it; later calls do nothing."""
+        if not self.ended:
+            self.ended = True
+            self._inner.end()
 
 
 class TokenQueue(BaseStreamer):  # type: ignore[misc]

@@ -1,73 +1,51 @@
-"""A submitted prompt and its answer to come."""
+"""One prompt to answer: the call, the request that ``submit`` returns, and its stream."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from threading import Event
 from traceback import clear_frames
-from typing import Literal
-
-import torch
+from typing import Any, Literal, Self
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_number
-from ragcachekit.engine.request_path import Asked
-from ragcachekit.forks import refuse_after_fork
-from ragcachekit.generate.detokenizer import Detokenizer, OrderedPrompt, TokenQueue
-from ragcachekit.observers import Watch, attempt
+from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
+from ragcachekit.observers import ObservedRequest, attempt
 from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.reports import Answer
+from ragcachekit.reports.base import text_html
 from ragcachekit.threads import Condition
 
 State = Literal["waiting", "running", "done"]
 
 
-class Late(Event):
-    """Set once a deadline, in seconds of :func:`time.monotonic`, has passed."""
-
-    def __init__(self, deadline: float) -> None:
-        super().__init__()
-        self._deadline = deadline
-
-    def is_set(self) -> bool:
-        return self._deadline < time.monotonic()
-
-
-class TokenCounter(OrderedPrompt):
-    """A streamer that is ended once, and knows whether tokens of the answer went through it."""
-
-    streamed = ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.streamed = self.streamed or self._begun
-        super().put(value)
-
-    def end(self) -> None:
-        if not self.ended:
-            self.ended = True
-            super().end()
-
-
 @dataclass(frozen=True, eq=False)
-class Work:
-    """What the queue knows of a request: the tokenised prompt, and what was asked for.
+class GenerateCall:
+    """A tokenised prompt, and everything that was asked for.
 
-    ``new_tokens`` limits the answer. ``submitted`` is in seconds of :func:`time.perf_counter`, ``deadline``
-    of :func:`time.monotonic`. ``scope`` is that of the submitting call.
+    - ``options``: Complete ones of generate, with the ``streamer``; ``stop`` strings.
+    - ``new_tokens``: Limit of the answer.
+    - ``submitted_at``: In seconds of :func:`time.perf_counter`; ``deadline`` in those of
+      :func:`time.monotonic`.
+    - ``scope``: That of the calling thread; ``cancel`` ends this request alone.
+    - ``observed``: Its observers.
     """
 
     prompt: PromptRequest
-    asked: Asked
+    options: Mapping[str, Any]
+    stop: Sequence[str]
     estimator: Estimator
     new_tokens: int
-    submitted: float
+    submitted_at: float
     deadline: float
     scope: CancelScope
     cancel: Event
-    streamer: TokenCounter | None
-    watch: Watch
+    streamer: RequestStreamer | None
+    observed: ObservedRequest
 
     @property
     def tokens(self) -> int:
@@ -91,13 +69,13 @@ class Request:
 
     def __init__(
         self,
-        work: Work,
+        call: GenerateCall,
         tokens: TokenQueue | None,
         detokenizer: Detokenizer,
         on_cancel: Callable[[Request], object],
         refuse_own_thread: Callable[[], object],
     ) -> None:
-        self.work, self._on_cancel, self._refuse = work, on_cancel, refuse_own_thread
+        self.call, self._on_cancel, self._refuse = call, on_cancel, refuse_own_thread
         self.prefetched, self.batch = False, 0
         self._tokens, self.detokenizer = tokens, detokenizer
         self._changed = Condition()
@@ -105,7 +83,6 @@ class Request:
         self._answer: Answer | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Request], object]] = []
-        refuse_after_fork(self)
 
     @property
     def state(self) -> State:
@@ -134,19 +111,23 @@ class Request:
         Cancelled
             In a cancelled :class:`ragcachekit.CancelScope`.
         """
-        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
-        self._refuse_own_thread(timeout)
-        try:
-            if not self._changed.wait_for(self.done, timeout):
-                raise TimeoutError(f"not answered within {timeout:g} s; it goes on: ask again, or cancel()")
-        except KeyboardInterrupt:
-            self.cancel()
-            raise
+        if not self.wait(timeout):
+            raise TimeoutError(f"not answered within {timeout:g} s; it goes on: ask again, or cancel()")
         raise_if_cancelled()
         if self._error is not None:
             raise self._error
         assert self._answer is not None
         return self._answer
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done; False after ``timeout`` seconds. Other errors as for :meth:`result`."""
+        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        self._refuse_own_thread(timeout)
+        try:
+            return self._changed.wait_for(self.done, timeout)
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
 
     def stream(self) -> Iterator[str]:
         """Yield the text as it is generated, in pieces; ending early cancels the request.
@@ -169,7 +150,7 @@ class Request:
 
     def cancel(self) -> None:
         """End the request: at once where it waits, else before the next layer of its prefill, or token."""
-        self.work.cancel.set()
+        self.call.cancel.set()
         self._on_cancel(self)
 
     def done(self) -> bool:
@@ -191,7 +172,7 @@ class Request:
                 return
         attempt(callback, self)
 
-    # -- for the queue -----------------------------------------------------------------------------
+    # -- for the scheduler -------------------------------------------------------------------------
 
     def _refuse_own_thread(self, timeout: float | None = None) -> None:
         if not self.done() and timeout != 0:
@@ -204,15 +185,15 @@ class Request:
     @property
     def cancel_requested(self) -> bool:
         """Whether it, or the scope that it was submitted in, was cancelled."""
-        return self.work.cancel.is_set() or self.work.scope.requested
+        return self.call.cancel.is_set() or self.call.scope.requested
 
     @property
     def is_late(self) -> bool:
         """Whether its deadline has passed, and nothing else has ended it."""
-        return self.work.deadline < time.monotonic() and not self.cancel_requested
+        return self.call.deadline < time.monotonic() and not self.cancel_requested
 
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
-        """End it with an answer or an error; called once, by the queue."""
+        """End it with an answer or an error; called once, by the scheduler."""
         cause, cleared = error, set[int]()  # an error can be its own cause
         while cause is not None and id(cause) not in cleared:  # whose frames hold the KV of a whole batch
             clear_frames(cause.__traceback__)
@@ -222,7 +203,55 @@ class Request:
             self._answer, self._error, self._state = answer, error, "done"
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
-        if self.work.streamer is not None:
-            attempt(self.work.streamer.end)
+        if self.call.streamer is not None:
+            attempt(self.call.streamer.end)
         for callback in callbacks:
             attempt(callback, self)
+
+
+class AnswerStream:
+    """An iterator over the pieces of a request's text; what :meth:`ragcachekit.RagCache.stream` returns.
+
+    Closing it early (``close``, leaving a ``with`` block, dropping the iterator, or an interrupted wait)
+    cancels generation before the next layer of the prefill, or after the current token.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._pieces = request, request.stream()
+        # The engine holds the request and not this object: dropping it is how many end a stream.
+        weakref.finalize(self, request.cancel).atexit = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer with its report; waits for the end of generation."""
+        return self._request.result()
+
+    def display(self) -> Answer:
+        """Show the text in a notebook as it is generated; returns the answer. ImportError without IPython."""
+        notebook: Any = import_module("IPython.display")
+        shown, text = notebook.display(notebook.HTML(""), display_id=True), ""
+        for piece in self:
+            text += piece
+            shown.update(notebook.HTML(text_html(text)))
+        return self.answer
+
+    def cancel(self) -> None:
+        """Stop before the next layer of the prefill, or after the current token; generated text stays."""
+        self._request.cancel()
+
+    def close(self) -> None:
+        """Cancel and wait."""
+        self.cancel()
+        self._request.wait()

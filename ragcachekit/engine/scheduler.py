@@ -1,52 +1,58 @@
-"""The queue of one engine: requests wait for their turn, then are decoded together."""
+"""The scheduler of one engine: requests wait for their turn, then are decoded together.
+
+The order is cache-aware (RAGCache section 5.2), and fair between namespaces.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from threading import TIMEOUT_MAX, get_ident
+from typing import Generic, TypeVar
 
+from ragcachekit.background import ActiveRequests
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
-from ragcachekit.engine.active_requests import ActiveRequests
-from ragcachekit.engine.queue.order import CacheAwareOrder
-from ragcachekit.engine.queue.request import Request
-from ragcachekit.engine.queue.runner import Runner
+from ragcachekit.engine.request import Request
+from ragcachekit.engine.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
-from ragcachekit.forks import refuse_after_fork
+from ragcachekit.forks import MESSAGE
 from ragcachekit.reports import Answer, QueueStats
 from ragcachekit.threads import Condition, DaemonPool, Job
 
 log = logging.getLogger(__name__)
 
-AHEAD = 4
+PREFETCHED = 4
 """Waiting requests whose entries in slow tiers are loaded before their turn (Cache-Craft section 3.4)."""
-
 
 EVERY = 0.05
 """Seconds between two looks whether a request that waits for room was cancelled, or is late."""
 
 
-class RequestQueue:
-    """Requests of :meth:`ragcachekit.RagCache.submit`, and the thread that answers them.
+class Scheduler:
+    """The waiting and running requests of an engine, and the thread that answers them.
 
     The thread starts with the first request and ends when none is left. Between two decoding steps of the
     batch it begins at most one request.
     """
 
     def __init__(self, config: QueueConfig, runner: Runner, active: ActiveRequests) -> None:
-        self._config, self._runner, self._active = config, runner, active
-        self._order = CacheAwareOrder[Request](config.window, lambda request: request.work.estimator.rows())
+        self._config, self.runner, self._active = config, runner, active
+        self._order = CacheAwareOrder[Request](config.window, lambda request: request.call.estimator.rows())
         self._pool = DaemonPool("ragcachekit-queue")
         self._changed = Condition()  # guards the order and everything below
         self._counts = Counter[str]()
         self._watched: dict[Request, None] = {}  # that wait and may end without their turn, or cancel()
         self._driving = self._closed = False
         self._thread: int | None = None  # that answers
+        self._process = os.getpid()
         self._turns: list[Request] = []  # that the thread is beginning or answering
-        refuse_after_fork(self)
 
     @property
     def waiting(self) -> int:
@@ -56,7 +62,7 @@ class RequestQueue:
     @property
     def running(self) -> int:
         """Requests that are being answered."""
-        return len(self._runner.requests)
+        return len(self.runner.requests)
 
     def has_room(self) -> bool:
         """Whether another request may wait."""
@@ -65,18 +71,23 @@ class RequestQueue:
     def stats(self) -> QueueStats:
         """What became of the requests since the engine was made."""
         with self._changed:
-            steps = self._runner.steps
+            steps = self.runner.steps
             return QueueStats(
                 **self._counts,
                 waiting=self.waiting,
                 running=self.running,
                 steps=steps,
-                mean_batch=self._runner.decoded / steps if steps else 0.0,
+                mean_batch=self.runner.decoded / steps if steps else 0.0,
                 most_overtaken=self._order.most_overtaken,
             )
 
     def refuse_own_thread(self) -> None:
-        """RuntimeError in the thread that answers requests: what it waited for would never come."""
+        """RuntimeError in the thread that answers requests: what it waited for would never come.
+
+        Closed in a forked child, which has no such thread.
+        """
+        if self._process != os.getpid():
+            raise Closed(MESSAGE)
         if self._thread == get_ident():
             raise RuntimeError(
                 "this is the thread that answers the engine's requests: waiting for one here never ends; "
@@ -91,6 +102,8 @@ class RequestQueue:
 
     def submit(self, request: Request, wait: bool | float = False) -> None:
         """Have a request wait for its turn; QueueFull without room, after ``wait`` seconds for it."""
+        if self._process != os.getpid():
+            raise Closed(MESSAGE)
         patience = wait if not isinstance(wait, bool) else TIMEOUT_MAX if wait else 0.0
         end = time.monotonic() + patience
         while not self._add(request):
@@ -103,20 +116,24 @@ class RequestQueue:
             if request.cancel_requested or request.is_late:
                 with self._changed:
                     self._counts["submitted"] += 1
-                self._ended_by(request, Cancelled())
+                self._end(request, Cancelled())
                 return
             self.refuse_own_thread()
             self._changed.wait_for(lambda: self._closed or self.has_room(), min(left, EVERY))
 
     def cancel(self, request: Request) -> None:
         """End a request that waits; one that runs ends itself."""
+        if self._process != os.getpid():
+            return
         with self._changed:
-            mine = self._discard(request)
-        if mine:
-            self._ended_by(request, Cancelled())
+            waited = self._discard(request)
+        if waited:
+            self._end(request, Cancelled())
 
     def close(self) -> None:
         """End waiting requests with Closed; running ones are finished. Idempotent."""
+        if self._process != os.getpid():
+            return
         with self._changed:
             self._closed = True
             if not self._driving:
@@ -131,10 +148,10 @@ class RequestQueue:
                 raise Closed("this RagCache is closed; make a new one, or close it after its last use")
             if not self.has_room():
                 return False
-            self._order.add(request, request.work.share)
-            if request.work.deadline < inf or request.work.scope.has_others:
+            self._order.add(request, request.call.share)
+            if request.call.deadline < inf or request.call.scope.has_others:
                 self._watched[request] = None
-            self._runner.note_waiting(request)
+            self.runner.note_waiting(request)
             if not self._driving and not self._pool.submit(Job(self._drive)):
                 self._discard(request)
                 raise RuntimeError("can't start new thread")
@@ -143,14 +160,14 @@ class RequestQueue:
             return True
 
     def _discard(self, request: Request) -> bool:
-        found = self._order.discard(request, request.work.share)
+        found = self._order.discard(request, request.call.share)
         if found:
             self._left(request)
         return found
 
     def _left(self, request: Request) -> None:
         self._watched.pop(request, None)
-        self._runner.note_left(request)
+        self.runner.note_left(request)
         self._changed.notify_all()
 
     # -- the engine's thread -----------------------------------------------------------------------
@@ -167,7 +184,7 @@ class RequestQueue:
                 waiting = list(self._order)
                 for request in waiting:
                     self._discard(request)
-                ended = list(dict.fromkeys([*waiting, *self._runner.clear(), *self._turns]))
+                ended = list(dict.fromkeys([*waiting, *self.runner.clear(), *self._turns]))
                 self._turns, self._driving = [], False
                 self._changed.notify_all()
             ended = [request for request in ended if not request.done()]
@@ -182,12 +199,12 @@ class RequestQueue:
         if (request := self._next()) is not None:
             self._begin(request)
         try:
-            self._turns = self._runner.step()
+            self._turns = self.runner.step()
             for ended in self._turns:
                 self._finish(ended)
         except Exception as error:
             log.exception("decoding a batch failed")
-            self._fail(self._runner.clear(), error, "decoding the batch failed")
+            self._fail(self.runner.clear(), error, "decoding the batch failed")
         with self._changed:
             self._driving, self._turns = bool(self.waiting or self.running), []
             self._changed.notify_all()
@@ -195,47 +212,48 @@ class RequestQueue:
 
     def _next(self) -> Request | None:
         with self._changed:
-            best = self._order.best(self._runner.is_ready)
-            if best is not None and self._runner.has_room(best):
-                self._order.take(best, best.work.share)
+            best = self._order.best(self.runner.is_ready)
+            if best is not None and self.runner.has_room(best):
+                self._order.take(best, best.call.share)
                 self._turns = [best]
                 self._left(best)
                 best.start()
             else:
                 best = None
-            ahead = self._order.next_ones(AHEAD)
+            ahead = self._order.next_ones(PREFETCHED)
         for request in ahead:
-            self._runner.prefetch(request)
+            self.runner.prefetch(request)
         return best
 
     def _begin(self, request: Request) -> None:
         try:
-            if self._runner.begin(request, self._pool.closed):
+            if self.runner.begin(request, self._pool.closed):
                 self._finish(request)
         except BaseException as error:  # also SystemExit of a streamer: the others go on
-            self._runner.drop(request)
-            self._ended_by(request, error)
+            self.runner.drop(request)
+            self._end(request, error)
 
     def _finish(self, request: Request) -> None:
         try:
-            with request.work.scope, CancelScope(self._pool.closed):
-                answer = self._runner.answer(request)
+            with request.call.scope, CancelScope(self._pool.closed):
+                answer = self.runner.answer(request)
         except BaseException as error:
-            self._ended_by(request, error)
+            self._end(request, error)
         else:
             cancelled = answer.report.finish_reason == "cancelled"
             if cancelled and request.is_late:
-                self._ended_by(request, Cancelled())
+                self._end(request, Cancelled())
             else:
                 self._resolve(request, "cancelled" if cancelled else "done", answer)
 
-    def _ended_by(self, request: Request, error: BaseException) -> None:
+    def _end(self, request: Request, error: BaseException) -> None:
+        """End a request without the answer that it asked for."""
         if isinstance(error, Cancelled) and request.is_late:
-            waited = time.perf_counter() - request.work.submitted
+            waited = time.perf_counter() - request.call.submitted_at
             late = f"not answered within its deadline: {request.state} after {waited:.3g} s"
             self._resolve(request, "expired", error=DeadlineExceeded(late))
         elif isinstance(error, Cancelled):
-            self._resolve(request, "cancelled", self._runner.nothing(request))
+            self._resolve(request, "cancelled", self.runner.empty_answer(request))
         else:
             self._resolve(request, "failed", error=error)
 
@@ -245,17 +263,17 @@ class RequestQueue:
         if over:
             self._end_waiting()
         with self._changed:
-            ended = [r for r in self._watched if r.work.deadline < now or r.cancel_requested]
+            ended = [r for r in self._watched if r.call.deadline < now or r.cancel_requested]
             for request in ended:
                 self._discard(request)
-        for request in self._runner.requests:
+        for request in self.runner.requests:
             if over or request.cancel_requested:
-                request.work.cancel.set()  # which the batch looks at
-            elif request.work.deadline < now:
-                self._runner.drop(request)
+                request.call.cancel.set()  # which the batch looks at
+            elif request.call.deadline < now:
+                self.runner.drop(request)
                 ended.append(request)
         for request in ended:
-            self._ended_by(request, Cancelled())
+            self._end(request, Cancelled())
 
     def _end_waiting(self) -> None:
         with self._changed:
@@ -277,6 +295,131 @@ class RequestQueue:
         with self._changed:
             self._counts[outcome] += 1
         try:  # before the result is there, so that whoever reads metrics after an answer finds it counted
-            request.work.watch.end(None if answer is None else answer.report, error)
+            request.call.observed.end(None if answer is None else answer.report, error)
         finally:
             request.resolve(answer, error)
+
+
+# -- the order of waiting requests ----------------------------------------------------------------
+
+T = TypeVar("T")
+
+REFRESHED = 8
+"""Estimates renewed per choice; a window of 32 is renewed in four choices."""
+
+
+@dataclass(eq=False)
+class _Entry(Generic[T]):
+    """A waiting item: how often later ones overtook it, and the last estimate of its tokens."""
+
+    item: T
+    overtaken: int = 0
+    cached: int = 0
+    computed: int = 1
+    renewed: int = -1  # number of the choice
+
+    @property
+    def priority(self) -> float:
+        return self.cached / self.computed
+
+
+class CacheAwareOrder(Generic[T]):
+    """Waiting items in the order of their turns. Not thread safe.
+
+    Namespaces get equal shares of computed tokens, by start-time fair queueing: the one with the lowest start
+    tag is next, and a new one starts at the present virtual time. Within a namespace the item with the most
+    cached tokens per computed token is next, among its first ``window + 1``. No item is overtaken more than
+    ``window`` times by later ones of its namespace; with 0 the order is that of arrival.
+
+    ``estimate`` returns an item's cached and computed tokens, computed at least 1. ``most_overtaken`` is the
+    highest count so far.
+    """
+
+    def __init__(self, window: int, estimate: Callable[[T], tuple[int, int]]) -> None:
+        self._window, self._estimate = window, estimate
+        self._lines: dict[str, list[_Entry[T]]] = {}
+        self._starts: dict[str, float] = {}
+        self._now = 0.0  # virtual time: the start tag of the last namespace served
+        self._choices = self._count = 0
+        self.most_overtaken = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        return (entry.item for entry in chain.from_iterable(self._lines.values()))
+
+    def add(self, item: T, namespace: str) -> None:
+        """Append an item to its namespace's line."""
+        if namespace not in self._lines:
+            self._lines[namespace] = []
+            self._starts[namespace] = max(self._starts.get(namespace, 0.0), self._now)
+        self._lines[namespace].append(_Entry(item))
+        self._count += 1
+
+    def best(self, ready: Callable[[T], bool] = lambda _: True) -> T | None:
+        """The item whose turn it is, which stays; None if there is none.
+
+        Items that are not ``ready`` come after the others, as long as they may be overtaken.
+        """
+        if not self._lines:
+            return None
+        line = self._lines[min(self._lines, key=self._starts.__getitem__)]
+        if self._count == 1 or line[0].overtaken >= self._window:
+            return line[0].item
+        near = line[: self._window + 1]
+        self._choices += 1
+        for entry in sorted(near, key=lambda entry: entry.renewed)[:REFRESHED]:
+            self._renew(entry)
+        while True:
+            ranked = sorted(near, key=lambda entry: -entry.priority)
+            best = next((entry for entry in ranked if ready(entry.item)), ranked[0])
+            if best.renewed == self._choices:
+                return best.item
+            self._renew(best)  # what it had cached may be evicted
+
+    def next_ones(self, count: int) -> list[T]:
+        """The first ``count`` items of the namespace that is next, in the order of their arrival."""
+        if not self._lines:
+            return []
+        line = self._lines[min(self._lines, key=self._starts.__getitem__)]
+        return [entry.item for entry in line[:count]]
+
+    def take(self, item: T, namespace: str) -> None:
+        """Remove an item whose turn it is: earlier ones were overtaken, its namespace has had its tokens."""
+        line = self._lines[namespace]
+        place = next(number for number, entry in enumerate(line) if entry.item is item)
+        for earlier in line[:place]:
+            earlier.overtaken += 1
+        self.most_overtaken = max([self.most_overtaken, *(earlier.overtaken for earlier in line[:place])])
+        if line[place].renewed < 0 and self._count > 1:  # of the last one the queue is empty
+            self._renew(line[place])
+        self._now = max(self._now, self._starts[namespace])
+        self._starts[namespace] += line[place].computed
+        self._remove(namespace, place)
+
+    def discard(self, item: T, namespace: str) -> bool:
+        """Remove an item that has had no turn; False if it does not wait."""
+        line = self._lines.get(namespace, [])
+        place = next((number for number, entry in enumerate(line) if entry.item is item), None)
+        if place is None:
+            return False
+        self._remove(namespace, place)
+        return True
+
+    def _renew(self, entry: _Entry[T]) -> None:
+        entry.cached, entry.computed = self._estimate(entry.item)
+        entry.renewed = self._choices
+
+    def _remove(self, namespace: str, place: int) -> None:
+        line = self._lines[namespace]
+        del line[place]
+        self._count -= 1
+        if not line:
+            del self._lines[namespace]
+            if not self._lines:  # nobody waits: nobody has had too much
+                self._starts, self._now = {}, 0.0
+            # Where a namespace that is idle would start now anyway, its tag says nothing.
+            elif len(self._starts) > 2 * len(self._lines) + 64:
+                kept = self._starts.items()
+                self._starts = {n: at for n, at in kept if n in self._lines or at > self._now}

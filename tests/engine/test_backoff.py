@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine_kit import chunk, rag_for, text
-from ragcachekit import Prompt
-from ragcachekit.engine import active_requests
-from ragcachekit.engine.active_requests import ActiveRequests, GiveWay
+from ragcachekit import Prompt, background
+from ragcachekit.background import ActiveRequests, Backoff
 
 LAYERS = 2  # at least, in the family's model
 PROMPT = Prompt([text(9, 1), chunk(40, 2), chunk(30, 3), text(6, 4)])
@@ -33,14 +32,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(active_requests, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     return clock
 
 
 @pytest.fixture
 def given(clock):
     active = ActiveRequests()
-    return SimpleNamespace(active=active, pause=GiveWay(active, clock.closed))
+    return SimpleNamespace(active=active, pause=Backoff(active, clock.closed))
 
 
 def test_without_requests_nothing_waits(clock, given):
@@ -65,17 +64,6 @@ def test_it_goes_on_when_the_request_ends(clock, given):
     assert 100.5 <= clock.seconds < 100.53
 
 
-def test_idle_time_between_jobs_is_no_work(clock):
-    """A job after a pause of the thread begins at once."""
-    active = ActiveRequests()
-    with active:
-        for _ in range(3):
-            clock.seconds += 3600
-            before, pause = clock.seconds, GiveWay(active, clock.closed)
-            pause()
-            assert clock.seconds == before
-
-
 def test_closing_ends_the_wait(clock, given):
     clock.at[100.5] = lambda: setattr(clock.closed, "set", True)
     with given.active:
@@ -87,13 +75,13 @@ def test_closing_ends_the_wait(clock, given):
 @pytest.fixture
 def paused(monkeypatch):
     """Names of the threads that gave way, once per layer."""
-    names, real = [], GiveWay.__call__
+    names, real = [], Backoff.__call__
 
     def called(self):
         names.append(threading.current_thread().name)
         return real(self)
 
-    monkeypatch.setattr(GiveWay, "__call__", called)
+    monkeypatch.setattr(Backoff, "__call__", called)
     return names
 
 
@@ -104,14 +92,6 @@ def test_encoding_in_the_background_gives_way_before_each_layer(paused):
         assert rag.encoding_stats().encoded_tokens == 70
         assert paused.count("ragcachekit-encode") >= LAYERS
         assert set(paused) == {"ragcachekit-encode"}
-
-
-def test_shadow_prefills_give_way(paused):
-    with rag_for("llama", policy="reuse", shadow=1.0) as rag:
-        rag.generate(PROMPT, max_new_tokens=1)
-        rag.generate(PROMPT, max_new_tokens=1)
-        assert rag.flush(60)
-    assert paused.count("ragcachekit-shadow") >= LAYERS
 
 
 @pytest.mark.parametrize("cold", ["now", "background"])
@@ -130,7 +110,7 @@ def test_a_request_beside_an_encoding_that_was_begun_is_not_blocked(monkeypatch)
         inside.set()
         assert go.wait(60)
 
-    monkeypatch.setattr(GiveWay, "__call__", hold)
+    monkeypatch.setattr(Backoff, "__call__", hold)
     with rag_for("llama", policy="reuse", cold="background", encode_after=1) as rag:
         rag.generate(PROMPT, max_new_tokens=1)
         assert inside.wait(60)
@@ -140,18 +120,3 @@ def test_a_request_beside_an_encoding_that_was_begun_is_not_blocked(monkeypatch)
         assert rag.forget(["nothing"]) == 0
         go.set()
         assert rag.flush(60)
-
-
-def test_closing_beside_a_paused_encoding(monkeypatch):
-    inside = threading.Event()
-
-    def hold(self):
-        inside.set()
-        assert self._closed.wait(60)
-
-    monkeypatch.setattr(GiveWay, "__call__", hold)
-    rag = rag_for("llama", policy="reuse", cold="background", encode_after=1)
-    rag.generate(PROMPT, max_new_tokens=1)
-    assert inside.wait(60)
-    rag.close()
-    assert rag.encoding_stats().encoded_tokens == 0

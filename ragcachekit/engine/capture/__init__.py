@@ -1,1 +1,0 @@
-"""Copies of rows that answered prompts computed, for the prompts that follow."""

@@ -1,0 +1,301 @@
+"""Requests decoded together: each is prefilled by generate, then gets one token per forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+
+from ragcachekit.forward.batch.decode import decode
+from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.own_rows import MOST_HELD, OwnRows
+from ragcachekit.generate.batch_check import why_not_together
+from ragcachekit.generate.hooks import FirstScores, StopStrings
+from ragcachekit.generate.options import effective, end_tokens, uses_beams
+from ragcachekit.generate.run import Generated, Replan, TokenChoice, run_generate
+from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.link_plan import LinkPlan
+
+_OF_GENERATE = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
+_OF_GENERATE |= {"generation_config", "seed"}
+
+
+class Decoding:
+    """A request that is decoded in a batch, or ended.
+
+    Attributes
+    ----------
+    token_ids : list of int
+        The new tokens so far.
+    finished : bool
+        Whether no more tokens will come.
+    error : BaseException or None
+        What sampling, the streamer or a criterion of this request raised; :meth:`generated` raises it.
+    """
+
+    def __init__(
+        self, prefilled: Generated, ends: frozenset[int], streamer: Any, cancel: threading.Event | None
+    ) -> None:
+        self.plan, self.token_ids = prefilled.plan, list(prefilled.token_ids)
+        self.kv: RequestKV | None = None
+        self.finished, self.cancelled = False, prefilled.cancelled
+        self.error: BaseException | None = None
+        self._prefilled, self._ends, self._streamer, self._cancel = prefilled, ends, streamer, cancel
+        self.max_new_tokens = 0
+        if prefilled.choice is not None:
+            self._choose_by(prefilled.choice)
+        if self._is_done():
+            self.end()
+
+    def _choose_by(self, choice: TokenChoice) -> None:
+        """Use a request's own processors and criteria, over its own ids ``[1, tokens]``."""
+        self._choice, prompt = choice, len(self.plan.token_ids)
+        self.max_new_tokens = choice.config.max_length - prompt
+        self._processors = [one for one in choice.processors if not isinstance(one, FirstScores)]
+        here = (MaxLengthCriteria, EosTokenCriteria, StopStrings)  # which need no ids on the device
+        self._stops = [one for one in choice.criteria if isinstance(one, StopStrings)]
+        self._criteria = StoppingCriteriaList(one for one in choice.criteria if not isinstance(one, here))
+        self._ids: torch.Tensor | None = None
+        if self._processors or self._criteria:
+            device = self._prefilled.cache.layers[0].keys.device
+            self._ids = torch.empty((1, prompt + self.max_new_tokens), dtype=torch.long, device=device)
+            known = (*self.plan.token_ids, *self.token_ids)
+            self._ids[0, : len(known)] = torch.tensor(known)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt and the longest possible answer."""
+        return len(self.plan.token_ids) + self.max_new_tokens
+
+    @property
+    def own(self) -> OwnRows | None:
+        """What was observed of entries that the prefill computed."""
+        return self._prefilled.own
+
+    def hold_kv(self) -> None:
+        """Move the prompt's KV from its cache to buffers with room; let go of the entries that it reused."""
+        rest = self.max_new_tokens - len(self.token_ids)
+        self.kv = RequestKV(self._prefilled.cache, len(self.plan.token_ids), rest)
+        self.plan = self.plan.without_kv()
+        self._prefilled = replace(self._prefilled, cache=None, plan=self.plan, choice=None)
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token ``[1]``, out of ``logits`` ``[1, vocab]`` in float32."""
+        try:
+            scores: torch.Tensor = LogitsProcessorList(self._processors)(self._so_far(), logits)
+            if self._choice.config.do_sample:
+                chances = scores.softmax(-1)
+                return torch.multinomial(chances, 1, generator=self._choice.generator)[0]
+            return scores.argmax(-1)
+        except BaseException as error:  # its processor's, or NaN among the logits
+            self.error = error
+            return logits.argmax(-1)
+
+    def push(self, token: int) -> None:
+        """Add a token; the request ends with it or goes on."""
+        try:
+            if self.error is not None:
+                raise self.error
+            self.token_ids.append(token)
+            if self._ids is not None:
+                self._ids[0, len(self.plan.token_ids) + len(self.token_ids) - 1] = token
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor([token]))
+            if self._is_done():
+                self.end()
+        except BaseException as error:  # of this request's own code: the others go on
+            self.error, self.finished = error, True
+
+    def end(self) -> None:
+        """Take no more tokens, and end the streamer; only the first call counts."""
+        if self.finished:
+            return
+        self.finished = True
+        try:
+            if self._streamer is not None:
+                self._streamer.end()
+        except BaseException as error:
+            self.error = error
+
+    def end_if_cancelled(self) -> bool:
+        """End the request where its event is set; whether it has ended."""
+        if not self.finished and self._cancel is not None and self._cancel.is_set():
+            self.cancelled = True
+            self.end()
+        return self.finished
+
+    def generated(self, cancelled: bool = False) -> Generated:
+        """What ``run_generate`` returns, so far; raises ``error`` if there is one.
+
+        The cache's rows do not change while the request goes on.
+        """
+        if self.error is not None:
+            raise self.error
+        return replace(
+            self._prefilled,
+            token_ids=tuple(self.token_ids),
+            ended=self._at_end,
+            cancelled=self.cancelled or cancelled,
+            cache=self._prefilled.cache if self.kv is None else self.kv.as_cache(),
+        )
+
+    def _so_far(self) -> torch.Tensor | None:
+        if self._ids is None:
+            return None
+        return self._ids[:, : len(self.plan.token_ids) + len(self.token_ids)]
+
+    @property
+    def _at_end(self) -> bool:
+        return bool(self.token_ids) and self.token_ids[-1] in self._ends
+
+    def _is_done(self) -> bool:
+        if self._cancel is not None and self._cancel.is_set():
+            self.cancelled = True
+        return (
+            self.cancelled
+            or self._at_end
+            or len(self.token_ids) >= self.max_new_tokens
+            or any(stop.end(self.token_ids) for stop in self._stops)
+            or bool(self._criteria and self._criteria(self._so_far(), None).all())
+        )
+
+
+class BatchDecoder:
+    """Decodes several linked prompts with one forward per token.
+
+    A new request joins between two forwards. Each attends over buffers of its own, so none is padded to
+    another's length, and chooses its tokens by its own logits processors. Not thread-safe: one thread uses
+    it. Forwards of other threads on the model may run at the same time.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        With our attention installed.
+    rope : Rope
+    decode : callable
+        As for :func:`~ragcachekit.generate.run.run_generate`.
+    max_batch : int
+        Requests that are decoded together at most.
+    max_bytes : int
+        Bytes of KV of their prompts and longest answers at most; a request alone may exceed it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rope: Rope,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        max_batch: int,
+        max_bytes: int,
+    ) -> None:
+        self._model, self._rope = model, rope
+        self.run = partial(run_generate, model, rope, decode=decode)
+        self._max_batch, self._max_bytes = max_batch, max_bytes
+        self._active: list[Decoding] = []
+
+    @property
+    def active(self) -> Sequence[Decoding]:
+        """The requests that the next step gives a token each."""
+        return tuple(self._active)
+
+    def why_alone(self, options: Mapping[str, Any]) -> str | None:
+        """Why a request with these options of generate has to :meth:`run` alone, or None.
+
+        The first call checks the model, by a few forwards over some twenty tokens.
+        """
+        defaults = self._model.generation_config
+        if self._rope.depends_on_length:
+            return "rotary frequencies that depend on the length are not decoded in a batch"
+        if uses_beams(options, defaults):
+            return "num_beams is not decoded in a batch"
+        known = vars(GenerationConfig()).keys() | vars(defaults).keys() | _OF_GENERATE
+        of_forward = [name for name, value in options.items() if name not in known and value is not None]
+        healed = ["token_healing"] if effective(options, defaults, "token_healing") else []
+        for name in (*of_forward, *healed):
+            return f"{name} is not decoded in a batch"
+        return self._why_not_together
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a request of so many tokens, prompt and longest answer, may begin."""
+        if not self._active:
+            return True
+        held = sum(min(decoding.tokens, self._rope.context) for decoding in self._active)
+        fits = (held + tokens) * self._token_bytes <= self._max_bytes
+        return fits and len(self._active) < self._max_batch
+
+    def begin(
+        self,
+        plan: LinkPlan,
+        options: Mapping[str, Any],
+        *,
+        stop: Sequence[str] = (),
+        cancel: threading.Event | None = None,
+        first: FirstScores | None = None,
+        capture_missing_rows: bool = False,
+        replan: Replan | None = None,
+    ) -> Decoding:
+        """Prefill a request and choose its first token; it is active unless it ended with that.
+
+        Arguments are those of :func:`~ragcachekit.generate.run.run_generate`, and its errors are raised.
+        Only for options that :meth:`why_alone` has nothing against.
+        """
+        how: dict[str, Any] = {"stop": stop, "cancel": cancel, "first": first, "replan": replan}
+        how["capture_missing_rows"] = capture_missing_rows
+        prefilled = self.run(plan, options, whole=True, one_token=True, **how)
+        ends = end_tokens(options, self._model.generation_config)
+        decoding = Decoding(prefilled, ends, options.get("streamer"), cancel)
+        if not decoding.finished:
+            decoding.hold_kv()
+            self._active.append(decoding)
+            if decoding.own and sum(one.own.nbytes for one in self._active if one.own) > MOST_HELD:
+                decoding.own.settle()
+        return decoding
+
+    def step(self) -> list[Decoding]:
+        """Give every active request a token; returns those that ended, which are not active any more.
+
+        A request ends by its length, an end token, a criterion, its ``cancel`` or an error of its own code.
+        If the forward raises, all requests are as before the step.
+        """
+        going = [decoding for decoding in self._active if not decoding.end_if_cancelled()]
+        if going:
+            kvs = [decoding.kv for decoding in going if decoding.kv is not None]
+            logits = decode(self._model, kvs, [decoding.token_ids[-1] for decoding in going])
+            # A copy as generate makes it: processors write to their scores.
+            chosen = [
+                decoding.choose(row[None])
+                for decoding, row in zip(going, logits.to(torch.float32, copy=True), strict=True)
+            ]
+            for decoding, token in zip(going, torch.cat(chosen).tolist(), strict=True):
+                decoding.push(token)
+        ended = [decoding for decoding in self._active if decoding.finished]
+        self._active = [decoding for decoding in going if not decoding.finished]
+        return ended
+
+    def drop(self, decoding: Decoding) -> None:
+        """End a request now; its tokens so far stay, as after a cancellation."""
+        if decoding in self._active:
+            self._active.remove(decoding)
+            decoding.cancelled = True
+            decoding.end()
+
+    def clear(self) -> None:
+        """Drop all requests."""
+        for decoding in self.active:
+            self.drop(decoding)
+
+    @cached_property
+    def _why_not_together(self) -> str | None:
+        return why_not_together(self._model)
+
+    @cached_property
+    def _token_bytes(self) -> int:
+        return KVLayout.of(self._model).token_bytes
