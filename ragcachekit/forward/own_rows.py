@@ -169,9 +169,9 @@ def with_answer(plan: LinkPlan, answer: Sequence[int], rope: Rope) -> Match | No
 
     ``answer`` are the generated ids; the KV of the last one was not computed.
     """
-    if plan.beginning is None:
+    if plan.prefix_match is None:
         return None
-    match = plan.beginning.match
+    match = plan.prefix_match.match
     if rope.depends_on_length:
         return match
     rest = (*plan.token_ids, *answer[:-1])[sum(step.tokens for step in match.path) :]
@@ -209,9 +209,9 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
     are approximate.
     """
-    beginning = plan.beginning
+    match = plan.prefix_match
     rows = (*plan.token_ids, *answer[:-1])
-    if beginning is None or rope.depends_on_length or not _holds(cache, len(rows)):
+    if match is None or rope.depends_on_length or not _holds(cache, len(rows)):
         return None
     sides = [side[0, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
     if sum(t.numel() * t.element_size() for t in sides) > most:
@@ -220,11 +220,11 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     traces = (whole_id(name) for chunk in plan.placed for name in chunk.context)
     (copied,) = extract(cache.layers, [Stretch(0, 0, len(rows))], locked=False)
     return Turn(
-        beginning.match.root,
+        match.match.root,
         rows,
         ChunkKV(*copied, 0),
         len(rows) if exact == len(plan.token_ids) else exact,
-        beginning.members.union(traces),
+        match.members.union(traces),
     )
 
 

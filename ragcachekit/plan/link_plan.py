@@ -106,9 +106,9 @@ class LinkPlan:
         return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
 
     @property
-    def beginning(self) -> PrefixMatch | None:
+    def prefix_match(self) -> PrefixMatch | None:
         """The prompt's match in the knowledge tree; None without a tree."""
-        return None if self.request is None else self.request.beginning
+        return None if self.request is None else self.request.prefix_match
 
     @property
     def loads(self) -> tuple[LoadingKV, ...]:
@@ -164,7 +164,7 @@ def miss_reason(request: PromptRequest) -> str:
         return request.fallback
     if not request.policy.reads_cache:
         return f"policy {request.policy.name} computes everything"
-    known = request.beginning
+    known = request.prefix_match
     if known is not None and known.match.path:
         return "first request with this beginning, or it was evicted"
     if known is None and not request.wanted:
