@@ -18,39 +18,21 @@ from typing import Any
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import show
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "tests" / "kernels"
+SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "kernels" / "compile_hopper.py"
 FIELDS = ("registers", "stack", "shared", "threads", "hgmma", "copies", "wide_copies", "wide_loads")
 
 
-def compiled(script: str) -> dict[str, Any]:
-    """Case to kernel to findings, of all cases of one script; it must not run in Triton's interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    names = f"import {script}; print('\\n'.join({script}.CASES))"
-    listed = subprocess.run(
-        [sys.executable, "-c", names],
-        cwd=SCRIPTS,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(SCRIPTS / f"{script}.py"), folder, *listed.stdout.splitlines()]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
 def rows() -> list[dict[str, Any]]:
-    """One per launch."""
-    out = []
-    for script in ("compile_attention", "compile_scores", "compile_moves"):
-        for case, kernels in compiled(script).items():
-            for kernel, found in kernels.items() if "registers" not in kernels else [(case, kernels)]:
-                if "registers" in found:
-                    name = kernel.strip("_").removesuffix("_kernel")
-                    out.append({"kernel": name, "case": case} | {field: found[field] for field in FIELDS})
-    return out
+    """One per kernel and launch."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(SCRIPT), folder]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return [
+        {"kernel": name.removesuffix("_kernel"), "case": case} | {field: made[field] for field in FIELDS}
+        for case, kernels in json.loads(run.stdout).items()
+        for name, made in kernels.items()
+    ]
 
 
 def main() -> None:

@@ -6,7 +6,6 @@
 # PYTHON names the interpreter (default: python3). It needs what pyproject.toml asks for, pytest and hypothesis;
 # nothing is installed, the packages of this checkout are put on PYTHONPATH. PARTS chooses among
 #     smoke     a small model through kernels, copies and tiers: run it first, it takes a minute
-#     tune      tile sizes of the attention kernel for this GPU; the parts behind it use them
 #     kernels   every kernel beside what the GPU can do and beside torch's own attentions
 #     ttft-8k ttft-32k   time to the first token, Llama 3.1 8B's shape
 #     tests     all tests of the kernels, compiled: many minutes, less with pytest-xdist
@@ -15,8 +14,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 python=${PYTHON:-python3}
-parts=${PARTS:-smoke tune kernels ttft-8k ttft-32k tests}
-tuning=$out/kernel-tuning.json
+parts=${PARTS:-smoke kernels ttft-8k ttft-32k tests}
 export PYTHONPATH=".:kernels:integrations:tests/kits${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1
 unset TRITON_INTERPRET
 mkdir -p "$out"
@@ -30,26 +28,21 @@ workers=
 checked() {
     "$python" -m pytest -q -c /dev/null --rootdir . -m 'not soak' "$@"
 }
-tuned() {
-    if [ -f "$tuning" ]; then export RAGCACHEKIT_KERNEL_TUNING="$tuning"; fi
-    "$python" -m "$@"
-}
 speed() {
-    tuned ragcachekit bench ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 --tiers gpu,host \
+    "$python" -m ragcachekit bench ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 --tiers gpu,host \
         --policies full,lego:16,random:0.15,query:0.15,reuse "$@"
 }
 run() {
     case $1 in
     smoke) checked tests/forward/test_on_a_gpu.py tests/forward/test_placing.py \
         tests/model/test_extract.py -k gpu ;;
-    tune) "$python" -m benchmarks kernels --tune "$tuning" ;;
     kernels)
-        tuned benchmarks kernels --runs 20 --json "$out/kernels-gpu.json" ||
-            tuned benchmarks kernels --runs 20 --no-graphs --json "$out/kernels-gpu.json"
+        "$python" -m benchmarks kernels --runs 20 --json "$out/kernels-gpu.json" ||
+            "$python" -m benchmarks kernels --runs 20 --no-graphs --json "$out/kernels-gpu.json"
         ;;
     ttft-8k) speed --prompt-tokens 8192 --runs 7 --json "$out/ttft-gpu-8k.json" --plot "$out/ttft-gpu-8k.png" ;;
     ttft-32k) speed --prompt-tokens 32768 --runs 5 --json "$out/ttft-gpu-32k.json" --plot "$out/ttft-gpu-32k.png" ;;
-    tests) checked $workers tests/kernels tests/benchmarks/test_kernel_tuning.py ;;
+    tests) checked $workers tests/kernels ;;
     *)
         echo "no part called $1" >&2
         return 2

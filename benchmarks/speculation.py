@@ -23,8 +23,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model
-from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.registry import open_index
+from ragcachekit.retrieval.index import VectorIndex, open_index
 
 AFTER, SPECULATIVE, WRONG = WAYS = ("after the search", "speculative", "always wrong")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}

@@ -38,26 +38,16 @@ if TYPE_CHECKING:
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.quality.records import TuneReport
-    from ragcachekit.query.adaptive import AdaptiveTolerance
-    from ragcachekit.query.base import Partition
-    from ragcachekit.query.calibrate import calibrate
-    from ragcachekit.query.lookups import Lookup, Retrieved
-    from ragcachekit.query.partition.objects import Identity
-    from ragcachekit.query.partition.partitioner import Partitioner, bypass_query_cache
-    from ragcachekit.query.partition.rules import KeyRules
-    from ragcachekit.query.proximity import ProximityCache
-    from ragcachekit.query.retrieval import CachedRetrieval
-    from ragcachekit.query.retrievers.candidates import OwnSearch
-    from ragcachekit.query.retrievers.embedding_cache import EmbeddingCache
-    from ragcachekit.query.retrievers.noted_order import NotedOrder
-    from ragcachekit.query.retrievers.retriever_cache import RetrieverCache, RetrieverSettings, name_of
-    from ragcachekit.query.saved import SavedEntries
-    from ragcachekit.search.documents.index import DocumentIndex
-    from ragcachekit.search.documents.record import IndexChange
+    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
+    from ragcachekit.retrieval.calibrate import calibrate
+    from ragcachekit.retrieval.document_storage import IndexChange
+    from ragcachekit.retrieval.documents import DocumentIndex
+    from ragcachekit.retrieval.partition import Partition, bypass_query_cache
+    from ragcachekit.retrieval.proximity import ProximityCache
+    from ragcachekit.retrieval.saved import SavedEntries
 
 __version__ = "0.1.0"
 __all__ = [
-    "AdaptiveTolerance",
     "Answer",
     "CachedRetrieval",
     "CancelScope",
@@ -67,24 +57,17 @@ __all__ = [
     "DeadlineExceeded",
     "Diagnosis",
     "DocumentIndex",
-    "EmbeddingCache",
     "EncodingStats",
     "EngineError",
     "GenerateReport",
-    "Identity",
     "IndexChange",
     "JsonStore",
-    "KeyRules",
     "LinkReport",
     "LoadConfig",
-    "Lookup",
     "ModelNotSupported",
     "Neighbours",
-    "NotedOrder",
     "Observer",
-    "OwnSearch",
     "Partition",
-    "Partitioner",
     "PrecedingChunks",
     "Prompt",
     "PromptView",
@@ -98,8 +81,6 @@ __all__ = [
     "Request",
     "RequestStart",
     "Retrieved",
-    "RetrieverCache",
-    "RetrieverSettings",
     "SavedEntries",
     "ShadowConfig",
     "ShadowReport",
@@ -116,7 +97,6 @@ __all__ = [
     "bypass_query_cache",
     "calibrate",
     "missing_extra",
-    "name_of",
     "to_thread",
 ]
 
@@ -133,22 +113,13 @@ _LAZY = {
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
     "ragcachekit.json_store": ("JsonStore",),
-    "ragcachekit.query.adaptive": ("AdaptiveTolerance",),
-    "ragcachekit.query.base": ("Partition",),
-    "ragcachekit.query.calibrate": ("calibrate",),
-    "ragcachekit.query.retrievers.noted_order": ("NotedOrder",),
-    "ragcachekit.query.retrievers.candidates": ("OwnSearch",),
-    "ragcachekit.query.partition.rules": ("KeyRules",),
-    "ragcachekit.query.partition.objects": ("Identity",),
-    "ragcachekit.query.partition.partitioner": ("Partitioner", "bypass_query_cache"),
-    "ragcachekit.query.proximity": ("ProximityCache",),
-    "ragcachekit.query.retrievers.embedding_cache": ("EmbeddingCache",),
-    "ragcachekit.query.lookups": ("Lookup", "Retrieved"),
-    "ragcachekit.query.retrieval": ("CachedRetrieval",),
-    "ragcachekit.query.retrievers.retriever_cache": ("RetrieverCache", "RetrieverSettings", "name_of"),
-    "ragcachekit.query.saved": ("SavedEntries",),
-    "ragcachekit.search.documents.index": ("DocumentIndex",),
-    "ragcachekit.search.documents.record": ("IndexChange",),
+    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval", "Retrieved"),
+    "ragcachekit.retrieval.calibrate": ("calibrate",),
+    "ragcachekit.retrieval.document_storage": ("IndexChange",),
+    "ragcachekit.retrieval.documents": ("DocumentIndex",),
+    "ragcachekit.retrieval.partition": ("Partition", "bypass_query_cache"),
+    "ragcachekit.retrieval.proximity": ("ProximityCache",),
+    "ragcachekit.retrieval.saved": ("SavedEntries",),
 }
 
 

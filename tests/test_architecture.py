@@ -21,9 +21,12 @@ CHAIN = (
     *("prompt", "model", "store", "prefix_tree", "policies", "plan", "forward", "encode"),
     *("generate", "plots", "quality", "engine", "telemetry", "server", "cluster", "commands"),
 )
-APART = ("query", "search")  # joined by the engine
+APART = ("retrieval",)  # joined by the engine
 PUBLIC = "__init__"
-PLUMBING = ("ragcachekit.frameworks",)  # what the integrations share beside the public names
+PLUMBING = (
+    "ragcachekit.frameworks",
+    "ragcachekit.retrieval.plumbing",
+)  # what the integrations share beside the public names
 OURS = ("ragcachekit", "ragcachekit_kernels", "langchain_ragcachekit", "llama_index_ragcachekit")
 NOT_SHIPPED = ("benchmarks", "examples", "tests")
 
@@ -288,7 +291,7 @@ def test_the_edges_are_those_of_the_design() -> None:
     assert ALLOWED["types"] == ALLOWED["prompt"] == set(FREE)
     assert ALLOWED["model"] == {*FREE, "prompt"}
     assert ALLOWED["forward"] == {*FREE, "prompt", "model", "store", "prefix_tree", "policies", "plan"}
-    assert {"generate", "query", "search"} <= ALLOWED["engine"]
+    assert {"generate", "retrieval"} <= ALLOWED["engine"]
     assert not {"commands", PUBLIC} & ALLOWED["engine"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -10,82 +10,82 @@ import torch
 from benchmarks.kernels.checks import TOLERANCE, Case, distance, largest
 from benchmarks.kernels.sizes import CHUNK, Sizes
 from ragcachekit_kernels import dispatch
-from ragcachekit_kernels.dispatch import ChunkTensors, Place, Plane
+from ragcachekit_kernels.dispatch import Place, Places, Rotation
+
+Pieces = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Tensors of the chunks in one plane, and their scales (none unless they are in eight bits)."""
 
 
 def assembly_cases(sizes: Sizes) -> Iterator[Case]:
-    """Putting a whole prompt of chunks into place, all layers in one launch; as kept and from int8."""
+    """A whole prompt of chunks, keys and values of all layers; as kept and from int8."""
     into = [sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim) for _ in range(2 * sizes.layers)]
-    planes = [Plane(kv, None if number % 2 else 0) for number, kv in enumerate(into)]
-    places = [Place(s, min(CHUNK, sizes.tokens - s)) for s in range(0, sizes.tokens, CHUNK)]
-    table = _angles(sizes)
+    starts = range(0, sizes.tokens, CHUNK)
+    places = Places(tuple(Place(start, min(CHUNK, sizes.tokens - start)) for start in starts))
+    rotation = _angles(sizes)
     for name in ("as computed", "from int8"):
-        chunks = [_chunk(sizes, place.tokens, number, name) for number, place in enumerate(places)]
-        ready = dispatch.assembly(planes, places, chunks, [table])
-        moved = sum(t.numel() * t.element_size() for kv in (into, *(c.tensors for c in chunks)) for t in kv)
+        pieces = [_pieces(sizes, places, plane, name) for plane in range(len(into))]
+
+        def all_layers(pieces: Sequence[Pieces] = pieces) -> None:
+            for plane, (out, (tensors, scales)) in enumerate(zip(into, pieces, strict=True)):
+                dispatch.assemble(out, tensors, places, None if plane % 2 else rotation, scales)
+
+        moved = sum(t.nbytes for t in into) + sum(t.nbytes for tensors, _ in pieces for t in tensors)
         yield Case(
             "assembly",
             f"{name}, {sizes.layers} layers",
             moved,
             "GB/s",
-            [ready.run],
-            partial(_assembly_error, ready, into, places, chunks, table),
+            [all_layers],
+            partial(_assembly_error, all_layers, into, places, pieces, rotation),
             TOLERANCE[sizes.dtype],
         )
-        del chunks, ready
 
 
-def _angles(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+def _angles(sizes: Sizes) -> Rotation:
     pairs = torch.arange(sizes.head_dim // 2, device=sizes.device, dtype=torch.float64)
     angles = torch.arange(sizes.tokens, device=sizes.device)[:, None] * 500_000.0 ** (
         -2 * pairs / sizes.head_dim
     )
-    return angles.cos().float(), angles.sin().float()
+    return Rotation(angles.cos().float(), angles.sin().float())
 
 
-def _chunk(sizes: Sizes, tokens: int, number: int, name: str) -> ChunkTensors:
-    shape = (sizes.kv_heads, tokens, sizes.head_dim)
-    planes = range(2 * sizes.layers)
-    if name == "as computed":
-        return ChunkTensors([sizes.random(*shape, salt=1000 * number + i) for i in planes])
-    generator = torch.Generator(sizes.device).manual_seed(number)
-    tensors = [
-        torch.randint(-127, 128, shape, generator=generator, device=sizes.device, dtype=torch.int8)
-        for _ in planes
-    ]
-    scales = [
-        torch.rand(
-            (shape[0], tokens, 1) if i % 2 else (shape[0], 1, shape[2]),
-            generator=generator,
-            device=sizes.device,
+def _pieces(sizes: Sizes, places: Places, plane: int, name: str) -> Pieces:
+    tensors, scales = list[torch.Tensor](), list[torch.Tensor]()
+    for number, place in enumerate(places):
+        shape = (sizes.kv_heads, place.tokens, sizes.head_dim)
+        if name == "as computed":
+            tensors.append(sizes.random(*shape, salt=1000 * number + plane))
+            continue
+        tensors.append(
+            (40 * sizes.random(*shape, salt=1000 * number + plane)).clamp(-127, 127).to(torch.int8)
         )
-        / 127
-        for i in planes
-    ]
-    return ChunkTensors(tensors, scales)
+        of = (shape[0], place.tokens, 1) if plane % 2 else (shape[0], 1, shape[2])
+        scales.append(sizes.random(*of, salt=1000 * number + plane).float().abs() / 127)
+    return tensors, scales
 
 
 def _assembly_error(
-    ready: dispatch.Assembly,
+    call: Callable[[], None],
     into: Sequence[torch.Tensor],
-    places: Sequence[Place],
-    chunks: Sequence[ChunkTensors],
-    table: tuple[torch.Tensor, torch.Tensor],
+    places: Places,
+    pieces: Sequence[Pieces],
+    rotation: Rotation,
 ) -> float:
-    """Every plane of the first and last layer, every piece, by the formula (RoFormer eq. 34)."""
-    for kv in into:
-        kv.fill_(float("nan"))
-    ready.run()
+    """Keys and values of the first and last layer, every piece, by the formula (RoFormer eq. 34)."""
+    for out in into:
+        out.fill_(float("nan"))
+    call()
     distances = []
-    for number in {0, 1, len(into) - 2, len(into) - 1}:
-        for place, chunk in zip(places, chunks, strict=True):
+    for plane in {0, 1, len(into) - 2, len(into) - 1}:
+        tensors, scales = pieces[plane]
+        for number, place in enumerate(places):
             at = slice(place.start, place.start + place.tokens)
-            expected, scale = chunk.tensors[number].double(), chunk.scale(number)
-            if scale is not None:
-                expected = expected * scale.double()
-            if number % 2 == 0:
-                cos, sin = (part[at].double() for part in table)
+            expected = tensors[number].double()
+            if scales:
+                expected = expected * scales[number].double()
+            if plane % 2 == 0:
+                cos, sin = rotation.cos[at].double(), rotation.sin[at].double()
                 x, y = expected.chunk(2, -1)
                 expected = torch.cat((x * cos - y * sin, x * sin + y * cos), -1)
-            distances.append(distance(into[number][:, at], expected))
+            distances.append(distance(into[plane][:, at], expected))
     return largest(distances, into)

@@ -1,4 +1,4 @@
-"""``bench kernels``: attention of chosen rows, with the KV as tensors and by a table of addresses."""
+"""``bench kernels``: attention of chosen rows."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from benchmarks.kernels.checks import TOLERANCE, Case, distance, largest, row_scores
-from benchmarks.kernels.sizes import CAPTURED_ROWS, Sizes, row_sets
+from benchmarks.kernels.sizes import Sizes, row_sets
 from ragcachekit_kernels import dispatch
-from ragcachekit_kernels.dispatch import AttentionOptions, KVTable, Rows
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows
 
 
 def attention_cases(sizes: Sizes) -> Iterator[Case]:
@@ -36,30 +36,6 @@ def attention_cases(sizes: Sizes) -> Iterator[Case]:
             TOLERANCE[sizes.dtype],
             positions,
         )
-        if dispatch.uses_triton(sizes.device) and len(positions) <= CAPTURED_ROWS:
-            yield _by_table(sizes, name, query, kv, rows)
-
-
-def _by_table(
-    sizes: Sizes, name: str, query: torch.Tensor, kv: Sequence[tuple[torch.Tensor, torch.Tensor]], rows: Rows
-) -> Case:
-    """The same with addresses from a table: what captured linked forwards run."""
-    at = rows.on(sizes.device)
-    entries = [[k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)] for k, v in kv]
-    table = KVTable(torch.tensor(entries, device=sizes.device), sizes.dtype)
-    options = AttentionOptions(sizes.scale)
-    one = partial(dispatch.sparse_attention_at, options=options, tokens=sizes.tokens)
-    calls = [
-        partial(one, query, table, layer, sizes.kv_heads, sizes.head_dim, at) for layer in range(len(kv))
-    ]
-    return Case(
-        "sparse_attention",
-        f"{name}, table",
-        *_work(sizes, name, rows),
-        calls,
-        partial(_attention_error, calls[0], query, *kv[0], tuple(rows), sizes.scale),
-        TOLERANCE[sizes.dtype],
-    )
 
 
 def _work(sizes: Sizes, name: str, positions: Sequence[int]) -> tuple[float, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,14 +37,6 @@ def kernels(
     graphs: Annotated[
         bool, typer.Option("--graphs/--no-graphs", help="On a GPU, time replays of captured launches.")
     ] = True,
-    tune: Annotated[
-        Path | None,
-        typer.Option(
-            "--tune",
-            help="Instead of measuring: try the attention kernel's settings on this GPU (minutes) and write "
-            "the best here. RAGCACHEKIT_KERNEL_TUNING=FILE makes the library use them.",
-        ),
-    ] = None,
     json: Json = None,
 ) -> None:
     """Time every kernel after a check of its result, beside the device's ceilings and torch's attentions.
@@ -55,7 +46,6 @@ def kernels(
     import torch
 
     from benchmarks.kernels import run as module
-    from benchmarks.kernels import tuning
     from benchmarks.kernels.cases import KERNELS
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,13 +74,6 @@ def kernels(
         def step(text: str) -> None:
             progress.update(task, description=text)
 
-        if tune is not None:
-            results = tuning.tune(settings, tune, step)
-        else:
-            report = module.run(settings, step)
-    if tune is not None:
-        for line in results:
-            typer.echo(line)
-        return
+        report = module.run(settings, step)
     show(report.table(f"Kernels: {report.model}", [n for n in report.rows[0] if n != "runs"]))
     written(report, json)

@@ -12,9 +12,6 @@ CHUNK = 512
 QUESTION = 64
 """Rows of the question, which stands last."""
 
-CAPTURED_ROWS = 1024
-"""Up to so many rows linked forwards run as graphs (:class:`ragcachekit.config.GraphConfig`)."""
-
 
 @dataclass(frozen=True)
 class Sizes:

@@ -59,7 +59,6 @@ def query_cache_lookup(
         str, typer.Option("--capacities", help="With commas between; 1000000 takes half an hour and 10 GiB.")
     ] = "300,1000,10000",
     metrics: Annotated[str, typer.Option("--metrics", help="With commas between.")] = "cosine,l2,ip",
-    keys: Annotated[str, typer.Option("--keys", help="auto, exact or graph.")] = "auto",
     dim: Annotated[int, typer.Option("--dim", min=1, help="Width of the embeddings.")] = 768,
     lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 1000,
     seed: opt.Seed = 0,
@@ -71,7 +70,6 @@ def query_cache_lookup(
     settings = module.LookupSettings(
         capacities=tuple(int(capacity) for capacity in opt.numbers("--capacities", capacities)),
         metrics=opt.names(metrics),
-        keys=keys,
         dim=dim,
         lookups=lookups,
         seed=seed,

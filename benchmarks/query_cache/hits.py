@@ -16,11 +16,11 @@ from tqdm.auto import tqdm
 
 from benchmarks.query_cache.workload import Workload
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.query.base import Partition
-from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval
-from ragcachekit.query.retrievers.candidates import FACTOR
-from ragcachekit.search.registry import open_index
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
+from ragcachekit.retrieval.candidates import FACTOR
+from ragcachekit.retrieval.index import open_index
+from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.proximity import ProximityCache
 
 SWEEP = "sweep"
 PARTITION = Partition("bench", 1)

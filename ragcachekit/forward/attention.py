@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def _linked(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """Attention of a linked forward, ``[1, rows, heads, value_head_dim]``."""
-    positions = rows.positions
+    positions: Sequence[int] = rows.positions
     if len(positions) > query.shape[2]:
         # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
         positions = positions[-query.shape[2] :]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.forward.placing import Placing
 from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit.policies.base import AttentionObserver
 from ragcachekit.store.load import Pair
@@ -32,17 +31,15 @@ class Projected(Exception):
 
 @dataclass(frozen=True)
 class LinkRows:
-    """Rows that one linked forward computes, at ascending ``positions``.
+    """Rows that one linked forward computes; all layers share one copy of their positions on the device."""
 
-    They are stored as ``dispatch.Rows``, so that all layers share one copy on the device.
-    """
-
-    positions: Sequence[int]
+    positions: dispatch.Rows
     observer: AttentionObserver | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.positions, dispatch.Rows):
-            object.__setattr__(self, "positions", dispatch.Rows(tuple(self.positions)))
+    @classmethod
+    def of(cls, positions: Sequence[int], observer: AttentionObserver | None = None) -> LinkRows:
+        """Rows at ascending ``positions``."""
+        return cls(dispatch.Rows(tuple(positions)), observer)
 
 
 class LinkedLayer(DynamicLayer):  # type: ignore[misc]
@@ -127,7 +124,9 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         rows, self.rows = self.rows, None
         keys, values = self.keys, self.values
-        dispatch.scatter(key_states[0], value_states[0], keys[0], values[0], rows.positions)
+        at = rows.positions.as_index(keys.device)
+        keys[0].index_copy_(1, at, key_states[0])
+        values[0].index_copy_(1, at, value_states[0])
         if self._projecting:
             raise Projected
         return tagged(keys, rows), values
@@ -139,9 +138,8 @@ class LinkedCache(Cache):  # type: ignore[misc]
     ``before_layer`` cuts rows from layer to layer.
     """
 
-    def __init__(self, layers: Sequence[LinkedLayer], placing: Placing | None = None) -> None:
+    def __init__(self, layers: Sequence[LinkedLayer]) -> None:
         super().__init__(layers=list(layers))
-        self._placing = placing  # sources of copies in flight live as long as the cache
         self.before_layer: BeforeLayer | None = None
 
     @property
@@ -161,6 +159,5 @@ class LinkedCache(Cache):  # type: ignore[misc]
 
     @property
     def settling(self) -> float:
-        """Seconds that placing kept rows has taken so far, by the device's clock where it has one."""
-        by_device = self._placing.settling if self._placing is not None else None
-        return sum(layer.settling for layer in self.layers) if by_device is None else by_device
+        """Seconds that placing kept rows has taken so far, waits for loading included."""
+        return float(sum(layer.settling for layer in self.layers))

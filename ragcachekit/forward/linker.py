@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, MakeLayer
-from ragcachekit.forward.copy_streams import streams_of
-from ragcachekit.forward.placing import Placing
-from ragcachekit.model.rope.rotation import Angles, Rope
-from ragcachekit.plan.link_plan import LinkPlan, Piece
+from ragcachekit.forward.stored_layers import StoredLayers
+from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import AttentionObserver
 from ragcachekit.store.load import Pair
-from ragcachekit_kernels.dispatch import uses_triton
+from ragcachekit_kernels.dispatch import Place, Places
+from ragcachekit_kernels.dispatch import assemble as place_pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +45,13 @@ class LinkedInputs:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """Keys and values of a prompt, layer by layer; with ``placing`` where kernels put them in place.
+    """Keys and values of a prompt, layer by layer.
 
     Each of ``layers`` does its work at the first call. ``dtypes`` are those of the layers' keys.
     """
 
     layers: tuple[MakeLayer, ...]
     dtypes: tuple[torch.dtype, ...]
-    placing: Placing | None = None
 
 
 def link(
@@ -70,7 +69,7 @@ def link(
     ``LoadFailed`` then. ``buffers`` are those of an earlier link of the same prompt; their kept rows must
     still be the linked KV. ``observer`` is called by every layer.
     """
-    rows = LinkRows(plan.rows, observer) if plan.rows else None
+    rows = LinkRows.of(plan.rows, observer) if plan.rows else None
     if buffers is None:
         buffers = assemble(plan, rope, device)
     tokens = len(plan.token_ids)
@@ -82,7 +81,7 @@ def link(
     kept = torch.ones(tokens, dtype=torch.bool).index_fill_(0, at, False)
     input_ids = torch.cat([ids[kept], ids[at]])[None]
     position_ids = torch.cat([at.new_zeros(plan.kept), at])[None]
-    linked = LinkedCache(layers, buffers.placing)
+    linked = LinkedCache(layers)
     attention_mask = torch.ones_like(input_ids)
     return LinkedInputs(input_ids.to(device), position_ids.to(device), attention_mask.to(device), linked)
 
@@ -104,31 +103,33 @@ def run_rows(model: Any, inputs: LinkedInputs, rows: int) -> None:
 
 
 def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> Buffers:
-    """Per layer, keys and values with every kept piece in place, made when they are read."""
-    tokens = len(plan.token_ids)
-    if device.type != "cpu" or uses_triton(device):
-        placing = Placing(plan, rope, device, streams_of(device))
-        layers = (cache(partial(placing.layer, number)) for number in range(len(placing.dtypes)))
-        return Buffers(tuple(layers), tuple(placing.dtypes), placing)
-    sample = plan.pieces[0].kv
-    turns = [_angles(rope, piece, tokens) for piece in plan.pieces]
+    """Per layer, keys and values with every kept piece in its place, made when they are read.
+
+    Stored tensors are read only. Keys are rotated to their positions in float32 and rounded once; eight-bit
+    entries are multiplied by their scales on the way.
+    """
+    tokens, pieces = len(plan.token_ids), plan.pieces
+    places = Places(tuple(Place(p.start, p.tokens, p.kv.start is not None) for p in pieces))
+    stored = StoredLayers({id(p.kv): p.kv for p in pieces}, device)
+    shapes, turns = pieces[0].kv.shapes, rope.turns.on(device, tokens)
 
     def make(index: int) -> Pair:
-        keys, values = (
-            torch.empty(1, heads, tokens, dim, dtype=dtype) for dtype, (heads, _, dim) in sample.shapes[index]
-        )
-        for piece, angles in zip(plan.pieces, turns, strict=True):
-            at = slice(piece.start, piece.stop)
-            own = piece.kv.keys[index][:, piece.rows], piece.kv.values[index][:, piece.rows]
-            keys[0, :, at], values[0, :, at] = rope.place(index, *own, angles) if angles else own
-        return keys, values
+        layer, sides = stored.take(index), list[torch.Tensor]()
+        for number, (dtype, (heads, _, dim)) in enumerate(shapes[index]):
+            out = torch.empty(1, heads, tokens, dim, dtype=dtype, device=device)
+            parts = [layer[id(p.kv)] for p in pieces]
+            own = [part[number][:, p.rows] for part, p in zip(parts, pieces, strict=True)]
+            scales = [_scale(part, number, p.rows) for part, p in zip(parts, pieces, strict=True)]
+            place_pieces(out[0], own, places, rope.rotations(index, turns)[number], scales)
+            sides.append(out)
+        return sides[0], sides[1]
 
-    layers = (cache(partial(make, index)) for index in range(sample.layers))
-    return Buffers(tuple(layers), tuple(keys[0] for keys, _ in sample.shapes))
+    makers = (cache(partial(make, index)) for index in range(len(shapes)))
+    return Buffers(tuple(makers), tuple(keys[0] for keys, _ in shapes))
 
 
-def _angles(rope: Rope, piece: Piece, length: int) -> tuple[Angles, ...]:
-    """Angles of a piece's positions; empty for keys that are stored with RoPE."""
-    if piece.kv.start is not None:
-        return ()
-    return tuple(rope.angles(torch.arange(piece.start, piece.stop), length))
+def _scale(stored: Sequence[torch.Tensor], side: int, rows: slice) -> torch.Tensor | None:
+    """Scales of an eight-bit piece: of keys one per channel, of values one per token."""
+    if len(stored) == 2:
+        return None
+    return stored[2 + side][:, rows] if side else stored[2]

@@ -90,7 +90,7 @@ class Narrowing:
         return kv_deviation(before, linked.values[0], self._chosen).cpu()
 
     def _link_rows(self) -> LinkRows:
-        return LinkRows(self._rows, self._observer)
+        return LinkRows.of(self._rows, self._observer)
 
 
 def attach(model: Any, plan: LinkPlan, cache: LinkedCache) -> Narrowing | None:

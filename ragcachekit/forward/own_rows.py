@@ -218,7 +218,7 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
         return None
     exact = exact_rows(plan)
     traces = (whole_id(name) for chunk in plan.placed for name in chunk.context)
-    (copied,) = extract(cache.layers, [Stretch(0, 0, len(rows))], locked=False)
+    (copied,) = extract(cache.layers, [Stretch(0, 0, len(rows))])
     return Turn(
         match.match.root,
         rows,

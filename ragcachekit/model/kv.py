@@ -8,9 +8,8 @@ from functools import cached_property
 
 import torch
 
-from ragcachekit.model.tensor_block import TensorShape as TensorShape
-from ragcachekit.model.tensor_block import stretch
-from ragcachekit_kernels.dispatch import ChunkTensors
+TensorShape = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of one tensor."""
 
 SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
 """Prefixes in ``sums`` of a layer's scales: of keys ``[heads, 1, dim]``, of values ``[heads, tokens, 1]``."""
@@ -46,16 +45,6 @@ def scales_of(sums: Mapping[str, torch.Tensor], layer: int) -> tuple[torch.Tenso
     if not is_packed(sums):
         return ()
     return sums[f"{SCALE_OF_KEYS}{layer}"], sums[f"{SCALE_OF_VALUES}{layer}"]
-
-
-def with_scales(
-    shapes: tuple[tuple[TensorShape, TensorShape], ...], sums: Mapping[str, torch.Tensor]
-) -> tuple[tuple[TensorShape, ...], ...]:
-    """Shapes per layer of keys, values and their scales, if any."""
-    return tuple(
-        (*pair, *((scale.dtype, tuple(scale.shape)) for scale in scales_of(sums, layer)))
-        for layer, pair in enumerate(shapes)
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,26 +129,9 @@ class ChunkKV:
             for keys, values in zip(self.keys, self.values, strict=True)
         )
 
-    @cached_property
-    def planes(self) -> ChunkTensors:
-        """Keys and values in turn, for kernels, with addresses read once; device tensors only."""
-        pairs = zip(self.keys, self.values, strict=True)
-        scales = [s.contiguous() for layer in range(self.layers) for s in scales_of(self.sums, layer)]
-        return ChunkTensors([side.contiguous() for pair in pairs for side in pair], scales)
-
     def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
         """Keys and values of one layer as stored, followed by their scales if in eight bits."""
         return self.keys[number], self.values[number], *scales_of(self.sums, number)
-
-    @cached_property
-    def stored_shapes(self) -> tuple[tuple[TensorShape, ...], ...]:
-        """Dtypes and shapes of :meth:`stored_layer`, per layer."""
-        return with_scales(self.shapes, self.sums)
-
-    @cached_property
-    def stretches(self) -> tuple[torch.Tensor | None, ...]:
-        """Bytes of :meth:`stored_layer` as one tensor, per layer; None where they are not adjacent."""
-        return tuple(stretch(self.stored_layer(layer)) for layer in range(self.layers))
 
     @cached_property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.model.tensor_block import TensorShape
+from ragcachekit.model.kv import TensorShape
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 Shapes = tuple[tuple[TensorShape, TensorShape], ...]  # per layer, dtype and shape of keys and of values

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 
-from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV, is_packed, scales_of
-from ragcachekit.model.tensor_block import TensorShape, nbytes_of
-from ragcachekit_kernels.dispatch import ChunkTensors
+from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV, TensorShape, is_packed, scales_of
 
 LIKE = "like"  # name in the sums of packed KV: an empty tensor of the original dtype
 
@@ -65,7 +64,7 @@ def unpacked_shapes(
 class PackedKV(ChunkKV):
     """KV in eight bits, unpacked as a whole when its tensors are first read.
 
-    Kernels use ``planes`` and ``stored_layer`` instead, so only eight bits are copied.
+    Linking reads ``stored_layer`` instead, so only eight bits are copied to a GPU.
     """
 
     _packed: ChunkKV
@@ -106,20 +105,8 @@ class PackedKV(ChunkKV):
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors after unpacking."""
-        sides = sum(nbytes_of(side) for pair in self.shapes for side in pair)
-        return sides + sum(t.numel() * t.element_size() for t in self.sums.values())
-
-    @property
-    def planes(self) -> ChunkTensors:
-        return self._packed.planes
+        sides = sum(dtype.itemsize * math.prod(shape) for pair in self.shapes for dtype, shape in pair)
+        return sides + sum(t.nbytes for t in self.sums.values())
 
     def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
         return self._packed.stored_layer(number)
-
-    @property
-    def stretches(self) -> tuple[torch.Tensor | None, ...]:
-        return self._packed.stretches
-
-    @property
-    def stored_shapes(self) -> tuple[tuple[TensorShape, ...], ...]:
-        return self._packed.stored_shapes

@@ -33,8 +33,8 @@ from ragcachekit.quality.check import (
     candidates,
     choice,
     means,
+    probes,
 )
-from ragcachekit.quality.probes import probes
 from ragcachekit.quality.records import (
     STANDALONE,
     TuneReport,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of, with_scales
+from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of
 from ragcachekit.model.packed import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.store.base import LayerSource
 from ragcachekit.threads import Condition, Job
@@ -103,11 +103,6 @@ class LoadingKV:
         """Dtype and shape of keys and of values, per layer."""
         source = self.load.source
         return unpacked_shapes(source.shapes, source.sums) if is_packed(source.sums) else source.shapes
-
-    @property
-    def stored_shapes(self) -> tuple[tuple[TensorShape, ...], ...]:
-        """Dtypes and shapes of :meth:`stored_layer`, per layer."""
-        return with_scales(self.load.source.shapes, self.load.source.sums)
 
     @property
     def ready(self) -> int:

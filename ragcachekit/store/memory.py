@@ -6,17 +6,15 @@ import copy
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from threading import RLock
 from typing import TypedDict, Unpack
 
 import torch
 
 from ragcachekit.forks import refuse_after_fork
-from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
-from ragcachekit.model.tensor_block import carved, offsets
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
 from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Lru
 from ragcachekit.store.ranking import Ranking
@@ -51,64 +49,10 @@ def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
     return kv, sum(held[at] for at in held.keys() - wasteful) + sum(used[at] for at in wasteful)
 
 
-_SLAB_WASTE = 16
-"""A slab is divided if rounding it up would waste more than this part of it."""
-
-
-def page_locked(nbytes: int) -> torch.Tensor:
-    """Memory from torch's host allocator, which takes :func:`taken` bytes and caches them when freed."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def taken(nbytes: int) -> int:
-    """Bytes that torch's host allocator takes for so many: the next power of two.
-
-    It rounds less where ``PYTORCH_ALLOC_CONF`` sets ``pinned_max_round_threshold_mb``: then this is too much.
-    """
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
-
-def slabs(sizes: Sequence[int]) -> list[int]:
-    """Number of layers per slab, for consecutive layers of these sizes.
-
-    An entry a little larger than a power of two would take twice its bytes in one slab. The layers that fill
-    the lower power of two get one slab, and the rest another.
-    """
-    ends = list(accumulate(sizes))
-    whole = taken(ends[-1])
-    fit = sum(end <= whole // 2 for end in ends)
-    if fit and whole - ends[-1] > ends[-1] // _SLAB_WASTE:
-        rest = slabs(sizes[fit:])
-        if taken(ends[fit - 1]) + _taken_by(sizes[fit:], rest) < whole:
-            return [fit, *rest]
-    return [len(sizes)]
-
-
-def taken_by(kv: ChunkKV) -> int:
-    """Bytes that an entry takes, once it is :func:`in_slabs`."""
-    sizes = [offsets(shapes)[-1] for shapes in kv.stored_shapes]
-    stored = sum(t.nbytes for layer in range(kv.layers) for t in kv.stored_layer(layer))
-    return _taken_by(sizes, slabs(sizes)) + kv.nbytes - stored  # sums stay where they are
-
-
-def in_slabs(kv: ChunkKV) -> ChunkKV:
-    """A copy in page-locked memory with contiguous layers (:attr:`ChunkKV.stretches`)."""
-    shapes = kv.stored_shapes
-    sizes = [offsets(specs)[-1] for specs in shapes]
-    layers, first = list[list[torch.Tensor]](), 0
-    for count in slabs(sizes):
-        slab, at = page_locked(sum(sizes[first : first + count])), 0
-        for layer in range(first, first + count):
-            layers.append(carved(slab[at : at + sizes[layer]], shapes[layer]))
-            for into, source in zip(layers[layer], kv.stored_layer(layer), strict=True):
-                into.copy_(source)
-            at += sizes[layer]
-        first += count
-    keys, values, *scales = zip(*layers, strict=True)
-    sums = dict(kv.sums)
-    for name, tensors in zip((SCALE_OF_KEYS, SCALE_OF_VALUES), scales, strict=False):
-        sums |= {f"{name}{layer}": scale for layer, scale in enumerate(tensors)}
-    return replace(kv, keys=keys, values=values, sums=sums)
+def pinned_bytes(kv: ChunkKV) -> int:
+    """Bytes that an entry takes once it is page-locked: torch rounds each tensor to the next power of two."""
+    stored = [t.nbytes for layer in range(kv.layers) for t in kv.stored_layer(layer)]
+    return sum(1 << (nbytes - 1).bit_length() for nbytes in stored if nbytes) + kv.nbytes - sum(stored)
 
 
 def give_back(spare: int) -> None:
@@ -118,12 +62,6 @@ def give_back(spare: int) -> None:
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if empty is not None and kept - stats.get("active_bytes.current", kept) > spare:
         empty()
-
-
-def _taken_by(sizes: Sequence[int], counts: Sequence[int]) -> int:
-    ends = list(accumulate(counts))
-    begins = [end - count for end, count in zip(ends, counts, strict=True)]
-    return sum(taken(sum(sizes[begin:end])) for begin, end in zip(begins, ends, strict=True))
 
 
 Cost = Callable[[ChunkKV], float]
@@ -352,9 +290,7 @@ class GpuStore(MemoryStore):
         kv = kv.to(self._device)
         if not all(tensor.is_contiguous() for tensor in (*kv.keys, *kv.values)):
             kv = kv.each(torch.Tensor.contiguous)
-        kv, nbytes = in_own_memory(kv)
-        _ = kv.planes.formats, kv.planes.entries  # computed here and not at every use
-        return kv, nbytes
+        return in_own_memory(kv)
 
 
 log = logging.getLogger(__name__)
@@ -369,7 +305,7 @@ class HostStore(MemoryStore):
     Parameters
     ----------
     budget : int
-        Bytes; > 0. A page-locked entry counts with the powers of two that torch allocates for its slabs.
+        Bytes; > 0. A page-locked entry counts with the powers of two that torch allocates for its tensors.
         Torch caches freed memory beyond that: up to 1/8 of the budget, and at least one entry.
     pinned : bool
         Page-lock the tensors, so that a GPU can copy them without waiting, for a copy at every put and
@@ -384,26 +320,22 @@ class HostStore(MemoryStore):
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         kept, evicted = super().admit(key, kv)
         if evicted and self._pinned:
-            give_back(max(self._budget // SPARE, taken_by(kv.unpacked())))
+            give_back(max(self._budget // SPARE, pinned_bytes(kv.unpacked())))
         return kept, evicted
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
-        kv, nbytes = self._in_memory(kv.unpacked())
-        _ = kv.shapes, kv.stretches  # cached now, for all later uses
-        return kv, nbytes
-
-    def _in_memory(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
+        kv = kv.unpacked().to("cpu")
         if self._pinned:
             try:
-                return in_slabs(kv), taken_by(kv)
+                kv = kv.each(torch.Tensor.pin_memory)
+                return kv, pinned_bytes(kv)
             except RuntimeError as error:  # the system limits how much may be page-locked
                 log.warning("host tier: cannot page-lock, going on without: %s", error)
                 self._pinned = False
-        kv = kv.to("cpu")
-        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if begun and kv.keys[0].is_pinned():
+        initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if initialised and kv.keys[0].is_pinned():
             kv = kv.each(torch.Tensor.clone)
         return in_own_memory(kv)
 
     def _least(self, kv: ChunkKV) -> int:
-        return taken_by(kv.unpacked()) if self._pinned else kv.nbytes
+        return pinned_bytes(kv.unpacked()) if self._pinned else kv.nbytes

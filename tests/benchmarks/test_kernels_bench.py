@@ -9,7 +9,7 @@ import torch
 from benchmarks.kernels import assembly as kernel_assembly
 from benchmarks.kernels import attention as kernel_attention
 from benchmarks.kernels import baselines as kernel_baselines
-from benchmarks.kernels import device_timing, tuning
+from benchmarks.kernels import device_timing
 from benchmarks.kernels import run as kernels
 from ragcachekit.errors import RagCacheError
 from ragcachekit_kernels import dispatch
@@ -114,14 +114,15 @@ def test_an_output_that_was_not_written_gets_no_figure(monkeypatch):
 def test_an_assembly_that_does_not_rotate_gets_no_figure(monkeypatch):
     right = kernel_assembly._angles
     turned = partial(right, replace(kernels._sizes(SMALL, 192), tokens=193))
-    monkeypatch.setattr(dispatch, "assembly", partial(_with_table, dispatch.assembly, turned))
+    monkeypatch.setattr(dispatch, "assemble", partial(_with_table, dispatch.assemble, turned))
     with pytest.raises(RagCacheError, match="assembly"):
         kernels.run(replace(SMALL, kernels=("assembly",)))
 
 
-def _with_table(assembly, table, planes, places, chunks, _tables, **kwargs):
-    cos, sin = table()
-    return assembly(planes, places, chunks, [(cos[1:].contiguous(), sin[1:].contiguous())], **kwargs)
+def _with_table(assemble, table, out, tensors, places, rotation, scales):
+    if rotation is not None:
+        rotation = rotation._replace(cos=table().cos[1:], sin=table().sin[1:])
+    assemble(out, tensors, places, rotation, scales)
 
 
 def test_a_baseline_that_computes_something_else_is_no_baseline(monkeypatch):
@@ -153,8 +154,3 @@ def test_ceilings_count_both_ways(monkeypatch):
 def test_settings_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **changes)
-
-
-def test_there_is_nothing_to_tune_without_a_gpu(tmp_path):
-    with pytest.raises(ValueError, match="nothing to tune on cpu"):
-        tuning.tune(SMALL, tmp_path / "tuned.json")

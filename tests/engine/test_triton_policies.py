@@ -13,23 +13,22 @@ from ragcachekit import Prompt
 from ragcachekit.forward import narrowing as narrow
 from ragcachekit.forward import scoring_pass as choose
 from ragcachekit.plan import plan
-from ragcachekit_kernels.scores import column_scores, deviation
+from ragcachekit_kernels import scores
 
 BODY = [chunk(13, 2), chunk(9, 3), chunk(11, 5)]
 FIRST = Prompt([text(7, 1), *BODY, text(6, 4)])
 SECOND = Prompt([text(5, 9), *BODY[::-1], text(6, 14)])
 ASKED = {"max_new_tokens": 2, "do_sample": False}
 KERNELS = {
-    "query:0.15": (column_scores, "column_scores"),
-    "deep:0.15": (column_scores, "column_scores"),
-    "heavy:0.15": (column_scores, "column_scores"),
-    "craft:0.3": (column_scores, "context_mass"),
-    "craft-focused:0.9": (deviation, "span_sums"),
-    "cacheblend:0.15": (deviation, "kv_deviation"),
+    "query:0.15": "column_scores",
+    "deep:0.15": "column_scores",
+    "heavy:0.15": "column_scores",
+    "craft:0.3": "context_mass",
+    "cacheblend:0.15": "kv_deviation",
 }
 """Which function of the Triton kernels each policy cannot do without."""
 
-SLOW = "deep:0.15", "heavy:0.15", "craft-focused:0.9"
+SLOW = "deep:0.15", "heavy:0.15"
 """Whose kernels are others', too: for `make soak`."""
 
 
@@ -38,9 +37,9 @@ def outcome(monkeypatch, name, policy, kernels):
     chosen, calls = [], []
     with monkeypatch.context() as patch:
         patch.setenv("RAGCACHEKIT_KERNELS", kernels)
-        module, function = KERNELS[policy]
-        real, apply = getattr(module, function), plan.apply_selection
-        patch.setattr(module, function, lambda *a, **k: calls.append(1) or real(*a, **k))
+        function = KERNELS[policy]
+        real, apply = getattr(scores, function), plan.apply_selection
+        patch.setattr(scores, function, lambda *a, **k: calls.append(1) or real(*a, **k))
         for user in (choose, narrow, plan):
             patch.setattr(
                 user, "apply_selection", lambda p, c, *a: chosen.append(set(c := list(c))) or apply(p, c, *a)

@@ -1,265 +1,312 @@
-"""What kernels put in place is what the CPU path puts there, from whatever memory and in whatever order."""
+"""Kept rows are put in place layer by layer: by torch and by the kernel, from any tier, in any order."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
-from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine_kit import PROMPT, rag_for, warmed
 from families import LONGROPE_THRESHOLD
 from link_kit import described, plan_of
-from placing_kit import (
-    NEAR,
-    SHAPES,
-    assert_as_on_cpu,
-    cpu_path,
-    entry,
-    many_kinds,
-    on,
-    placing_of,
-    prompt,
-    prompts,
-    read,
-)
-from ragcachekit.forward import placing
-from ragcachekit.forward.copy_streams import streams_of
-from ragcachekit.forward.placing import Placing
+from loading_kit import start
+from placing_kit import SHAPES, assemble, assembled, assert_placed, changed, entry, many_kinds, prompt
+from ragcachekit.config import StoreConfig
+from ragcachekit.forward.stored_layers import AHEAD, StoredLayers
+from ragcachekit.model.packed import PackedKV, unpack
 from ragcachekit.plan.link_plan import Piece
-from ragcachekit.policies.cacheblend import CacheBlend
-from ragcachekit.store.memory import in_slabs
-from ragcachekit_kernels import dispatch, reference
-from simulated import SCHEDULES, Simulated
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.loader import Loader
+from ragcachekit.store.memory import HostStore
+from ragcachekit.store.quantised import QuantisedStore, pack
+from ragcachekit.types import KVKey
+
+EIGHT_BITS = ("int8", "fp8")
+ASKED = {"max_new_tokens": 6, "do_sample": False}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("near", NEAR)
+@pytest.fixture(params=["torch", "triton"])
+def path(request, monkeypatch):
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("RAGCACHEKIT_KERNELS", request.param)
+    return request.param
+
+
+def prompts():
+    """Named plans over layers of :func:`many_kinds`."""
+    a, b, c = (entry(n, seed, SHAPES) for seed, n in enumerate((9, 1, 6)))
+    prefix = entry(4, 9, SHAPES, start=0)
+    return {
+        "one chunk twice": prompt([a, b, a]),
+        "after an exact prefix": prompt([prefix, a, b], rows=(5, 6, 9)),
+        "cropped": prompt([a, c], keep=3, first=2),
+    }
+
+
+def wide(tokens, seed):
+    """Channels of very different size, which have scales of their own."""
+    kv = entry(tokens, seed, SHAPES)
+    return kv.each(lambda t: t * torch.logspace(-2, 1, t.shape[2]))
+
+
 @pytest.mark.parametrize("kind", prompts())
-def test_equals_the_cpu_path_under_every_schedule(kind, near, schedule):
-    plan, rope, device = prompts()[kind], many_kinds(), Simulated(schedule)
-    it = placing_of(on(device, plan, NEAR[near]), rope, device)
-    seen = read(device, it, len(SHAPES))
-    assert_as_on_cpu(seen, plan, rope)
-    assert device.faults == []
-    assert not it.coming
-    far = {id(p.kv): p.kv.nbytes for n, p in enumerate(plan.pieces)}
-    if near == "all far":
-        assert device.copied == sum(far.values()), "each entry once, however often it is used"
-    if near == "all near":
-        assert device.copied == 0
+def test_every_way_to_rotate(kind, path):
+    plan, rope = prompts()[kind], many_kinds()
+    before = changed(plan, lambda kv: kv.each(torch.clone))
+    assert_placed(assembled(plan, rope), plan, rope)
+    for piece, copy in zip(plan.pieces, before.pieces, strict=True):
+        pairs = zip((*piece.kv.keys, *piece.kv.values), (*copy.kv.keys, *copy.kv.values), strict=True)
+        assert all(torch.equal(x, y) for x, y in pairs), "stored tensors are never written to"
 
 
 @st.composite
 def drawn_prompts(draw):
-    """A prompt over entries, perhaps a prefix first, some cropped, some rows of theirs recomputed."""
+    """A prompt over entries, perhaps a prefix first, some cropped."""
     kvs = [
         entry(draw(st.integers(1, 12)), seed, SHAPES, start=draw(st.sampled_from([None, None, 0])))
         for seed in range(draw(st.integers(1, 4)))
     ]
     some = draw(st.lists(st.sampled_from(kvs), min_size=1, max_size=5))
-    # A prefix stands at the start, once.
-    some = [kv for n, kv in enumerate(some) if kv.start is None or n == 0]
-    plan = prompt(some, draw(st.integers(1, 4)), keep=draw(st.sampled_from([None, 3])))
-    again = draw(st.sets(st.integers(0, len(plan.token_ids) - 1), max_size=6))
-    plan = replace(plan, rows=tuple(sorted({*plan.rows, *again})))
-    assume(plan.kept)
-    return plan, draw(st.integers(0, 15)), draw(st.sampled_from([0, 20_000])), draw(st.integers(0, 1 << 20))
+    some = [kv for n, kv in enumerate(some) if kv.start is None or n == 0]  # a prefix is the start, once
+    return prompt(some, draw(st.integers(1, 4)), keep=draw(st.sampled_from([None, 3])))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(drawn_prompts())
-def test_any_prompt_equals_the_cpu_path(case):
-    plan, near, room, schedule = case
-    device, rope = Simulated(schedule), many_kinds()
-    it = placing_of(on(device, plan, lambda n: bool(near >> n & 1)), rope, device, room)
-    seen = read(device, it, len(SHAPES))
-    assert_as_on_cpu(seen, plan, rope)
-    assert device.faults == []
-
-
-@pytest.mark.parametrize("near", NEAR)
-@pytest.mark.parametrize("kind", prompts())
-def test_triton_kernels_place_the_same(kind, near, monkeypatch):
-    monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
-    monkeypatch.setattr(reference, "assemble", lambda *_: pytest.fail("this is for Triton"))
-    plan, rope, device = prompts()[kind], many_kinds(), Simulated(0)
-    seen = read(device, placing_of(on(device, plan, NEAR[near]), rope, device), len(SHAPES))
-    assert_as_on_cpu(seen, plan, rope)
-    assert device.faults == []
+def test_any_prompt(path, plan):
+    rope = many_kinds()
+    assert_placed(assembled(plan, rope), plan, rope)
 
 
 @pytest.mark.parametrize("length", [LONGROPE_THRESHOLD - 5, LONGROPE_THRESHOLD + 20])
-def test_frequencies_are_those_of_the_whole_prompt(length):
-    rope, device = described("phi3-longrope"), Simulated()
+def test_frequencies_are_those_of_the_whole_prompt(length, path):
+    rope = described("phi3-longrope")
     assert rope.depends_on_length
-    shapes = ((2, 16, 16),) * 3
-    plan = plan_of(range(length), [Piece(5, entry(20, 0, shapes))], [*range(5), *range(25, length)])
-    seen = read(device, placing_of(on(device, plan, lambda _: False), rope, device), 3)
-    assert_as_on_cpu(seen, plan, rope)
+    plan = plan_of(
+        range(length), [Piece(5, entry(20, 0, ((2, 16, 16),) * 3))], [*range(5), *range(25, length)]
+    )
+    assert_placed(assembled(plan, rope), plan, rope)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_rounded_once(dtype):
-    rope, device = described("qwen3"), Simulated()
-    shapes = ((2, 32, 32),) * 3
+def test_half_precision_is_rounded_once(dtype, path):
+    rope, shapes = described("qwen3"), ((2, 32, 32),) * 3
     plan = prompt([entry(9, 0, shapes, dtype), entry(5, 1, shapes, dtype)])
-    seen = read(device, placing_of(on(device, plan, lambda n: n == 0), rope, device), 3)
-    expected = cpu_path(plan, rope)
-    kept = [p for p in range(len(plan.token_ids)) if p not in plan.rows]
-    for layer in range(3):
-        for ours, theirs in zip(seen[layer], expected[layer], strict=True):
-            steps = ours[0, :, kept].view(torch.int16).int() - theirs[0, :, kept].view(torch.int16).int()
-            assert steps.abs().max() <= 1
+    exact = changed(plan, lambda kv: kv.each(torch.Tensor.float))
+    once = [[side.to(dtype) for side in pair] for pair in assembled(exact, rope)]
+    for ours, theirs in zip(assembled(plan, rope), once, strict=True):
+        for piece in plan.pieces:
+            at = slice(piece.start, piece.stop)
+            for mine, want in zip(ours, theirs, strict=True):
+                steps = mine[:, at].view(torch.int16).int() - want[:, at].view(torch.int16).int()
+                assert steps.abs().max() <= 1
 
 
-def launches(monkeypatch):
-    """How many planes each launch does."""
-    real, calls, made = dispatch.assembly, [], []
-
-    class Counted:
-        def __init__(self, planes, *args, **kwargs):
-            made.append(self)
-            self.planes, self.it = len(planes), real(planes, *args, **kwargs)
-
-        def run(self, first=0, last=None):
-            calls.append((self.planes if last is None else last) - first)
-            self.it.run(first, last)
-
-    monkeypatch.setattr(placing.dispatch, "assembly", Counted)
-    return calls, made
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+@pytest.mark.parametrize("keep", [None, 4])
+def test_eight_bits_are_placed_as_if_unpacked_first(keep, kind, path):
+    """After an exact prefix that nobody rounds, with one entry twice; and cropped."""
+    rope, prefix = many_kinds(), entry(4, 9, SHAPES, start=0)
+    a, b, c = (wide(n, seed) for seed, n in enumerate((9, 1, 6)))
+    plan = prompt([prefix, a, b, a]) if keep is None else prompt([c, a], keep=keep)
+    small = changed(plan, lambda kv: kv if kv.start == 0 else PackedKV.of(pack(kv, kind), kind))
+    plain = changed(plan, lambda kv: kv if kv.start == 0 else unpack(pack(kv, kind), kind))
+    sides = assembled(small, rope)
+    assert_placed(sides, plain, rope)
+    packed = next(piece.kv for piece in small.pieces if isinstance(piece.kv, PackedKV))
+    assert "_plain" not in vars(packed), "nothing of that unpacks"
 
 
-@pytest.mark.parametrize(("near", "expected"), [("all near", [10]), ("all far", [2] * 5), ("mixed", [2] * 5)])
-def test_one_launch_where_all_is_there_else_one_per_layer(monkeypatch, near, expected):
-    (calls, made), device = launches(monkeypatch), Simulated()
-    plan = on(device, prompt([entry(n, n, SHAPES) for n in (9, 4, 7)]), NEAR[near])
-    it = placing_of(plan, many_kinds(), device)
-    assert (it.coming == 0) is (near == "all near")
-    it.layer(0)
-    device.finish()
-    assert calls == expected[:1]
-    read(device, it, 0)
-    for layer in range(1, 5):
-        it.layer(layer)
-    device.finish()
-    assert calls == expected
-    assert len(made) == 1, "what layers share is packed once"
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_a_loading_entry_in_eight_bits_is_placed_as_it_comes(kind, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
+    store, key = (
+        QuantisedStore(DiskStore(tmp_path, 1 << 20), kind),
+        KVKey("w", "space", "c", "standalone", ()),
+    )
+    kv, rope = wide(6, 0), many_kinds()
+    assert store.put(key, kv)
+    loader = Loader(store)
+    handle = start(loader, key).kv
+    assert isinstance(handle, LoadingKV)
+    assert_placed(assembled(prompt([handle]), rope), prompt([unpack(pack(kv, kind), kind)]), rope)
+    loader.close()
+    store.close()
 
 
-def test_layers_asked_for_out_of_order_bring_those_before_them():
-    device, rope = Simulated(), many_kinds()
-    plan = prompt([entry(9, 0, SHAPES), entry(4, 1, SHAPES)])
-    it = placing_of(on(device, plan, lambda _: False), rope, device)
-    views = {layer: it.layer(layer) for layer in (2, 0, 4, 1, 3)}
-    device.finish()
-    assert_as_on_cpu(views, plan, rope)
+def test_layers_may_be_read_in_any_order_and_more_than_once(path):
+    plan, rope = prompts()["one chunk twice"], many_kinds()
+    buffers = assemble(plan, rope, torch.device("cpu"))
+    for number in (2, 0, 4, 1, 3):
+        assert buffers.layers[number]()[0] is buffers.layers[number]()[0]
+    assert_placed([(k[0], v[0]) for k, v in (make() for make in buffers.layers)], plan, rope)
+    assert buffers.dtypes == (torch.float32,) * 5
 
 
-@pytest.mark.parametrize("slots", [20, 21, 24])
-def test_every_head_begins_at_16_bytes(slots):
-    device = Simulated()
-    plan = on(device, prompt([entry(slots - 6, 0, SHAPES, torch.bfloat16)]), lambda _: True)
-    it = placing_of(plan, many_kinds(), device)
-    views = [tensor for layer in range(5) for tensor in it.layer(layer)]
-    assert len(device.allocated) == 5
-    assert len({v.untyped_storage().data_ptr() for v in views}) == 5
-    for view in views:
-        assert view.shape[2] == slots
-        assert view.stride(3) == 1
-        assert view.stride(2) == view.shape[3]
-        assert view.data_ptr() % 16 == 0
-        assert view.stride(1) * 2 % 16 == 0
-    spans = sorted((v.data_ptr(), v.data_ptr() + v.shape[1] * v.stride(1) * 2) for v in views)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    device.finish()
+class FakeCuda:
+    """Streams and tensors of a GPU as far as copies need them; ``log`` has the calls in order."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.now = [], "compute"
+        monkeypatch.setattr(torch.cuda, "Stream", self.current_stream)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, "copies"
+        yield
+        self.now = before
+
+    def current_stream(self, device):
+        return self
+
+    def record_event(self):
+        return f"copies until {len(self.log)}"
+
+    def wait_event(self, event):
+        self.log.append(("wait", event))
+
+    def entry(self, layers):
+        """An entry whose layers are one tensor each, or not loaded yet where ``ready`` is smaller."""
+        fake = self
+
+        class Tensor:
+            def __init__(self, layer):
+                self.layer = layer
+
+            def to(self, device, non_blocking):
+                assert non_blocking
+                fake.log.append((fake.now, self.layer))
+                return self
+
+            def record_stream(self, stream):
+                assert stream is fake
+                fake.log.append(("used by compute", self.layer))
+
+        class Entry:
+            def __init__(self):
+                self.layers, self.ready = layers, layers
+
+            def stored_layer(self, number):
+                return (Tensor(number),)
+
+        return Entry()
 
 
-def test_each_layer_has_memory_of_its_own():
-    """So that decoding, which moves layer by layer, frees memory as it goes."""
-    device, rope = Simulated(), many_kinds()
-    plan = prompt([entry(9, 0, SHAPES), entry(4, 1, SHAPES)])
-    it = placing_of(on(device, plan, lambda _: True), rope, device)
-    seen = read(device, it, 5)
-    assert_as_on_cpu(seen, plan, rope)
-    assert len(device.allocated) == 5
+class TestCopies:
+    """To a GPU: on a stream of their own, ahead of their use, waited for by the kernels alone."""
+
+    def test_layers_go_ahead_of_their_use(self, monkeypatch):
+        cuda = FakeCuda(monkeypatch)
+        stored = StoredLayers({1: cuda.entry(4)}, torch.device("cuda"))
+        assert cuda.log == [("copies", layer) for layer in range(AHEAD)]
+        for layer in range(4):
+            cuda.log.clear()
+            ((tensor,),) = stored.take(layer).values()
+            assert tensor.layer == layer
+            assert cuda.log[0][0] == "wait"
+            assert cuda.log[1] == ("used by compute", layer)
+            ahead = [("copies", layer + AHEAD)] if layer + AHEAD < 4 else []
+            assert cuda.log[2:] == ahead
+
+    def test_what_is_not_loaded_is_not_waited_for_ahead(self, monkeypatch):
+        cuda = FakeCuda(monkeypatch)
+        slow = cuda.entry(3)
+        monkeypatch.setattr("ragcachekit.forward.stored_layers.LoadingKV", type(slow))
+        slow.ready = 0
+        stored = StoredLayers({1: slow}, torch.device("cuda"))
+        assert cuda.log == []
+        slow.ready = 1
+        stored.take(0)
+        assert [step for step in cuda.log if step[0] == "copies"] == [("copies", 0)]
+
+    def test_a_layer_that_failed_is_copied_again(self, monkeypatch):
+        cuda = FakeCuda(monkeypatch)
+        one, failing = cuda.entry(2), cuda.entry(2)
+        real = failing.stored_layer
+        stored = StoredLayers({1: one, 2: failing}, torch.device("cuda"))
+        stored.take(0)
+        stored._copied.clear()
+        failing.stored_layer = lambda number: (_ for _ in ()).throw(OSError("gone"))
+        with pytest.raises(OSError, match="gone"):
+            stored.take(1)
+        failing.stored_layer = real
+        assert set(stored.take(1)) == {1, 2}
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_rows_to_compute_are_left_alone_unless_a_policy_compares_them(near):
-    device = Simulated()
-    plan = prompt([entry(9, 0, SHAPES)], rows=(4, 5, 8))
-    for policy, untouched in ((None, [4, 5, 8]), (CacheBlend(0.2), [])):
-        there = on(device, replace(plan, policy=policy), lambda _: near)
-        seen = read(device, placing_of(there, many_kinds(), device), 5)
-        for pair in seen.values():
-            for side in pair:
-                assert [p for p in range(3, 12) if side[0, :, p].isnan().all()] == untouched
-                assert not side[0, :, [3, 6, 7, 9, 10, 11]].isnan().any()
+class TestAnswers:
+    """Whole answers by the kernels are those of the CPU path."""
 
+    CASES = (("llama", "lego:4"), ("gemma3", "reuse"), ("glm4", "cacheblend:0.3"))
 
-def test_memory_goes_with_the_layers_and_sources_when_they_have_landed():
-    device = Simulated()
-    plan = on(device, prompt([entry(9, 0, SHAPES), entry(5, 1, SHAPES)]), lambda n: n == 0)
-    kvs = [weakref.ref(piece.kv) for piece in plan.pieces]
-    it = placing_of(plan, many_kinds(), device)
-    del plan
-    assert it.settling is None
-    for layer in range(5):
-        it.layer(layer)
-        assert kvs[1]() is not None
-    device.finish()
-    assert it.settling > 0
-    assert [kv() for kv in kvs] == [None, None]
-    assert device.memories == [], "what was placed is the layers', not ours"
-    assert device.faults == []
+    @pytest.mark.parametrize(("name", "policy"), CASES)
+    def test_tokens_are_the_same(self, name, policy, monkeypatch):
+        pytest.importorskip("triton")
+        rag = warmed(name, PROMPT, policy=policy, store=HostStore(1 << 28))
+        expected = rag.generate(PROMPT, **ASKED)
+        monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
+        answer = rag.generate(PROMPT, **ASKED)
+        assert answer.token_ids == expected.token_ids
+        assert answer.report.link.kernels == "triton"
 
+    @pytest.mark.parametrize(("kind", "tier"), [("int8", "host"), ("fp8", "host"), ("int8", "disk")])
+    def test_of_eight_bits_too(self, kind, tier, tmp_path, monkeypatch):
+        pytest.importorskip("triton")
+        config = StoreConfig(
+            host_bytes=1 << 26 if tier == "host" else 0,
+            disk_path=None if tier == "host" else tmp_path / "kv",
+            quantise={tier: kind},
+        )
+        with rag_for("llama", policy="lego:4", store=config, load="always") as rag:
+            rag.generate(PROMPT, max_new_tokens=1)
+            expected = rag.generate(PROMPT, **ASKED)
+            monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
+            answer = rag.generate(PROMPT, **ASKED)
+        assert answer.token_ids == expected.token_ids
+        ours, theirs = answer.report.link, expected.report.link
+        assert ours.uses == theirs.uses
+        assert {use.source for use in ours.uses} == {tier}
+        assert (ours.recomputed_tokens, ours.notes) == (theirs.recomputed_tokens, theirs.notes)
 
-def test_settling_is_the_time_of_the_device_and_not_of_what_ran_before():
-    device = Simulated("copies first")
-    it = placing_of(on(device, prompt([entry(9, 0, SHAPES)]), lambda _: True), many_kinds(), device)
-    for _ in range(1000):
-        device.compute(lambda: None)
-    it.layer(0)
-    device.finish()
-    assert 0 < it.settling < 10
-
-
-def test_what_fails_before_the_first_layer_is_done_again(monkeypatch):
-    """Memory for the table may be short once; asked again, nothing may count as placed that is not."""
-    device, rope, real = Simulated(), many_kinds(), dispatch.assembly
-    plan = prompt([entry(9, 0, SHAPES), entry(4, 1, SHAPES)])
-    it = placing_of(on(device, plan, lambda n: n == 0), rope, device)
-
-    def fails(*args, **kwargs):
-        monkeypatch.setattr(placing.dispatch, "assembly", real)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(placing.dispatch, "assembly", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        it.layer(0)
-    assert_as_on_cpu(read(device, it, 5), plan, rope)
+    def test_entries_are_held_no_longer_than_their_layers_are_needed(self):
+        kvs = [entry(9, 0, SHAPES), entry(5, 1, SHAPES)]
+        held = [weakref.ref(kv) for kv in kvs]
+        buffers = assemble(prompt(kvs), many_kinds(), torch.device("cpu"))
+        del kvs
+        for make in buffers.layers:
+            make()
+        del buffers, make
+        gc.collect()
+        assert [kv() for kv in held] == [None, None]
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
 @on_gpu
-@pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize("near", NEAR)
+@pytest.mark.parametrize("where", ["gpu", "pinned", "ordinary", "mixed"])
 @pytest.mark.parametrize("kind", prompts())
-def test_a_gpu_places_the_same(kind, near, pinned):
+def test_a_gpu_places_the_same(kind, where):
     plan, rope, gpu = prompts()[kind], many_kinds(), torch.device("cuda")
-    kvs = {id(p.kv): p.kv for p in plan.pieces}
-    moved = {
-        at: kv.to(gpu) if NEAR[near](n) else in_slabs(kv) if pinned else kv
-        for n, (at, kv) in enumerate(kvs.items())
+    moves = {
+        "gpu": lambda kv: kv.to(gpu),
+        "pinned": lambda kv: kv.each(torch.Tensor.pin_memory),
+        "ordinary": lambda kv: kv,
+        "mixed": lambda kv: kv.to(gpu) if kv.tokens % 2 else kv,
     }
-    there = replace(plan, pieces=tuple(replace(p, kv=moved[id(p.kv)]) for p in plan.pieces))
-    it = Placing(there, rope, gpu, streams_of(gpu), room=0)
-    seen = {layer: tuple(side.cpu() for side in it.layer(layer)) for layer in range(len(SHAPES))}
-    assert_as_on_cpu(seen, plan, rope)
-    assert it.settling > 0
+    sides = assembled(changed(plan, moves[where]), rope, gpu)
+    assert_placed(sides, plan, rope)

@@ -30,7 +30,6 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from langchain_ragcachekit import RagCacheRetriever
-from query_kit import check_retrieval
 
 QUESTION = "Where was Ada Lind born?"
 USER = contextvars.ContextVar("user", default="a")
@@ -545,7 +544,7 @@ def test_an_index_that_is_exchanged_and_gone_disturbs_nothing(store, documents, 
         gc.collect()
         retriever.invoke(QUESTION)
         retriever.invoke("It snows")
-        check_retrieval(retriever._retrieval)
+        retriever._retrieval.check()
     assert rag.forget() >= 1
     assert retriever._retrieval.stats().entries == 0
 
@@ -763,15 +762,18 @@ def test_metadata_that_cannot_be_copied_costs_no_answer(documents):
         assert retriever.invoke(QUESTION)[0].metadata["lock"] is documents[0].metadata["lock"]
 
 
-def test_partition_sees_changes_of_stores_in_fields_and_closures(store):
+@pytest.mark.parametrize("named", [False, True])
+def test_partition_sees_changes_of_stores_in_fields_and_of_those_that_it_names(store, named):
     class Searching(Own):
-        search: object = None
+        store: object = None
 
         def _get_relevant_documents(self, query, *, run_manager):
-            return self.search(query)
+            return store.similarity_search(query, k=5)
 
-    inner = Searching(documents=[], search=lambda query: store.similarity_search(query, k=5))
-    retriever = RagCacheRetriever.wrap(inner, embeddings=store.embedding, partition=lambda *_: "all")
+    inner = Searching(documents=[], store=None if named else store)
+    retriever = RagCacheRetriever.wrap(
+        inner, embeddings=store.embedding, partition=lambda *_: ("all", store if named else None)
+    )
     first = [d.id for d in retriever.invoke(QUESTION)]
     store.delete(first[:1])
     assert first[0] not in [d.id for d in retriever.invoke(QUESTION)]

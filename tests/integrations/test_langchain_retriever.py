@@ -14,7 +14,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ConfigDict, Field
 
 from langchain_ragcachekit import RagCacheRetriever
-from query_kit import check_retrieval
+from ragcachekit import ProximityCache
 
 QUESTION = "Where was Ada Lind born?"
 
@@ -108,7 +108,7 @@ def test_the_wrapped_retriever_alone_finds_the_same(store, embeddings):
 
 def test_tolerance_decides_about_near_questions(store):
     near = "And " + QUESTION
-    exact, loose = RagCacheRetriever.wrap(store), RagCacheRetriever.wrap(store, tolerance=0.2)
+    exact, loose = (RagCacheRetriever.wrap(store, tolerance=one, guard=False) for one in (0.0, 0.2))
     for retriever, searches in ((exact, 2), (loose, 1)):
         store.by_text.clear()
         events = Events()
@@ -376,10 +376,10 @@ def test_a_failing_engine_or_embedding_costs_no_answer(documents, caplog):
     assert "could not register" in caplog.text
 
 
-async def test_a_failing_lookup_costs_no_answer(documents, embeddings, caplog):
+async def test_a_failing_lookup_costs_no_answer(documents, embeddings, caplog, monkeypatch):
     inner = Listed(documents=documents)
     retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
-    retriever._retrieval._entries.cache = None
+    monkeypatch.setattr(ProximityCache, "lookup", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.WARNING):
         assert retriever.invoke(QUESTION) == documents[:2]
         assert await retriever.ainvoke(QUESTION) == documents[:2]
@@ -427,7 +427,7 @@ def test_many_threads_get_the_right_documents(store):
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(retriever.invoke, questions))
     assert [ids(documents) for documents in found] == [[wanted[q]] for q in questions]
-    check_retrieval(retriever._retrieval)
+    retriever._retrieval.check()
 
 
 @pytest.mark.parametrize("engine", ["x", True, {}])

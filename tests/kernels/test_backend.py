@@ -1,4 +1,4 @@
-"""Which devices take the Triton kernels, and that the torch path needs no Triton."""
+"""Which devices take the Triton kernels, what happens where Triton gives up, and that torch needs none."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from ragcachekit_kernels import backend, dispatch
+from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
 from ragcachekit_kernels import dispatch
-from ragcachekit_kernels.dispatch import AttentionOptions, ChunkTensors, Place, Plane
+from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places, Rotation
 
 assert not dispatch.uses_triton(torch.device("cuda")) and not dispatch.uses_triton(torch.device("cpu"))
 query, key, options = torch.randn(2, 2, 16), torch.randn(1, 20, 16), AttentionOptions(0.3)
@@ -28,25 +31,24 @@ assert abs(float(sums.sum()) - 4) < 1e-4 and float(dispatch.span_sums(sums, [(0,
 mass = dispatch.context_mass(query, key, [3, 19], [3, 17], options)
 assert abs(float(mass.inter.sum() + mass.intra) - 4) < 1e-4
 assert not dispatch.kv_deviation(key[:, [3, 19]], key, [3, 19]).any()
-table, kv, back = (torch.ones(20, 8), torch.zeros(20, 8)), torch.zeros(1, 20, 16), torch.zeros(1, 20, 16)
-planes, places = [Plane(kv, 0)], [Place(0, 20)]
-dispatch.assembly(planes, places, [ChunkTensors([key])], [table]).run()
-dispatch.disassemble(planes, places, [ChunkTensors([back])], [table])
-assert torch.equal(kv, key) and torch.equal(back, key)
-dispatch.scatter(key[:, :1], key[:, :1], kv, back, [19])
-assert torch.equal(kv[:, 19], key[:, 0])
+kv, places = torch.zeros(1, 20, 16), Places((Place(0, 20),))
+dispatch.assemble(kv, [key], places, Rotation(torch.ones(20, 8), torch.zeros(20, 8)))
+assert torch.equal(kv, key)
 """
 
 
-@pytest.fixture(autouse=True)
-def _default(monkeypatch):
-    monkeypatch.delenv(backend.SETTING, raising=False)
-
-
-def test_everything_but_captured_attention_works_without_triton():
+def run_alone(code):
     environment = {name: value for name, value in os.environ.items() if name != backend.SETTING}
-    command = [sys.executable, "-c", WITHOUT_TRITON]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_everything_works_without_triton():
+    done = run_alone(WITHOUT_TRITON)
+    assert done.returncode == 0, done.stderr
+
+
+def test_triton_is_not_imported_with_dispatch():
+    done = run_alone("import sys, ragcachekit_kernels.dispatch; assert 'triton' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
 
@@ -77,6 +79,7 @@ def test_the_setting_decides_where_triton_runs(monkeypatch, setting, interpreted
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_platforms_other_than_linux_take_the_torch_path(monkeypatch, platform):
+    monkeypatch.delenv(backend.SETTING, raising=False)
     monkeypatch.setattr(backend, "_installed", lambda: True)
     monkeypatch.setattr(sys, "platform", platform)
     assert not dispatch.uses_triton(torch.device("cuda"))
@@ -85,9 +88,153 @@ def test_platforms_other_than_linux_take_the_torch_path(monkeypatch, platform):
         dispatch.uses_triton(torch.device("cuda"))
 
 
-def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
-    monkeypatch.setenv(backend.SETTING, "triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+@pytest.mark.parametrize(
+    ("setting", "interpreted", "message"), [("triton", "0", "TRITON_INTERPRET=1"), ("fast", "1", "not known")]
+)
+def test_settings_that_cannot_be_are_refused(monkeypatch, setting, interpreted, message):
+    monkeypatch.setenv(backend.SETTING, setting)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     monkeypatch.setattr(backend, "_available", lambda: True)
-    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match=message):
         dispatch.uses_triton(torch.device("cpu"))
+
+
+class Refused:
+    """Stands in for a kernel that cannot be launched."""
+
+    def __init__(self, error):
+        self.error, self.launches = error, 0
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *values, **named):
+        self.launches += 1
+        raise self.error
+
+
+class TestTritonGivesUp:
+    """Torch answers, the choice names the reason, the log does once."""
+
+    @pytest.fixture(autouse=True)
+    def triton(self, monkeypatch):
+        pytest.importorskip("triton")
+        monkeypatch.setenv(backend.SETTING, "triton")
+        monkeypatch.setattr(backend, "_refused", {})
+
+    @staticmethod
+    def errors():
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources, PTXASError
+
+        return [
+            OutOfResources(260_000, 232_448, "shared memory"),
+            PTXASError("ptxas died"),
+            CompilationError("", None, "no"),
+            RuntimeError("PassManager::run failed"),
+        ]
+
+    @staticmethod
+    def tensors():
+        random = torch.Generator().manual_seed(3)
+        return [torch.randn(2, n, 16, generator=random).to(DEVICE) for n in (2, 20, 20)]
+
+    @staticmethod
+    def modules():
+        from ragcachekit_kernels import assembly, attention, scores
+
+        return assembly, attention, scores
+
+    @pytest.mark.parametrize("number", range(4))
+    def test_attention_answers_and_names_the_reason(self, monkeypatch, caplog, number):
+        refused = Refused(error := self.errors()[number])
+        query, key, value = self.tensors()
+        want = dispatch.sparse_attention(query, key, value, [3, 19], AttentionOptions(scale=0.3))
+        monkeypatch.setattr(self.modules()[1], "attention_kernel", refused)
+        for _ in range(3):
+            out = dispatch.sparse_attention(query, key, value, [3, 19], AttentionOptions(scale=0.3))
+            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+        assert refused.launches == 1
+        assert len(caplog.records) == 1
+        choice = dispatch.attention_choice(query, key, value)
+        assert choice == f"torch: Triton gave up ({type(error).__name__})"
+        assert dispatch.attention_choice(query.half(), key.half(), value.half()) == "triton"
+
+    @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), TypeError("wrong")])
+    def test_other_errors_are_not_hidden(self, monkeypatch, error):
+        monkeypatch.setattr(self.modules()[1], "attention_kernel", Refused(error))
+        with pytest.raises(type(error)):
+            dispatch.sparse_attention(*self.tensors(), [3, 19], AttentionOptions(scale=0.3))
+        assert dispatch.attention_choice(*self.tensors()) == "triton"
+
+    def results(self):
+        query, key, _ = self.tensors()
+        options, out = AttentionOptions(scale=0.3), torch.zeros(2, 30, 16, device=DEVICE)
+        dispatch.assemble(out, [key], Places((Place(5, 20),)))
+        return [
+            dispatch.column_scores(query, key, [3, 19], options),
+            *dispatch.context_mass(query, key, [3, 19], [3, 17], options),
+            dispatch.kv_deviation(query, key, [3, 19]),
+            out,
+        ]
+
+    def test_every_other_kernel_too(self, monkeypatch):
+        expected = self.results()
+        for module in self.modules():
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                monkeypatch.setattr(module, name, Refused(self.errors()[0]))
+        for one, other in zip(expected, self.results(), strict=True):
+            torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
+        assert "OutOfResources" in backend.choice("scores", *self.tensors()[:2])
+
+    def test_every_launch_is_on_the_tensors_device(self, monkeypatch):
+        """Within a guard for it: Triton launches on the current device."""
+        inside, seen = [], []
+
+        class Guard:
+            def __init__(self, device):
+                assert device.type == DEVICE.type
+
+            def __enter__(self):
+                inside.append(self)
+
+            def __exit__(self, *error):
+                inside.pop()
+
+        def around(kernel):
+            class Kernel:
+                def __getitem__(self, grid):
+                    seen.append((kernel.__name__, len(inside)))
+                    return kernel[grid]
+
+            return Kernel()
+
+        names = set()
+        for module in self.modules():
+            monkeypatch.setattr(module, "launching_on", Guard)
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                names.add(getattr(module, name).__name__)
+                monkeypatch.setattr(module, name, around(getattr(module, name)))
+        self.results()
+        query, key, value = self.tensors()
+        at = dispatch.Rows((3, 19)).on(DEVICE)
+        self.modules()[1].attention(query, key, value, at, AttentionOptions(scale=0.3), splits=2)
+        assert {name for name, _ in seen} == names
+        assert all(depth == 1 for _, depth in seen)
+
+
+@pytest.mark.parametrize(("device", "guarded"), [("cuda:0", False), ("cuda:1", True), ("cpu", False)])
+def test_the_guard_changes_the_device_only_where_it_differs(monkeypatch, device, guarded):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda given: entered.append(given) or _Nothing())
+    with backend.launching_on(torch.device(device)):
+        assert entered == ([torch.device(device)] if guarded else [])
+
+
+class _Nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.families.families import build, families
+from benchmarks.families.families import all_families, build
 from ragcachekit.model.rope.probe import describe_rope
 
-FAMILIES = {family.name: family for family in families()}
+FAMILIES = {family.name: family for family in all_families()}
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3"])

@@ -541,7 +541,7 @@ def test_seen_prompts_are_bounded(monkeypatch):
 
 def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
     rag = make()
-    drop = rag._drop
+    drop = rag._chunks._drop
 
     def answered_meanwhile(*asked):
         rag.generate(prompt(0), **ONE)
@@ -549,7 +549,7 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
 
     rag.after_answer.encode_missing = lambda *_: None  # waits for the forget
     rag.components.capture.after = lambda _: frozenset()
-    rag._drop = answered_meanwhile
+    rag._chunks._drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert auto_of(rag)._seen.of("default") == ()
 

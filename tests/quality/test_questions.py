@@ -12,8 +12,7 @@ from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
 from benchmarks.world.world import TRAINING_SEEDS, make_world, messages
 from ragcachekit.commands.datasets import Question, digest
-from ragcachekit.commands.question_prompts import PromptMaker
-from ragcachekit.commands.questions import read_questions
+from ragcachekit.commands.questions import PromptMaker, read_questions
 from ragcachekit.errors import RagCacheError
 
 

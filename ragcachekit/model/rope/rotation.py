@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit_kernels.dispatch import Plane, rotate
+from ragcachekit_kernels.dispatch import Rotation, rotate
 
 Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Per rotary table cos and sin ``[positions, pairs]``; all of them again backwards if a layer needs it."""
@@ -127,7 +127,6 @@ class Rope:
         self.context = context
         self.depends_on_length = self.regime(2) != self.regime(context)
         self.turns = TurnTables(self)
-        self.unturns = TurnTables(self, inverse=True)
 
     def angles(self, positions: torch.Tensor, length: int) -> tuple[Angles, ...]:
         """Angles of ``positions``, one :class:`Angles` per table."""
@@ -160,16 +159,14 @@ class Rope:
             return keys, turn(rope, values, cos, sin)
         return turn(rope, keys, cos, sin), values
 
-    def planes(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[Plane, Plane]:
-        """KV of a request for kernels, which place with ``turns`` and strip with ``unturns``."""
+    def rotations(self, layer: int, turns: Turns) -> tuple[Rotation | None, Rotation | None]:
+        """How the kernels rotate one layer's keys and its values; ``turns`` are of :attr:`turns`."""
         rope = self.layers[layer]
         if rope.table is None:
-            return Plane(keys), Plane(values)
-        table = rope.table + (len(self.tables) if rope.backwards else 0)
-        how = table, rope.interleaved, rope.offset
-        if rope.values:
-            return Plane(keys), Plane(values, *how)
-        return Plane(keys, *how), Plane(values)
+            return None, None
+        table = turns[rope.table + (len(self.tables) if rope.backwards else 0)]
+        how = Rotation(*table, rope.interleaved, rope.offset)
+        return (None, how) if rope.values else (how, None)
 
 
 def turn(rope: LayerRope, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -185,14 +182,13 @@ def context_length(model: Any) -> int:
 
 
 class TurnTables:
-    """Factors of :meth:`Rope.place` (or of :meth:`Rope.strip`, ``inverse``) for positions 0, 1, 2, ...
+    """Factors of :meth:`Rope.place` for positions 0, 1, 2, ..., computed once per device and copied there.
 
-    Computed on the host by the model's rotary modules, to the bit as on the CPU path, and copied once. Grows
-    to twice its size. Thread safe.
+    A table grows to twice its size. Thread safe.
     """
 
-    def __init__(self, rope: Rope, *, inverse: bool = False) -> None:
-        self._rope, self._inverse = rope, inverse
+    def __init__(self, rope: Rope) -> None:
+        self._rope = rope
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[torch.device, str], Turns] = OrderedDict()
 
@@ -220,7 +216,7 @@ class TurnTables:
 
     def _make(self, device: torch.device, size: int) -> Turns:
         angles = self._rope.angles(torch.arange(size), size)
-        onward = [a.factors(self._inverse) for a in angles]
+        onward = [a.factors() for a in angles]
         if any(layer.backwards for layer in self._rope.layers):
             onward += [(cos, -sin) for cos, sin in onward]
         return tuple((cos.to(device).contiguous(), sin.to(device).contiguous()) for cos, sin in onward)

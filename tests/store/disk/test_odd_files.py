@@ -18,7 +18,7 @@ from ragcachekit.model.identity.weights_digest import FileDigests
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.prefix_tree.disk import ForgetLog
 from ragcachekit.quality.records import calibration_path, read_calibration
-from ragcachekit.search.manifest import read_index
+from ragcachekit.retrieval.index_files import read_index
 from ragcachekit.store.disk_check import verify
 from ragcachekit.store.entry import read_layout
 from store_kit import file_of, filled, holds, key_of, kv_of, opened
