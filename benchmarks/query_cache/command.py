@@ -27,7 +27,7 @@ def query_cache(
         str | None, typer.Option(help="With commas; default: a tenth, half, all of the questions.")
     ] = None,
     tolerances: Annotated[str, typer.Option(help="Cosine distances, with commas.")] = "0,0.02,0.05,0.1",
-    eviction: Annotated[str, typer.Option(help="fifo, lru or lfu.")] = "fifo",
+    eviction: Annotated[str, typer.Option(help="fifo or lru.")] = "fifo",
     passes: Annotated[int, typer.Option(min=1, help="How often all of it is asked.")] = 1,
     guard: Annotated[bool, typer.Option(help="Refuse hits on questions that only look alike.")] = True,
     reorder: Annotated[bool, typer.Option(help="Order candidates anew for each question.")] = True,

@@ -63,7 +63,7 @@ class Sweep:
 class Searched:
     """The index's own answer to each question of a workload, and the milliseconds it took.
 
-    ``candidates`` are the results and those behind them.
+    ``candidates`` are the results and the next ones.
     """
 
     candidates: tuple[tuple[int, ...], ...]

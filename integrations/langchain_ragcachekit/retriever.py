@@ -33,8 +33,14 @@ from langchain_ragcachekit.search import (
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
-from ragcachekit import Retrieved
-from ragcachekit.retrieval.plumbing import Call, Partition, RetrieverCache, RetrieverSettings, finished
+from ragcachekit.retrieval.plumbing import (
+    Call,
+    Partition,
+    Retrieved,
+    RetrieverCache,
+    RetrieverSettings,
+    finished,
+)
 
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"

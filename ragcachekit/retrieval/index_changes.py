@@ -28,6 +28,7 @@ class IndexChanges:
 
     def __init__(self, owner: Callable[[], object]) -> None:
         self.owner, self.version = owner, 0
+        self.names: frozenset[str] = frozenset()  # of the wrappers
         self._lock, self._parts = threading.Lock(), dict[str, object]()
 
     def __deepcopy__(self, memo: object) -> IndexChanges:
@@ -88,8 +89,8 @@ def attributes(value: object) -> dict[str, Any]:
     for name in list(held):
         if isinstance(getattr(type(value), name, None), functools.cached_property):
             del held[name]
-    if _COUNTER in held:
-        held = _without_wrappers(held)
+    if (changes := held.get(_COUNTER)) is not None:
+        held = _stripped(held, changes.names)
     return held | (getattr(value, "__pydantic_private__", None) or {})
 
 
@@ -100,7 +101,7 @@ def _wrappers(index: object, changes: IndexChanges, delegating: tuple[type, ...]
         function = None if by is None or by in delegating else vars(by)[name]
         if isinstance(function, types.FunctionType):
             out[name] = _counted(index, function, changes)
-    names = frozenset({_COUNTER, *_COPYING, *out})
+    changes.names = names = frozenset({_COUNTER, *_COPYING, *out})
     for name in _COPYING:
         if hasattr(kind, name):
             out[name] = functools.partial(_copied, name, index, names)
@@ -138,14 +139,6 @@ def _stripped(state: Any, names: frozenset[str]) -> Any:
     return kept
 
 
-def _without_wrappers(held: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: one
-        for name, one in held.items()
-        if name not in (_COUNTER, *_COPYING) and not getattr(one, "counts", False)
-    }
-
-
 def _counted(index: object, function: types.FunctionType, changes: IndexChanges) -> Callable[..., Any]:
     called: Any
     if inspect.iscoroutinefunction(function):
@@ -162,7 +155,6 @@ def _counted(index: object, function: types.FunctionType, changes: IndexChanges)
                 result = function(index, *args, **kwargs)
             return _counted_await(result, changes) if inspect.isawaitable(result) else result
 
-    called.counts = True
     return called  # type: ignore[no-any-return]
 
 

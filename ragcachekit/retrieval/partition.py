@@ -236,7 +236,7 @@ class KeyReader:
         for name, one in sorted(attributes(value).items()):
             if isinstance(one, self._rules.indexes):
                 settings.append((name, self._field(kind, name, one)))
-            elif self._rules.is_own_code(one):
+            elif any(map(self._rules.is_own_code, [one, *_items(one)])):
                 raise NotKeyable(f"{kind.__qualname__}.{name}: a function may depend on anything")
             else:  # a setting, or its documents, a client, an embedder
                 try:
@@ -376,6 +376,13 @@ class LogOnce:
             self._left -= 1
             self._logged.add(message)
             self._log.warning("%s", message, exc_info=error)
+
+
+def _items(value: Any) -> list[Any]:
+    """What a short container of settings holds."""
+    if not isinstance(value, dict | list | tuple | set | frozenset) or len(value) > _MAX_SETTING:
+        return []
+    return list(value.values() if isinstance(value, dict) else value)
 
 
 def _class_with_parts(kind: type, rules: KeyRules) -> Any:

@@ -31,11 +31,13 @@ from ragcachekit.retrieval.proximity import ProximityCache
 from ragcachekit.retrieval.saved import SavedEntries
 
 __all__ = [
+    "Answer",
     "Call",
     "KeyRules",
     "NotedOrder",
     "OwnSearch",
     "Partition",
+    "Retrieved",
     "RetrieverCache",
     "RetrieverSettings",
     "finished",

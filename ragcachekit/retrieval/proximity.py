@@ -26,7 +26,8 @@ from ragcachekit.retrieval.distances import (
     check_metric,
     distance,
 )
-from ragcachekit.retrieval.eviction import EvictionOrder, make_order
+
+EVICTIONS = ("fifo", "lru")
 
 GRAPH_FROM = 20_000
 """Keys of a partition from which on it is searched through a graph, if hnswlib is installed."""
@@ -98,9 +99,9 @@ class ProximityCache:
         else. Calibrate anything above with :func:`ragcachekit.calibrate`.
     metric : {"cosine", "l2", "ip"}
         Use that of the vector index.
-    eviction : {"fifo", "lru", "lfu"}
+    eviction : {"fifo", "lru"}
         ``fifo``: oldest insert first, a hit changes nothing (the paper's choice). ``lru``: a hit
-        makes its entry the newest. ``lfu``: fewest hits since the insert first, then the oldest insert.
+        makes its entry the newest.
     ttl : float, optional
         Seconds after its insert at which an entry expires; a hit does not prolong them.
     dim : int, optional
@@ -129,8 +130,10 @@ class ProximityCache:
         check_number("ttl", ttl, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
         self.capacity, self.tolerance = positive("capacity", capacity), float(tolerance)
         self.metric, self.eviction, self.ttl = check_metric(metric), eviction, ttl
+        if eviction not in EVICTIONS:
+            raise ValueError(f"unknown eviction {eviction!r}; known: {', '.join(EVICTIONS)}")
         self._lock, self._clock = threading.Lock(), clock
-        self._order: EvictionOrder[_Stored] = make_order(eviction)
+        self._order: OrderedDict[_Stored, None] = OrderedDict()  # the one that leaves next comes first
         self._ends: OrderedDict[_Stored, float] = OrderedDict()  # when they expire, in order of insertion
         self._partitions: dict[Hashable, _Keys] = {}
         self._expired: list[Entry] = []  # not yet returned by an insert
@@ -151,7 +154,7 @@ class ProximityCache:
         """The nearest entry of ``partition`` within the tolerance, or None (Algorithm 1, lines 3-6).
 
         ``accept`` is called once, with the entry found; it must not call the cache. False from it is a miss,
-        and not a use for LRU and LFU.
+        and not a use for LRU.
 
         RetrievalError for NaN or infinite numbers, a zero vector under cosine, or another width.
         """
@@ -164,7 +167,8 @@ class ProximityCache:
                 self._counts["misses"] += 1
                 return None
             self._counts["hits"] += 1
-            self._order.touch(stored)
+            if self.eviction == "lru":
+                self._order.move_to_end(stored)
             return Hit(stored.entry.ids, gap)
 
     def insert(
@@ -190,7 +194,7 @@ class ProximityCache:
             if equal is not None:
                 left.append(self._drop(equal, "replacements"))
             elif self._size == self.capacity:
-                left.append(self._drop(self._order.victim(), "evictions"))
+                left.append(self._drop(next(iter(self._order)), "evictions"))
             self._append(entry, query)
             return tuple(left)
 
@@ -254,12 +258,12 @@ class ProximityCache:
         self._size += 1
         self._counts["inserts"] += 1
         stored = keys.append(entry, query, self._serial)
-        self._order.add(stored)
+        self._order[stored] = None
         if self.ttl is not None:
             self._ends[stored] = self._clock() + self.ttl
 
     def _drop(self, stored: _Stored, counter: str) -> Entry:
-        self._order.remove(stored)
+        del self._order[stored]
         self._ends.pop(stored, None)
         stored.keys.remove(stored)
         if not stored.keys.stored:

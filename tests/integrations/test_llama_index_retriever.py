@@ -1,7 +1,6 @@
 """LlamaIndex's RagCacheRetriever: copies, scores, namespaces, settings, failures."""
 
 import logging
-import random
 
 import pytest
 from fake_engine import FakeEngine
@@ -177,13 +176,6 @@ def test_clear_and_tolerance(embedder):
     assert len(inner.asked) == 2
 
 
-def test_no_more_questions_are_kept_than_the_capacity(index, embedder):
-    retriever = RagCacheRetriever(index.as_retriever(), embed_model=embedder, capacity=3)
-    for text in FACTS:
-        retriever.retrieve(text)
-    assert retriever._retrieval.stats().entries == 3
-
-
 async def test_failures_cost_no_answer(embedder, caplog):
     class Failing(Embedder):
         def _get_query_embedding(self, query):
@@ -197,19 +189,6 @@ async def test_failures_cost_no_answer(embedder, caplog):
         assert len(failing.retrieve(QUESTION)) == len(await failing.aretrieve(QUESTION)) == 1
     assert caplog.text.count("searching without the query cache") == 2
     assert caplog.text.count("could not register") == 2
-
-
-async def test_settings_that_cannot_be_compared_are_never_cached(embedder):
-    class Opaque:
-        def __init__(self):
-            self.state = random.Random(0)  # kept where Python cannot see it
-
-    inner = Listed([TextNode(text="some text")])
-    inner._filters = Opaque()
-    retriever = RagCacheRetriever(inner, embed_model=embedder)
-    for _ in range(2):
-        assert len(retriever.retrieve(QUESTION)) == len(await retriever.aretrieve(QUESTION)) == 1
-    assert len(inner.asked) == 4
 
 
 def test_bad_settings_are_clear_errors(embedder):

@@ -23,7 +23,7 @@ def unit(rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-@pytest.mark.parametrize("eviction", ["fifo", "lru", "lfu"])
+@pytest.mark.parametrize("eviction", ["fifo", "lru"])
 def test_a_graph_finds_what_a_scan_finds(metric: str, eviction: str) -> None:
     """While entries come, leave and are replaced; a hit is never beyond the tolerance."""
     cache = ProximityCache(500, TOLERANCES[metric], metric, eviction)

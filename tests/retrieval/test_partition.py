@@ -21,8 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, PrivateAttr
 
-from ragcachekit import Partition
-from ragcachekit.retrieval.partition import MAX_VALUES, Identity, KeyReader, KeyRules, NotKeyable, TooLarge
+from ragcachekit.retrieval.partition import (
+    MAX_VALUES,
+    Identity,
+    KeyReader,
+    KeyRules,
+    NotKeyable,
+    Partition,
+    TooLarge,
+)
 
 KNOWN = KeyRules(libraries=frozenset({__name__.partition(".")[0]}))
 """Takes the classes of this module for those of a library."""

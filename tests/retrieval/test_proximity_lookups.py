@@ -26,19 +26,6 @@ def test_what_is_not_accepted_is_a_miss_and_no_use() -> None:
     assert cache.lookup([50.0], partition="p", accept=lambda entry: pytest.fail("nothing is near")) is None
 
 
-def test_least_frequently_used_leaves_first_and_the_oldest_of_equals() -> None:
-    cache = ProximityCache(3, 0.0, "l2", "lfu")
-    for number in range(3):
-        cache.insert([float(number)], [number], partition="p")
-    for number in (0, 0, 2):
-        assert cache.lookup([float(number)], partition="p")
-    assert cache.insert([3.0], [3], partition="p") == (Entry("p", (1,)),)
-    assert cache.insert([4.0], [4], partition="p") == (Entry("p", (3,)),)
-    assert cache.lookup([4.0], partition="p")
-    assert cache.insert([5.0], [5], partition="p") == (Entry("p", (2,)),)  # one use, as 4, but older
-    assert [entry.ids for entry, _ in cache.entries()] == [(5,), (4,), (0,)]
-
-
 def test_an_expired_entry_is_a_miss_and_leaves() -> None:
     now = [100.0]
     cache = ProximityCache(3, 1.0, "l2", "lru", ttl=10.0, clock=lambda: now[0])
@@ -86,7 +73,7 @@ def test_entries_are_copies_in_the_order_in_which_they_leave() -> None:
 
 
 def test_threads_with_expiry_and_conditions_lose_nothing() -> None:
-    cache = ProximityCache(32, 1e-6, "cosine", "lfu", ttl=1e-4)
+    cache = ProximityCache(32, 1e-6, "cosine", "lru", ttl=1e-4)
     vectors = RNG.standard_normal((64, 16)).astype(np.float32)
     left: list[Entry] = []
 

@@ -14,7 +14,7 @@ from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.proximity import Entry, ProximityCache
 
 Make = Callable[..., ProximityCache]
-IMPLEMENTATIONS = list(product([ProximityCache], ["cosine", "l2", "ip"], ["fifo", "lru", "lfu"]))
+IMPLEMENTATIONS = list(product([ProximityCache], ["cosine", "l2", "ip"], ["fifo", "lru"]))
 RNG = np.random.default_rng(7)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ragcachekit import Partition
 from ragcachekit.retrieval.plumbing import (
     Call,
     KeyRules,
+    Partition,
     RetrieverCache,
     RetrieverSettings,
     finished,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import select
 import signal
 import struct
@@ -26,8 +25,10 @@ from pathlib import Path
 
 import torch
 
+from faults import Faults, injected
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk import STEPS, DiskStore
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_files import entry_files
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
@@ -39,7 +40,8 @@ TOKENS = 400  # 200 KB in float32: a kill falls into the middle of a write
 ENTRY = 210_000
 QUOTAS = {"churn": 9 * ENTRY}
 BUDGET = (WRITERS * KEPT + 12) * ENTRY
-FINAL_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+CALLS = ("open", "write", "half", "utime", "ftruncate", "replace", "unlink")
+"""Calls that a writer is killed before; ``half``: after the first half of a write."""
 SECONDS_TO_DIE = 60.0
 OPENING = 0.03  # seconds; who is to live no longer is killed while it opens the folder
 BEGIN, DONE, FORGET, FORGOTTEN = range(4)
@@ -88,25 +90,31 @@ class Ledger:
         return whole // MESSAGE.size
 
 
-class Killer:
-    """Ends this process when it passes the point for the n-th time."""
+class Killer(Faults):
+    """Ends this process before the n-th call of a name below the folder."""
 
-    def __init__(self, point: str, passings: int) -> None:
-        self.point, self.left = point, passings
+    def __init__(self, folder: Path, call: str, passings: int) -> None:
+        super().__init__(folder, 0, self.passes, cut=True)
+        self.name, self.left = call, passings
 
-    def __call__(self, step: str) -> None:
-        if step == self.point:
-            self.left -= 1
-            if self.left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+    def passes(self, _: int) -> bool:
+        call = self.calls[-1]
+        if call != ("write" if self.name == "half" else self.name):
+            return False
+        self.left -= 1
+        if self.left > 0:
+            return False
+        if self.name == "half" and self.left == 0:
+            self.name = "write"  # half of this one is written, and the process ends before the other half
+            return True
+        os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
 
-def write_forever(
-    folder: Path, writer: int, seed: int, said: int, killer: Killer, first: dict[int, int]
-) -> None:
+def write_forever(folder: Path, writer: int, seed: int, said: int, first: dict[int, int]) -> None:
     rng = random.Random(seed)
     versions = Counter(first)
-    disk = DiskStore(folder, BUDGET, quotas=QUOTAS, at=killer)
+    disk = DiskStore(folder, BUDGET, quotas=QUOTAS)
     # What the disk does not have comes from a slower tier and is promoted into the disk and the small host.
     slower = HostStore(1 << 30)
     for number in range(writer * CHURN, (writer + 1) * CHURN):
@@ -141,14 +149,15 @@ def write_forever(
 
 
 def fork_writer(
-    folder: Path, writer: int, seed: int, killer: Killer, first: dict[int, int]
+    folder: Path, writer: int, seed: int, killing: tuple[str, int], first: dict[int, int]
 ) -> tuple[int, int]:
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(read_end)
-            write_forever(folder, writer, seed, write_end, killer, first)
+            with injected(Killer(folder, *killing)):
+                write_forever(folder, writer, seed, write_end, first)
         finally:
             os._exit(1)
     os.close(write_end)
@@ -192,7 +201,7 @@ def survey(folder: Path, ledger: Ledger) -> Counter[str]:
     (stats,) = store.stats()
     names = {path.name for path in folder.iterdir()} - {"lock", "writer"}
     sizes = sum((folder / name).stat().st_size for name in names)
-    totals["orphans"] = sum(not FINAL_NAME.fullmatch(name) for name in names)
+    totals["orphans"] = len(names - entry_files(folder).keys())
     totals["uncounted"] = abs(len(names) - stats.entries) + abs(sizes - stats.nbytes)
     totals["over_budget"] = max(0, sizes - BUDGET)
     for place, known in ledger.entries.items():
@@ -216,25 +225,25 @@ def survey(folder: Path, ledger: Ledger) -> Counter[str]:
     return totals
 
 
-def rounds(kills: int, points: list[str], rng: random.Random) -> list[tuple[Killer, float]]:
-    """Whom to kill where: at random moments, or each at the n-th passing of a named point."""
-    if not points:
-        return [(Killer("", 0), rng.uniform(0.02, 0.12)) for _ in range(kills)]
-    return [(Killer(point, rng.randint(1, 4)), SECONDS_TO_DIE) for point in points for _ in range(kills)]
+def rounds(kills: int, named: bool, rng: random.Random) -> list[tuple[tuple[str, int], float]]:
+    """Whom to kill where: at random moments, or each before the n-th call of a name."""
+    if not named:
+        return [(("", 0), rng.uniform(0.02, 0.12)) for _ in range(kills)]
+    return [((call, rng.randint(1, 4)), SECONDS_TO_DIE) for call in CALLS for _ in range(kills)]
 
 
 def main(folder: Path, kills: int, writers: int, seed: int, named: bool) -> None:
     torch.set_num_threads(1)  # a forked child has no copies of torch's worker threads
     rng = random.Random(seed)
     ledger, totals = Ledger(), Counter[str]()
-    planned = rounds(kills, list(STEPS) if named else [], rng)
+    planned = rounds(kills, named, rng)
     survivors = []
     for start in range(0, len(planned), writers):
         group = planned[start : start + writers]
         first = {place: known.begun for place, known in ledger.entries.items() if place >= 0}
         children = dict(
-            fork_writer(folder, writer, rng.randrange(2**32), killer, first)
-            for writer, (killer, _) in enumerate(group)
+            fork_writer(folder, writer, rng.randrange(2**32), killing, first)
+            for writer, (killing, _) in enumerate(group)
         )
         began = time.monotonic()
         for pid, raw in listen(children, [seconds for _, seconds in group]).items():
@@ -243,10 +252,10 @@ def main(folder: Path, kills: int, writers: int, seed: int, named: bool) -> None
             totals["kills"] += os.WIFSIGNALED(status)
             totals["died_alone"] += not os.WIFSIGNALED(status)
         if named and time.monotonic() - began >= SECONDS_TO_DIE:
-            survivors.append([killer.point for killer, _ in group])
+            survivors.append([call for (call, _), _ in group])
         totals += survey(folder, ledger)
     counts = {name: totals[name] for name in sorted(totals)}
-    sys.stdout.write(json.dumps({**counts, "points": len(STEPS) if named else 0, "survivors": survivors}))
+    sys.stdout.write(json.dumps({**counts, "points": len(CALLS) if named else 0, "survivors": survivors}))
 
 
 if __name__ == "__main__":

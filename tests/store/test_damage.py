@@ -8,17 +8,14 @@ import random
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import pytest
 
-from ragcachekit import files
+from faults import Faults, injected
 from ragcachekit.errors import StoreError
-from ragcachekit.store import disk_files as disk_shelf
-from ragcachekit.store import disk_files as folder
-from ragcachekit.store import entry as entry_file
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.entry import EntryImage
+from ragcachekit.store.entry import encode_entry
 from soak_kit import figures
 from store_kit import agrees_with_files, contents, file_of, key_of, kv_of
 
@@ -91,67 +88,43 @@ def test_damaged_entries_are_misses(tmp_path: Path, flips: int, cuts: int) -> No
     }
 
 
-class FailingOs:
-    """``os`` with one call in ten refused or cut short; syncing does nothing, so that it is quick."""
+class OneInTen(Faults):
+    """One call in ten is refused or cut short; each with an error that suits it."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-        self.failing = True
-        self.counts: Counter[str] = Counter()
+    KINDS: ClassVar[dict[str, tuple[int | None, ...]]] = {
+        "write": (errno.ENOSPC, errno.EIO, None),
+        "preadv": (errno.EIO, None),
+        "replace": (errno.EIO, errno.ENOSPC),
+        "open": (errno.EIO, errno.EMFILE),
+        "fsync": (errno.EIO, errno.ENOSPC),
+    }
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+    def __init__(self, root: Path, rng: random.Random) -> None:
+        super().__init__(root, 0, lambda _: False)
+        self.rng, self.counts = rng, Counter[str]()
 
-    def struck(self, call: str, *codes: int) -> None:
-        """Raise one of ``codes`` one time in ten."""
-        if self.failing and self.rng.random() < 0.1:
-            code = self.rng.choice(codes)
-            self.counts[f"{call} {errno.errorcode[code]}"] += 1
+    def strike(self, name: str, target: object) -> bool:
+        if name not in self.KINDS or not self.concerns(target) or self.rng.random() >= 0.1:
+            return False
+        code = self.rng.choice(self.KINDS[name])
+        self.counts[f"{name} {errno.errorcode[code] if code else 'cut'}"] += 1
+        if code is not None:
             raise OSError(code, os.strerror(code))
-
-    def cut(self, call: str, length: int) -> int:
-        """A length, made smaller one time in ten."""
-        if self.failing and length > 1 and self.rng.random() < 0.1:
-            self.counts[f"short {call}"] += 1
-            return self.rng.randrange(1, length)
-        return length
-
-    def write(self, fd: int, view: memoryview) -> int:
-        self.struck("write", errno.ENOSPC, errno.EIO)
-        return os.write(fd, view[: self.cut("write", len(view))])
-
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        self.struck("read", errno.EIO)
-        return os.preadv(fd, [buffers[0][: self.cut("read", len(buffers[0]))]], offset)
-
-    def fsync(self, fd: int) -> None:
-        self.struck("fsync", errno.EIO, errno.ENOSPC)
-
-    def replace(self, old: Path, new: Path) -> None:
-        self.struck("replace", errno.EIO, errno.ENOSPC)
-        os.replace(old, new)
-
-    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
-        self.struck("open", errno.EIO, errno.EMFILE)
-        return os.open(path, flags, mode)
+        return True
 
 
 @pytest.mark.parametrize(
     "operations",
     [pytest.param(1_600, id="1,600"), pytest.param(20_000, id="20,000", marks=pytest.mark.soak)],
 )
-def test_a_medium_that_fails_one_time_in_ten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operations: int
-) -> None:
+def test_a_medium_that_fails_one_time_in_ten(tmp_path: Path, operations: int) -> None:
     path, rng, counts = tmp_path / "kv", random.Random(3), Counter[str]()
-    faulty = FailingOs(random.Random(4))
     values = [kv_of(number, tokens=6) for number in range(24)]
     right = [contents(kv) for kv in values]
-    budget = 16 * EntryImage(key_of(0), values[0]).nbytes + 1_000
+    budget = 16 * sum(map(len, encode_entry(key_of(0), values[0]))) + 1_000
     store = DiskStore(path, budget)
-    with monkeypatch.context() as patch:
-        for module in (folder, entry_file, disk_shelf, files):
-            patch.setattr(module, "os", faulty)
+    faults = OneInTen(path, random.Random(4))
+    with injected(faults, reads=True):
         for _ in range(operations):
             number, drawn = rng.randrange(24), rng.random()
             if drawn < 0.35:
@@ -164,16 +137,15 @@ def test_a_medium_that_fails_one_time_in_ten(
                 found = store.get(key_of(number))
                 counts["hits" if found else "misses"] += 1
                 counts["wrong"] += found is not None and contents(found.kv) != right[number]
-        faulty.failing = False
-        counts["not put afterwards"] = sum(not store.put(key_of(n), values[n]) for n in range(24))
-        store.close()
+    counts["not put afterwards"] = sum(not store.put(key_of(n), values[n]) for n in range(24))
+    store.close()
     again = DiskStore(path, budget)
     counts["orphans"] = len(
         [p for p in path.iterdir() if p.suffix not in (".safetensors", "") and p.is_file()]
     )
-    figures("failing medium", operations=operations, **counts, injected=faulty.counts)
+    figures("failing medium", operations=operations, **counts, injected=faults.counts)
     assert agrees_with_files(again, path)
     again.close()
     assert (counts["wrong"], counts["orphans"], counts["not put afterwards"]) == (0, 0, 0)
     assert min(counts["put"], counts["refused"], counts["hits"]) > operations / 30
-    assert len(faulty.counts) == 11, "every kind of failure happened"
+    assert len(faults.counts) == sum(map(len, OneInTen.KINDS.values())), "every kind of failure happened"

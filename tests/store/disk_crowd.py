@@ -1,4 +1,4 @@
-"""Several processes with several threads each at work in one folder; run by test_soak_crowd.py.
+"""Several processes with several threads each at work in one folder; run by test_crowd.py.
 
 A process of its own: it forks after everything is imported. Every value that is read is checked against
 all that was ever written under its key: the base of that number plus one of a few versions.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 import threading
 import time
@@ -15,22 +16,28 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+from test_store_machine import BUDGET as FEW
+from test_store_machine import KEYS, StoreMachine
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store import deadlines
-from ragcachekit.store.entry import EntryImage
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.entry import encode_entry
 from ragcachekit.store.fsspec_store import FsspecBackend, FsspecStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.remote import RemoteStore
 from ragcachekit.store.seal import OVERHEAD
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
-from redis_kit import KEY_BYTES, failures_of, forget_at_last
+from redis_kit import KEY_BYTES, forget_at_last
 from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 20
 SHORT = 0.05
-ONE = OVERHEAD + sum(len(part) for part in EntryImage(key_of(0), kv_of(0)).parts())
+ONE = OVERHEAD + sum(map(len, encode_entry(key_of(0), kv_of(0))))
 
 
 def opened(path: Path, budget: int = BUDGET, **changes: Any) -> FsspecStore:
@@ -58,7 +65,7 @@ def interrupted(base: type, before: Callable[[str], None]) -> Any:
 
 def store_on(fs: Any, root: str, deadline: float = 20.0, budget: int = BUDGET) -> RemoteStore:
     backend = FsspecBackend(fs, root, budget, {}, deadline)
-    return RemoteStore("bulk", backend, budget, key=KEY_BYTES, deadline=deadline)
+    return RemoteStore("bulk", backend, key=KEY_BYTES, deadline=deadline, budget=budget)
 
 
 class Fails:
@@ -201,73 +208,17 @@ def test_every_operation_may_fail(tmp_path: Path) -> None:
     assert MemoryFileSystem().find(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("base", [MemoryFileSystem, LocalFileSystem])
-def test_reads_during_and_across_a_write_leave_its_entry_counted(tmp_path: Path, base: type) -> None:
-    """The write of a key happens while reads of it have found nothing, or begin to."""
-    key = key_of(0)
-    across: list[KVKey] = []
-
-    def before(name: str) -> None:
-        if name == "pipe_file":
-            assert store._backend.load(key) is None
-
-    class Slow(type(interrupted(base, before))):  # type: ignore[misc]
-        def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
-            try:
-                return super().cat_file(path, *args, **options)
-            except FileNotFoundError:
-                if across:  # after it was not found, and before this is known
-                    assert store._backend.save(across.pop(), memoryview(bytes(ONE)), lambda: True) is not None
-                raise
-
-    fs, root = Slow(), str(tmp_path)
-    store = store_on(fs, root, budget=3 * ONE)
-    for number in range(10):
-        key = key_of(number)
-        if number % 2:
-            across.append(key)
-            assert store._backend.load(key) is None
-        else:
-            assert store.put(key, kv_of(number))
-        sizes = [fs.size(path) for path in fs.find(root)]
-        (stats,) = store.stats()
-        assert (stats.entries, stats.nbytes) == (len(sizes), sum(sizes)), number
-        assert stats.nbytes <= 3 * ONE
-
-
-def test_an_object_written_while_a_damaged_one_is_deleted_counts(tmp_path: Path) -> None:
-    class Overtaken(LocalFileSystem):
-        cachable = False
-
-        def rm_file(self, path: str) -> None:
-            super().rm_file(path)
-            assert store._backend.save(KEY, memoryview(bytes(ONE)), lambda: True) == 0
-
-    store = store_on(Overtaken(), str(tmp_path))
-    assert store.put(KEY, kv_of(1))
-    store._backend.delete(KEY)
-    assert len(files(tmp_path)) == store.stats()[0].entries == 1
-
-
-def test_an_object_that_another_process_deleted_counts_no_more(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    assert store.put(KEY, kv_of(1))
-    files(tmp_path)[0].unlink()
-    assert store.get(KEY) is None
-    assert store.stats()[0].nbytes == 0
-
-
 @pytest.mark.usefixtures("patient")
 def test_what_cannot_be_deleted_still_counts(tmp_path: Path) -> None:
     fails = Fails()
     store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path), budget=3 * ONE)
     assert all(store.put(key_of(number), kv_of(number)) for number in range(3))
     fails.names = {"rm_file"}
-    assert not any(store.put(key_of(number), kv_of(number)) for number in range(3, 10))
+    assert not any(store.put(key_of(number), kv_of(number)) for number in range(3, 7))
     assert sum(path.stat().st_size for path in files(tmp_path)) == store.stats()[0].nbytes == 3 * ONE
     fails.names = set()
-    assert all(store.put(key_of(number), kv_of(number)) for number in range(10, 13))
-    assert sorted(path.stem for path in files(tmp_path)) == sorted(key_of(n).digest() for n in range(10, 13))
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(7, 10))
+    assert sorted(path.stem for path in files(tmp_path)) == sorted(key_of(n).digest() for n in range(7, 10))
 
 
 def test_one_object_that_cannot_be_deleted_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -348,11 +299,9 @@ def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
     assert all(writer.put(key_of(number), kv_of(number)) for number in range(4))
     assert writer.put(key_of(9, namespace="globex"), kv_of(9))
     store = store_on(Unreadable(), str(tmp_path))
-    failures = failures_of(store._executor)
     assert store.forget("acme/docs", frozenset({"chunk-2"})) == 2, "it may be about that chunk"
     assert [key_of(number) in writer for number in range(4)] == [False, True, False, True]
     assert store.get(key_of(9, namespace="globex")) is not None
-    assert failures == []
 
 
 def test_an_object_that_cannot_be_deleted_is_an_error_of_its_forget_alone(tmp_path: Path) -> None:
@@ -370,7 +319,6 @@ def test_an_object_that_cannot_be_deleted_is_an_error_of_its_forget_alone(tmp_pa
     for _ in range(5):
         with pytest.raises(StoreError, match="forget again: PermissionError: kept"):
             store.forget("acme/docs")
-    assert not store._executor._breaker.is_open
     assert [path.stem for path in files(tmp_path)].count(key_of(0).digest()) == 1
     assert len(files(tmp_path)) == 2
     assert store.forget("globex") == 1
@@ -381,8 +329,8 @@ def test_entries_of_a_failed_forget_are_misses_until_one_succeeds(
     tmp_path: Path, chunk_ids: frozenset[str] | None
 ) -> None:
     fails = Fails()
-    host = HostStore(BUDGET)
-    store = TieredStore([host, store_on(interrupted(LocalFileSystem, fails), str(tmp_path))])
+    host, bulk = HostStore(BUDGET), store_on(interrupted(LocalFileSystem, fails), str(tmp_path))
+    store = TieredStore([host, bulk])
     forgotten, other = key_of(1, context=("neighbour",)), key_of(2, context=("other",))
     elsewhere = key_of(1, namespace="globex")
     every = (forgotten, other, elsewhere)
@@ -395,7 +343,7 @@ def test_entries_of_a_failed_forget_are_misses_until_one_succeeds(
     assert [store.get(key) is not None for key in every] == served
     assert [key in store for key in every] == served
     assert forgotten not in host
-    assert not store._tiers[1].put(forgotten, kv_of(2))
+    assert not bulk.put(forgotten, kv_of(2))
     assert store.forget("acme/docs", frozenset({"chunk-3"})) == 0
     assert store.get(forgotten) is None, "that was another chunk"
     store.forget("acme/docs", chunk_ids)
@@ -431,20 +379,6 @@ def test_a_forget_reads_each_header_once(tmp_path: Path) -> None:
     assert [key_of(number) in writer for number in range(6)] == [True, False, True, True, True, False]
 
 
-def test_a_file_is_written_from_the_sealed_memory_itself(tmp_path: Path) -> None:
-    written = []
-
-    class Watched(LocalFileSystem):
-        cachable = False
-
-        def pipe_file(self, path: str, value: Any, **options: Any) -> None:
-            written.append(value)
-            super().pipe_file(path, value, **options)
-
-    assert store_on(Watched(), str(tmp_path)).put(KEY, kv_of(1))
-    assert [type(value) for value in written] == [memoryview], "a copy would stop every other thread"
-
-
 @pytest.mark.usefixtures("patient")
 def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path: Path, hangs: Hangs) -> None:
     store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT)
@@ -453,7 +387,6 @@ def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path: Pa
     hangs.names = {"cat_file"}
     assert store.get(KEY) is None
     hangs.names = set()
-    assert store._executor._pool.stuck >= 1
     while store.get(KEY) is None:
         pass
 
@@ -484,7 +417,7 @@ class ForgottenWhileSaved(FsspecBackend):
 
 def test_a_forget_that_overtakes_a_write_wins(tmp_path: Path) -> None:
     backend = ForgottenWhileSaved(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
-    backend.store = store = RemoteStore("bulk", backend, BUDGET, key=KEY_BYTES, deadline=20.0)
+    backend.store = store = RemoteStore("bulk", backend, key=KEY_BYTES, deadline=20.0, budget=BUDGET)
     assert not store.put(KEY, kv_of(1))
     assert files(tmp_path) == []
 
@@ -514,3 +447,66 @@ def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
     )
     with pytest.raises(StoreError, match=r"absentfs.*pip install"):
         FsspecStore("absent://bucket", BUDGET, key=KEY_BYTES, deadline=1.0)
+
+
+# -- any sequence of operations, against a dict ----------------------------------------------------------
+
+keys = st.sampled_from(KEYS)
+FS = fsspec.filesystem("memory")
+
+
+class FsspecMachine(StoreMachine):
+    def open(self) -> KVStore:
+        if FS.exists("/machine"):
+            FS.rm("/machine", recursive=True)
+        return self.opened()
+
+    def opened(self, key: bytes = KEY_BYTES) -> KVStore:
+        return FsspecStore("memory://machine", FEW, key=key, deadline=20)
+
+    def objects(self) -> dict[str, int]:
+        """Digest → size, as they lie there."""
+        found = FS.find("/machine", detail=True)
+        return {path.rpartition("/")[2].removesuffix(".kv"): info["size"] for path, info in found.items()}
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = self.opened()
+
+    @rule(draw=st.randoms(use_true_random=False), key=keys)
+    def damage_and_read(self, draw: random.Random, key: KVKey) -> None:
+        found = [path for path in FS.find("/machine") if key.digest() in path]
+        if found:
+            blob = bytearray(FS.cat_file(found[0]))
+            place = draw.randrange(len(blob))
+            blob[place] ^= 1 << draw.randrange(8)
+            others = [FS.cat_file(path) for path in FS.find("/machine") if path != found[0]]
+            FS.pipe_file(found[0], draw.choice([bytes(blob), bytes(blob[:place]), b"", *others]))
+            assert self.store.get(key) is None
+            if key in self.store:  # one that seems to be another deployment's stays; its sizes must agree
+                self.store.forget(key.namespace)
+                self.model = {k: kv for k, kv in self.model.items() if k.namespace != key.namespace}
+
+    @rule(key=keys)
+    def another_deployment_never_hits(self, key: KVKey) -> None:
+        other = self.opened(b"the key of somebody else")
+        assert other.get(key) is None
+        other.close()
+
+    @invariant()
+    def sums_are_those_of_the_objects(self) -> None:
+        if hasattr(self, "store"):
+            sizes = self.objects()
+            (stats,) = self.store.stats()
+            assert (stats.entries, stats.nbytes) == (len(sizes), sum(sizes.values()))
+
+
+TestFsspecMachine = FsspecMachine.TestCase
+TestFsspecMachine.settings = settings(
+    max_examples=20,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
