@@ -147,8 +147,8 @@ class KnowledgeTree:
         With ``texts`` also those whose tokens hold one of the texts, or end inside one, and those whose
         tokens are not known. Without ids the whole namespace is dropped. What running requests have computed
         is not inserted. Returns the number of nodes and turns dropped. Trees of other processes on the same
-        disk folder follow at their next look-up, and write nothing of it until then; of ``texts``, which are
-        not written down, they drop the whole namespace from memory.
+        disk folder follow at their next look-up, and write nothing of it until then: they drop the whole
+        namespace from memory.
         """
         return self._disk.forget(namespace, chunk_ids, texts)
 
