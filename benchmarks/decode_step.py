@@ -21,8 +21,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.batch.decode import decode
-from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.batch import RequestKV, decode
 from ragcachekit.generate.batch_check import why_not_together
 from ragcachekit.model.pretrained import load_model
 
