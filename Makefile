@@ -50,7 +50,6 @@ bench: $(STAMP)
 		--json $(RESULTS)/serve.json --plot docs/serve.png
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs --systems auto \
 		--rates 0.4,0.8,1.6,3.2 --requests 48 --max-waiting 16 --deadline 30 --json $(RESULTS)/serve-overload.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks decode-step --json $(RESULTS)/decode-step.json
 	$(BIN)/python -m benchmarks routing --json $(RESULTS)/routing.json --plot docs/routing.png
 	$(BIN)/python -m benchmarks serve-routing --json $(RESULTS)/serve-routing.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs --systems auto --budget 0.5 \
@@ -68,7 +67,6 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks store --json $(RESULTS)/store.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks eviction --json $(RESULTS)/eviction.json \
 		--plot docs/eviction.png
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks planner --json $(RESULTS)/planner.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks families --json $(RESULTS)/families.json \
 		--markdown docs/models.md
 

@@ -17,18 +17,15 @@ COMMANDS = {
     "near-misses": "near_misses.command:near_misses",
     "fidelity": "world.fidelity:fidelity",
     "budget": "selection.budget:budget",
-    "paired": "selection.paired:paired",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
     "novel-questions": "novel_questions:novel_questions",
     "speculation": "speculation:speculation",
     "framework-batches": "framework_batches:framework_batches",
-    "decode-step": "decode_step:decode_step",
     "routing": "cluster.routing:routing",
     "serve-routing": "cluster.serve_routing:serve_routing",
     "store": "store.command:store",
     "eviction": "eviction.command:eviction",
-    "planner": "planner.command:planner",
     "kernels": "kernels.command:kernels",
 }
 

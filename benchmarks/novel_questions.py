@@ -74,7 +74,7 @@ def novel_questions(
             rag = RagCache(lm, tokenizer, policy=name, store=StoreConfig(host_bytes=room), **options)
             engines[name] = opened.enter_context(rag)
             warm_up(rag, texts, chunks, prompts[:TUNED])
-        rows = list(asked(engines, prompts[TUNED:], max_new_tokens))
+        rows = list(measure(engines, prompts[TUNED:], max_new_tokens))
         chosen = ", ".join(dict.fromkeys(rag.policy for rag in engines.values()))
     name = (
         f"{model}; {texts.name}: {chunks} of {documents} documents of {chunk_tokens} tokens, "
@@ -110,7 +110,7 @@ def warm_up(rag: RagCache, documents: Documents, chunks: int, prompts: Sequence[
         rag.flush()
 
 
-def asked(engines: Mapping[str, RagCache], prompts: Sequence[Prompt], new_tokens: int) -> Iterator[Row]:
+def measure(engines: Mapping[str, RagCache], prompts: Sequence[Prompt], new_tokens: int) -> Iterator[Row]:
     """Rows of every prompt under every policy; RagCacheError if ``prefix`` answers otherwise than ``full``.
 
     The order of the policies changes from prompt to prompt. What a prompt leaves to be encoded is encoded

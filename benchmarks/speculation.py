@@ -23,8 +23,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model
-from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.registry import open_index
+from ragcachekit.retrieval.index import VectorIndex, open_index
 
 AFTER, SPECULATIVE, WRONG = WAYS = ("after the search", "speculative", "always wrong")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -100,7 +99,7 @@ class TimedEngine:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Timing:
     """One question in one way; times in ms, ``prefill`` from its submission to its first token."""
 
     search: float
@@ -121,7 +120,7 @@ class Asker:
     results: int
     stages: int
 
-    def ask(self, at: int, pipeline: SpeculativePipeline | None, wrong: bool = False) -> Asked:
+    def ask(self, at: int, pipeline: SpeculativePipeline | None, wrong: bool = False) -> Timing:
         """Search and answer, one after the other without a pipeline."""
         ended: list[float] = []
 
@@ -149,7 +148,7 @@ class Asker:
         first = max(ended[0], submitted + answer.report.ttft_ms / 1e3)
         times = (ended[0] - submitted_at, min(submitted, ended[0]) - submitted_at, first - submitted_at)
         search, exposed, ttft = (seconds * 1e3 for seconds in times)
-        return Asked(search, answer.report.ttft_ms, exposed, ttft, answer.token_ids)
+        return Timing(search, answer.report.ttft_ms, exposed, ttft, answer.token_ids)
 
     def _misled(self, ids: Ids, stage: int) -> Ids:
         """Documents that are none of those of the search, others at every stage."""
@@ -159,27 +158,27 @@ class Asker:
 def rows(asker: Asker, questions: int, probes: int, bar: tqdm[Any]) -> Iterator[dict[str, Any]]:
     """A row per way; RagCacheError if one way answers otherwise than another."""
     pipelines = {way: SpeculativePipeline(asker.engine) for way in WAYS[1:]}  # type: ignore[arg-type]
-    asked = defaultdict[str, list[Asked]](list)
+    timed = defaultdict[str, list[Timing]](list)
     for at in range(questions):
         turn = at % len(WAYS)
         for way in (*WAYS[turn:], *WAYS[:turn]):
-            asked[way].append(asker.ask(at, pipelines.get(way), way == WRONG))
-        if len({asked[way][-1].token_ids for way in WAYS}) != 1:
+            timed[way].append(asker.ask(at, pipelines.get(way), way == WRONG))
+        if len({timed[way][-1].token_ids for way in WAYS}) != 1:
             raise RagCacheError(f"question {at} has other answers with speculation; no figures are given")
         bar.update()
-    plain = asked[AFTER]
+    plain = timed[AFTER]
     for way in WAYS:
         stats = pipelines[way].stats if way in pipelines else None
-        exposed, ttft = (statistics.fmean(getattr(a, n) for a in asked[way]) for n in ("exposed", "ttft"))
+        exposed, ttft = (statistics.fmean(getattr(a, n) for a in timed[way]) for n in ("exposed", "ttft"))
         yield {
             "probes": probes,
             "way": way,
-            "search_ms": statistics.fmean(a.search for a in asked[way]),
+            "search_ms": statistics.fmean(a.search for a in timed[way]),
             "search_share": sum(a.search for a in plain) / sum(a.prefill for a in plain),
             "exposed_ms": exposed,
             "exposed_gain": statistics.fmean(a.exposed for a in plain) / exposed,
             "ttft_ms": ttft,
-            "ttft_ms_p50": statistics.median(a.ttft for a in asked[way]),
+            "ttft_ms_p50": statistics.median(a.ttft for a in timed[way]),
             "ttft_gain": statistics.fmean(a.ttft for a in plain) / ttft,
             "provisional": stats.provisional if stats else None,
             "right": stats.right if stats else None,

@@ -104,8 +104,8 @@ class StoreConfig:
       already, at least a sixteenth of the volume, at most 64 GiB.
     - ``redis_url``: ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries;
       None: off.
-    - ``redis_bytes``, ``redis_entry_bytes``: Budget of that tier, and its largest entry; larger ones go to
-      ``bulk_url`` alone.
+    - ``redis_entry_bytes``: Largest entry of that tier, whose budget is the server's ``maxmemory``; larger
+      ones go to ``bulk_url`` alone.
     - ``bulk_url``: A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for
       everything; None: off.
     - ``bulk_bytes``: Budget of that tier, per process: give each process its own folder, or its share.
@@ -116,7 +116,8 @@ class StoreConfig:
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
       docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers always
       evict the least recently used.
-    - ``quotas``: Bytes that single namespaces may take in each tier; ``*`` stands for every other one.
+    - ``quotas``: Bytes that single namespaces may take in each tier but Redis; ``*`` stands for every other
+      one.
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,
       never called exact, and computed again where exactness was asked for.
     - ``pin_host``: Page-lock host memory although there is no GPU tier.
@@ -127,7 +128,6 @@ class StoreConfig:
     disk_bytes: int | None = None
     gpu_bytes: int = 0
     redis_url: str | None = None
-    redis_bytes: int = 1 << 30
     redis_entry_bytes: int = 1 << 20
     bulk_url: str | None = None
     bulk_bytes: int = DEFAULT_DISK_BYTES
@@ -146,7 +146,7 @@ class StoreConfig:
             raise ValueError(
                 f"disk_bytes must be > 0, got {self.disk_bytes}; use disk_path=None for no disk tier"
             )
-        remote = ("redis_bytes", "redis_entry_bytes", "bulk_bytes", "remote_deadline", "bulk_deadline")
+        remote = ("redis_entry_bytes", "bulk_bytes", "remote_deadline", "bulk_deadline")
         _check_numbers(self, remote, positive=True)
         if (self.redis_url or self.bulk_url) and not self.remote_key:
             raise ValueError(

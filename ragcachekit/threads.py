@@ -7,6 +7,7 @@ leave the locks of its futures held.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from _thread import RLock
@@ -15,9 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import repeat
 from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
-from typing import Any
+from typing import Any, NoReturn
 
-from ragcachekit.forks import RefusesAfterFork, refuse_after_fork
+from ragcachekit.errors import Closed
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,41 @@ class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which i
 _RELEASE = type(Lock()).release
 
 
+OPENED_BEFORE_FORK = "opened in another process: open it again after the fork"
+
+
+class _ForkedLock:
+    """Takes the place of a lock in a forked child, where the thread that holds it may be gone."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise Closed(OPENED_BEFORE_FORK)
+
+    __enter__ = acquire = wait_for = notify_all = _refuse
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+_OPENED: weakref.WeakSet[Any] = weakref.WeakSet()
+_LOCKS = (type(Lock()), RLock)
+
+
+def refuse_after_fork(opened: object) -> None:
+    """Make what takes a lock of ``opened`` raise :class:`~ragcachekit.errors.Closed` in forked children."""
+    _OPENED.add(opened)
+
+
+def _replace_locks() -> None:
+    for opened in list(_OPENED):
+        for name, value in list(vars(opened).items()):
+            if isinstance(value, _LOCKS):
+                setattr(opened, name, _ForkedLock())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_replace_locks)
+
+
 class Job:
     """One call in a pool, guarded by the pool's lock, and its ``result`` or ``error`` once it is done."""
 
@@ -76,7 +112,7 @@ class Job:
         self.error: BaseException | None = None
 
 
-class DaemonPool(RefusesAfterFork):
+class DaemonPool:
     """Threads that start when there is a job, and end when idle or with the process.
 
     A job that hangs can be given up: then another thread may start in its place. :meth:`close` sets
@@ -95,7 +131,7 @@ class DaemonPool(RefusesAfterFork):
     def __init__(self, name: str, threads: int = 1, spares: int = 0) -> None:
         self.closed = Event()
         self._name, self._most, self._spares = name, threads, spares
-        self._changed = Condition()
+        self._changed: Condition | _ForkedLock = Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Thread, Job] = {}
         self._threads: set[Thread] = set()
@@ -148,6 +184,8 @@ class DaemonPool(RefusesAfterFork):
     def close(self, seconds: float | None = None) -> None:
         """Drop the queued jobs, and wait for the running ones, by default :data:`END_SECONDS`."""
         seconds = END_SECONDS if seconds is None else seconds
+        if isinstance(self._changed, _ForkedLock):
+            return  # the parent closes it
         self.closed.set()
         with self._changed:
             dropped, self._waiting = self._waiting, deque()  # released with no lock held: they may own stores

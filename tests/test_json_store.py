@@ -12,7 +12,7 @@ import diskcache
 import pytest
 
 from ragcachekit.json_store import JsonStore
-from ragcachekit.search.documents.index import DocumentIndex
+from ragcachekit.retrieval.documents import DocumentIndex
 
 VALUE = {"text": "Zürich 😀 \ud83d", "numbers": [1, 2.5, None], "long": "x" * 100_000}
 

@@ -15,10 +15,9 @@ from benchmarks.demo.chain import Asked, ask, messages
 from benchmarks.demo.corpus import Question
 from ragcachekit.commands.bench.resample import Bootstrap
 from ragcachekit.commands.reading_prompt import bare_ids
-from ragcachekit.commands.text_scores import word_f1
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.quality.compare import divergence, loss_per_token
+from ragcachekit.quality.compare import divergence, loss_per_token, word_f1
 
 PART = "answer"
 MEANS = ("f1", "kl", "full_loss", "cached_loss")

@@ -23,9 +23,8 @@ from tqdm.auto import tqdm
 from benchmarks.demo import manual
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.sample_model import SAMPLE
-from ragcachekit.query.calibrate import Calibration, calibrate
-from ragcachekit.search.base import VectorIndex
-from ragcachekit.search.registry import open_index
+from ragcachekit.retrieval.calibrate import Calibration, calibrate
+from ragcachekit.retrieval.index import VectorIndex, open_index
 
 CHUNK, SEARCH = "chunk", "search"
 """Metadata of a found document: its place among the texts, and the number of the search that found it."""

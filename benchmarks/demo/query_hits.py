@@ -13,7 +13,7 @@ from langchain_core.retrievers import BaseRetriever
 from tqdm.auto import tqdm
 
 from benchmarks.demo.corpus import CHUNK, SEARCH, RememberedEmbeddings
-from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.retrieval.proximity import ProximityCache
 
 PART, SWEEP = "query cache", "tolerance"
 TOLERANCES = (0.02, 0.1, 0.15, 0.2, 0.3, 0.4)

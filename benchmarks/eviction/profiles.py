@@ -51,15 +51,15 @@ def open_costs(name: str) -> Costs:
             )
         return Costs(f"profile {Path(name).name}", PrefillProfile.from_json(Path(name).read_text()), None)
     shape, machine = SHAPES[name], MACHINES[name]
-    profile = PrefillProfile.of_shape(
-        layers=shape.layers,
-        hidden=shape.hidden,
-        inter=shape.inter,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        flops_per_second=machine.flops,
-        bytes_per_second=machine.memory,
-        bytes_per_weight=machine.width,
+    # Weights are read once; a row costs two operations per weight, a pair four per layer and dimension.
+    kv_width = shape.hidden * shape.kv_heads // shape.heads
+    weights = shape.layers * (
+        2 * shape.hidden * shape.hidden + 2 * shape.hidden * kv_width + 3 * shape.hidden * shape.inter
+    )
+    profile = PrefillProfile(
+        fixed=weights * machine.width / machine.memory,
+        per_row=2 * weights / machine.flops,
+        per_pair=4 * shape.layers * shape.hidden / machine.flops,
     )
     kv_bytes = 2 * shape.layers * shape.kv_heads * (shape.hidden // shape.heads) * machine.width
     return Costs(f"{name} shape, by arithmetic; {machine.name}", profile, kv_bytes / machine.to_device)

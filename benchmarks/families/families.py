@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from benchmarks.families.sizes import SIZES, SPECIAL, TOKENS_FROM, VARIANTS, VOCAB
 
-MOST_PARAMETERS = 80_000_000
-"""More than that is no tiny model: a size that the tables do not know."""
+MAX_PARAMETERS = 80_000_000
+"""A larger model has sizes that are missing in the tables."""
 
 ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -36,7 +36,7 @@ class Family:
 
 
 def all_families() -> tuple[Family, ...]:
-    """Every configuration class of ``MODEL_FOR_CAUSAL_LM_MAPPING``, sorted by name, variants behind it."""
+    """Every configuration class of ``MODEL_FOR_CAUSAL_LM_MAPPING``, sorted by name, variants after it."""
     kinds = {config.model_type: config for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     found = []
     for name in sorted(kinds):
@@ -56,7 +56,7 @@ def build(family: Family, *, oracle: bool = False) -> Any:
         config = config.get_text_config(decoder=True)
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in model_class(config).parameters())
-    if count > MOST_PARAMETERS:
+    if count > MAX_PARAMETERS:
         raise ValueError(
             f"{count / 1e6:.0f} million parameters: some of its sizes are not known to the tables"
         )

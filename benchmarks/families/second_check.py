@@ -1,8 +1,8 @@
 """A second look at an admitted model, by other code: what linking gives against plain transformers.
 
-The admission check knows the library's own helpers. Here the oracle is a copy of the model that
+The admission check uses the library's own helpers. Here the oracle is a copy of the model that
 the library never touches, and every row that the library computes in one forward is computed alone,
-as an ordinary decoding step behind exactly the keys and values that should stand before it.
+as an ordinary decoding step after exactly the keys and values that should stand before it.
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ def _recomputed(rag: RagCache, oracle: Any, prompt: Prompt, ids: list[int]) -> l
     ordinary = oracle(input_ids=torch.tensor([ids]), past_key_values=own, use_cache=True).logits[0, -1]
     linked = _linked(rag, prompt, everything)
     assert linked.logits is not None
-    said = rag.generate(prompt, policy=everything, **_options(NEW_TOKENS)).token_ids
+    answer = rag.generate(prompt, policy=everything, **_options(NEW_TOKENS)).token_ids
     expected = oracle.generate(
         torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), **_options(NEW_TOKENS)
     )[0, len(ids) :]
     return [
         Difference("logits with everything recomputed", _off(linked.logits, ordinary), LOGITS),
         *_kv_differences(linked, _kv(own), "everything recomputed"),
-        Difference("greedy tokens with everything recomputed", float(said != tuple(expected.tolist())), 0.0),
+        Difference(
+            "greedy tokens with everything recomputed", float(answer != tuple(expected.tolist())), 0.0
+        ),
     ]
 
 
@@ -121,11 +123,11 @@ def _partly(rag: RagCache, oracle: Any, prompt: Prompt, parts: Sequence[tuple[in
         if position == sum(LENGTHS):
             before = _kv(cache)
         after = _step(oracle, expected[-1], position, cache)
-    said = rag.generate(prompt, policy=policy, **_options(NEW_TOKENS)).token_ids
+    answer = rag.generate(prompt, policy=policy, **_options(NEW_TOKENS)).token_ids
     return [
         Difference("logits partly recomputed", _off(linked.logits, logits), KV),
         *_kv_differences(linked, before, "partly recomputed"),
-        Difference("greedy tokens partly recomputed", float(said != tuple(expected)), 0.0),
+        Difference("greedy tokens partly recomputed", float(answer != tuple(expected)), 0.0),
     ]
 
 

@@ -27,7 +27,7 @@ def query_cache(
         str | None, typer.Option(help="With commas; default: a tenth, half, all of the questions.")
     ] = None,
     tolerances: Annotated[str, typer.Option(help="Cosine distances, with commas.")] = "0,0.02,0.05,0.1",
-    eviction: Annotated[str, typer.Option(help="fifo, lru or lfu.")] = "fifo",
+    eviction: Annotated[str, typer.Option(help="fifo or lru.")] = "fifo",
     passes: Annotated[int, typer.Option(min=1, help="How often all of it is asked.")] = 1,
     guard: Annotated[bool, typer.Option(help="Refuse hits on questions that only look alike.")] = True,
     reorder: Annotated[bool, typer.Option(help="Order candidates anew for each question.")] = True,
@@ -59,7 +59,6 @@ def query_cache_lookup(
         str, typer.Option("--capacities", help="With commas between; 1000000 takes half an hour and 10 GiB.")
     ] = "300,1000,10000",
     metrics: Annotated[str, typer.Option("--metrics", help="With commas between.")] = "cosine,l2,ip",
-    keys: Annotated[str, typer.Option("--keys", help="auto, exact or graph.")] = "auto",
     dim: Annotated[int, typer.Option("--dim", min=1, help="Width of the embeddings.")] = 768,
     lookups: Annotated[int, typer.Option("--lookups", min=1, help="Timed lookups of each kind.")] = 1000,
     seed: opt.Seed = 0,
@@ -71,7 +70,6 @@ def query_cache_lookup(
     settings = module.LookupSettings(
         capacities=tuple(int(capacity) for capacity in opt.numbers("--capacities", capacities)),
         metrics=opt.names(metrics),
-        keys=keys,
         dim=dim,
         lookups=lookups,
         seed=seed,

@@ -16,11 +16,11 @@ from tqdm.auto import tqdm
 
 from benchmarks.query_cache.workload import Workload
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.query.base import Partition
-from ragcachekit.query.proximity import ProximityCache
-from ragcachekit.query.retrieval import CachedRetrieval
-from ragcachekit.query.retrievers.candidates import FACTOR
-from ragcachekit.search.registry import open_index
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
+from ragcachekit.retrieval.candidates import FACTOR
+from ragcachekit.retrieval.index import open_index
+from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.proximity import ProximityCache
 
 SWEEP = "sweep"
 PARTITION = Partition("bench", 1)
@@ -63,7 +63,7 @@ class Sweep:
 class Searched:
     """The index's own answer to each question of a workload, and the milliseconds it took.
 
-    ``candidates`` are the results and those behind them.
+    ``candidates`` are the results and the next ones.
     """
 
     candidates: tuple[tuple[int, ...], ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.query_cache.hits import PARTITION
 from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.query.base import Hit
-from ragcachekit.query.keys.graph import uses_graph
-from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.retrieval.proximity import GRAPH_FROM, Hit, ProximityCache
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -34,11 +33,10 @@ _GAPS = {"cosine": 0.2, "ip": 0.2, "l2": 0.03}  # distances (l2) of near questio
 
 @dataclass(frozen=True)
 class LookupSettings:
-    """What is timed; ``keys`` as of :class:`ProximityCache`."""
+    """What is timed."""
 
     capacities: tuple[int, ...] = (300, 1000, 10_000)
     metrics: tuple[str, ...] = ("cosine", "l2", "ip")
-    keys: str = "auto"
     dim: int = 768
     lookups: int = 1000
     seed: int = 0
@@ -62,7 +60,6 @@ def run(settings: LookupSettings, *, progress: bool = False) -> BenchReport:
             metric,
             settings.lookups,
             settings.seed,
-            keys=settings.keys,
             progress=progress,
         )
     ]
@@ -76,20 +73,19 @@ def lookup_rows(
     lookups: int,
     seed: int,
     *,
-    keys: str = "auto",
     progress: bool = False,
 ) -> list[Row]:
     """The rows of one capacity and metric; see :func:`run`."""
     questions = _Questions(capacity, dim, seed)
     stored = questions.draw(capacity)
-    cache = ProximityCache(capacity, TOLERANCE, metric, dim=dim, keys=keys)
+    cache = ProximityCache(capacity, TOLERANCE, metric, dim=dim)
     start = time.perf_counter()
     for number, key in enumerate(tqdm(stored, f"{capacity} keys, {metric}", disable=not progress)):
         cache.insert(key, (number,), partition=PARTITION)
     insert_us = (time.perf_counter() - start) * 1e6 / capacity
     equal = stored[questions.rng.integers(0, capacity, lookups)]
     asked = {FAR: questions.draw(lookups), NEAR: questions.near(equal, _GAPS[metric]), EQUAL: equal}
-    approximate = uses_graph(keys, capacity)
+    approximate = capacity >= GRAPH_FROM and find_spec("hnswlib") is not None
     named = {"capacity": capacity, "dim": dim, "metric": metric, "keys": "graph" if approximate else "exact"}
     return [
         named

@@ -20,8 +20,7 @@ from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.calibrate import ROUND, Loss, Losses, candidates, race
 from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.engines import FULL, Engines
-from ragcachekit.commands.question_prompts import PromptMaker
-from ragcachekit.commands.questions import DOCUMENT
+from ragcachekit.commands.questions import DOCUMENT, PromptMaker
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.measured import Budget
 
@@ -127,7 +126,7 @@ def _row(
             lambda number, racing: [table[number][column[name]] for name in racing], policies, drawn, budget
         )
         within = [one for one in found if one.decision(budget) == "within"]
-        name = min(within, key=lambda one: one.mean("ratio")).policy if within else FULL.policy
+        name = min(within, key=lambda one: one.mean.ratio).policy if within else FULL.policy
         names[name] += 1
         lost.append(float(losses[others, column[name]].mean()) if within else 0.0)
         answers.append(sum(len(one.losses) for one in found))

@@ -15,7 +15,7 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.entry import EntryImage, entry_name
+from ragcachekit.store.entry import encode_entry, entry_name
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 
@@ -123,7 +123,7 @@ def _fill(folder: Path, entries: int) -> list[KVKey]:
     keys = [KVKey("bench", "bench", str(number)) for number in range(entries)]
     folder.mkdir(mode=0o700, parents=True)
     for number, key in enumerate(keys):
-        (folder / entry_name(key.digest())).write_bytes(b"".join(EntryImage(key, _tiny(number)).parts()))
+        (folder / entry_name(key)).write_bytes(b"".join(encode_entry(key, _tiny(number))))
     store = DiskStore(folder, _BUDGET)
     try:
         last = store.get(keys[-1])

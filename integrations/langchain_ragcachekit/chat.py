@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, merge_message_runs
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel
 
 from langchain_ragcachekit.messages import as_schemas, to_dicts, tool_fields
 from langchain_ragcachekit.settings import EngineSettings, together
-from langchain_ragcachekit.structured_output import parsed, parser_of, with_instructions
 from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate
 
 UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
 """Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
+
+INSTRUCTIONS = (
+    "\n\nAnswer with one JSON object and nothing else: no explanation and no code fence. It has values for "
+    "this JSON schema:\n"
+)
+"""Asks for structured output: nothing constrains what the model writes."""
 
 
 class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _stream names its prompt
@@ -90,12 +100,12 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         elif method == "json_schema":
 
             def instructed(prompt: LanguageModelInput) -> list[BaseMessage]:
-                return with_instructions(self._convert_input(prompt).to_messages(), schema)
+                return _with_instructions(self._convert_input(prompt).to_messages(), schema)
 
             llm = RunnableLambda(instructed) | self.bind(**tracing)
         else:
             raise ValueError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
-        return parsed(llm, parser_of(schema, method == "function_calling"), include_raw)
+        return _parsed(llm, _parser_of(schema, method == "function_calling"), include_raw)
 
     def batch(
         self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
@@ -167,3 +177,29 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
     @property
     def _llm_type(self) -> str:
         return "ragcachekit-chat"
+
+
+def _with_instructions(messages: Sequence[BaseMessage], schema: Any) -> list[BaseMessage]:
+    """The messages with the schema at their end, after the chunks: what is cached stays cached."""
+    instructions = HumanMessage(INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False))
+    return [*messages[:-1], *merge_message_runs([*messages[-1:], instructions], chunk_separator="")]
+
+
+def _parser_of(schema: Any, by_tools: bool) -> BaseOutputParser[Any]:
+    """What reads an answer, or its first tool call, as an object of the schema."""
+    is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
+    if not by_tools:
+        return PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
+    if is_model:
+        return PydanticToolsParser(tools=[schema], first_tool_only=True)
+    name = convert_to_openai_tool(schema)["function"]["name"]
+    return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+
+
+def _parsed(llm: Runnable[Any, Any], parser: BaseOutputParser[Any], include_raw: bool) -> Runnable[Any, Any]:
+    """The model with its parser; with ``include_raw`` a dict of ``raw``, ``parsed`` and ``parsing_error``."""
+    if not include_raw:
+        return llm | parser
+    read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    unread = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=llm) | read.with_fallbacks([unread], exception_key="parsing_error")

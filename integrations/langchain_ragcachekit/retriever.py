@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from functools import partial
 from typing import Any, Self, Unpack
 
 from langchain_core.callbacks import (
@@ -22,11 +23,24 @@ from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
-from langchain_ragcachekit.document_order import noted_order, source_of
-from langchain_ragcachekit.partitions import RULES
-from langchain_ragcachekit.search import DEFAULT_K, Search, found_document, metric_of, vector_store_of
+from langchain_ragcachekit.document_order import noted_order, source_of, text_of
+from langchain_ragcachekit.search import (
+    DEFAULT_K,
+    RULES,
+    Search,
+    found_document,
+    metric_of,
+    vector_store_of,
+)
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
-from ragcachekit import Lookup, Partition, Retrieved, RetrieverCache, RetrieverSettings
+from ragcachekit.retrieval.plumbing import (
+    Call,
+    Partition,
+    Retrieved,
+    RetrieverCache,
+    RetrieverSettings,
+    finished,
+)
 
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
@@ -46,19 +60,19 @@ class RagCacheRetriever(BaseRetriever):
     Its results are also registered with the engine, so that the chat model recognises the chunks in the
     prompt and entries on disk begin to load. Documents are copies with the same ``id``.
 
-    A result is found again only for the same namespace, ``k``, search arguments and state of the wrapped
-    retriever (its fields and those of what it wraps, at any depth). Unless that is a plain vector store
-    retriever, the ``configurable`` values of the run must be the same, too. Classes and functions of your own
-    may depend on anything: what they find is not cached unless ``partition`` names what counts, or the class
-    does so in a method ``cache_key_parts()``. The same holds for functions as search arguments, and for what
-    is too large to be compared at every question. This is logged once.
+    A result is found again only for the same namespace, ``k``, search arguments and fields of the wrapped
+    retriever. Unless that is a plain vector store retriever, the ``configurable`` values of the run must be
+    the same, too. Classes and functions of your own may depend on anything: what they find is not cached
+    unless ``partition`` names what counts, or the class does so in a method ``cache_key_parts()``. The same
+    holds for functions as search arguments, and for what is too large to be compared at every question. This
+    is logged once.
 
     Changes of vector stores and document stores through their methods (``add_documents``, ``delete``, ...)
     are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
-    callbacks: the distance of the cached question, the microseconds of the lookup, a note where the
-    question's embedding was of no use, and why a near enough question was refused.
+    callbacks: the distance of the cached question, the microseconds of the lookup, a note if the question's
+    embedding could not be used, and why a near enough question was refused.
 
     Attributes
     ----------
@@ -71,8 +85,7 @@ class RagCacheRetriever(BaseRetriever):
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes;
         ``invoke(question, use_cache=False)`` searches, and keeps nothing.
-    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, target_recall,
-    embedding_cache, partition
+    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -88,10 +101,8 @@ class RagCacheRetriever(BaseRetriever):
     metric: str | None = None
     eviction: str = "fifo"
     ttl: float | None = Field(default=None, gt=0)
-    guard: bool = True
+    guard: SkipValidation[bool | Callable[[str, str], bool]] = True
     version: SkipValidation[Callable[[], object] | None] = Field(default=None, exclude=True, repr=False)
-    target_recall: float | None = Field(default=None, gt=0, le=1)
-    embedding_cache: int | None = Field(default=None, ge=0)
     partition: SkipValidation[CustomPartition | None] = Field(default=None, exclude=True, repr=False)
     _retrieval: RetrieverCache[Document] = PrivateAttr()
 
@@ -156,19 +167,22 @@ class RagCacheRetriever(BaseRetriever):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.partition is not None and not callable(self.partition):
             raise ValueError(f"partition= must be a function of (question, config), got {self.partition!r}")
-        names = RetrieverSettings.__annotations__.keys() - {"namespace"}
-        settings: Any = {name: getattr(self, name) for name in names}
+        settings: Any = {
+            name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
+        }
         folder = store.questions if isinstance(store, RagCacheVectorStore) else None
         try:
-            self._retrieval = RetrieverCache(RULES, _text, folder=folder, **settings)
+            self._retrieval = RetrieverCache(RULES, text_of, source_of, folder=folder, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
         if isinstance(store, RagCacheVectorStore):
             self._retrieval.follow(store.index)
-        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
-        changes = self._retrieval.changes_of
-        self._retrieval.follow_order(noted_order(store, self.cache, namespace, changes))
+        self._retrieval.follow_order(self._namespace, partial(noted_order, store))
         return self
+
+    @property
+    def _namespace(self) -> str:
+        return self._retrieval.namespace_of(self.namespace)
 
     def invalidate(
         self,
@@ -192,8 +206,7 @@ class RagCacheRetriever(BaseRetriever):
 
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
-        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
-        return self.retriever, self.embeddings, namespace, self.k, self.tolerance, self.partition
+        return self.retriever, self.embeddings, self._namespace, self.k, self.tolerance, self.partition
 
     def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         """As of every retriever; the wrapped one runs with the whole ``config``."""
@@ -210,87 +223,55 @@ class RagCacheRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        search, epoch = self._search(query, kwargs, run_manager.get_child), self._retrieval.epoch
-        place = self._partition(search)
-        embedding = self._retrieval.embed(self.embeddings, query, self.embeddings.embed_query)
-        asked = self._retrieval.ask(embedding, place, query, search.own)
-        if asked is None:
-            return self._handed_out(search.run(None), epoch)
-        self._check(asked, search)
-        if not asked.result.hit and search.own is not None and not asked.result.note:
-            asked = self._searched(asked, search)
-        elif not asked.result.hit:
-            asked = self._inserted(asked, search.run(None if asked.result.note else embedding), search)
-        if run_manager.handlers:
-            dispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
-        return self._handed_out(asked.result.documents, epoch)
+        call = self._call(query, kwargs, run_manager.get_child, is_async=False)
+        documents, result = finished(self._retrieval.retrieve(call))
+        if result is not None and run_manager.handlers:
+            dispatch_custom_event(*_event(result), config={"callbacks": run_manager.get_child()})
+        return [_copied(document) for document in documents]
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        search, epoch = self._search(query, kwargs, run_manager.get_child), self._retrieval.epoch
-        place = await self._aside(self._partition, search)
-        embedding = await self._retrieval.aembed(self.embeddings, query, self.embeddings.aembed_query)
-        asked = await self._aside(self._retrieval.ask, embedding, place, query, search.own)
-        if asked is None:
-            return list(await self._aside(self._handed_out, await search.arun(None), epoch))
-        self._check(asked, search)
-        if not asked.result.hit and search.own is not None and not asked.result.note:
-            asked = await run_in_executor(None, self._searched, asked, search)
-        elif not asked.result.hit:
-            found = await search.arun(None if asked.result.note else embedding)
-            asked = self._inserted(asked, found, search)
-        if run_manager.handlers:
-            await adispatch_custom_event(*_event(asked.result), config={"callbacks": run_manager.get_child()})
-        return list(await self._aside(self._handed_out, asked.result.documents, epoch))
+        call = self._call(query, kwargs, run_manager.get_child, is_async=True)
+        documents, result = await self._retrieval.retrieve(call)
+        if result is not None and run_manager.handlers:
+            await adispatch_custom_event(*_event(result), config={"callbacks": run_manager.get_child()})
+        return [_copied(document) for document in documents]
 
-    async def _aside(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call in a thread where a file may be read or written, else here."""
-        if self._retrieval.is_on_disk:
-            return await run_in_executor(None, work, *arguments)
-        return work(*arguments)
-
-    def _check(self, asked: Lookup[Document], search: Search) -> None:
-        """Let a hit be compared with a search, now and then, where that is by vector and starts no run."""
-        if asked.result.hit and not search.is_by_text:
-            own, embedding = search.own, asked.embedding
-            find: Any = search.found_texts if own is None else own.ids
-            self._retrieval.check(asked, lambda: find(embedding))
-
-    def _searched(self, asked: Lookup[Document], search: Search) -> Lookup[Document]:
-        assert search.own is not None
-        return asked._replace(result=self._retrieval.answer_own(asked, search.own, self._partition(search)))
-
-    def _inserted(self, asked: Lookup[Document], found: list[Document], search: Search) -> Lookup[Document]:
-        return asked._replace(result=self._retrieval.answer(asked, found, self._partition(search)))
-
-    def _search(
-        self, query: str, kwargs: dict[str, Any], callbacks: Callable[[], BaseCallbackManager]
-    ) -> Search:
+    def _call(
+        self, query: str, kwargs: dict[str, Any], callbacks: Callable[[], BaseCallbackManager], is_async: bool
+    ) -> Call[Document]:
         given = kwargs.pop(CONFIG, None) or ensure_config()
         retriever, config = self.retriever, given
         if isinstance(retriever, DynamicRunnable):
             retriever, config = retriever.prepare(given)
         use_cache = kwargs.pop("use_cache", True)
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
-        return Search(retriever, self.embeddings, query, overrides, config, callbacks, use_cache)
+        search = Search(retriever, self.embeddings, query, overrides, config, callbacks)
+        embed = self.embeddings.aembed_query if is_async else self.embeddings.embed_query
+        return Call(
+            self._namespace,
+            query,
+            lambda: self._partition(search) if use_cache else None,
+            lambda: embed(query),
+            search.arun if is_async else search.run,
+            search.own,
+            partial(run_in_executor, None) if is_async else None,
+        )
 
     def _partition(self, search: Search) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
-        if not search.use_cache:
-            return None
-        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
-        question = (search.query, search.config)
+        question, partitioner = (search.query, search.config), self._retrieval.partitioner
         if search.own is not None:
-            name, where = self._retrieval.follow(search.own.index), search.filter
-            return self._retrieval.partitioner.of_own_index(namespace, name, where, question)
+            name, where = self._retrieval.follow(search.own.index), search.arguments.get("filter")
+            return partitioner.of_own_index(self._namespace, name, where, question)
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
             values = search.config.get("configurable") or {}
             configurable = {n: value for n, value in values.items() if not n.startswith(INTERNAL)}
-        text = search.query if self.tolerance == 0 and search.is_by_text else None
-        return self._retrieval.partitioner.partition(
-            namespace,
+        text = search.query if self.tolerance == 0 and search.store is None else None
+        return partitioner.partition(
+            self._namespace,
             search.overrides.get("k", UNSTATED_K),
             search.retriever,
             (dict(search.overrides), self.embeddings, text),
@@ -298,17 +279,10 @@ class RagCacheRetriever(BaseRetriever):
             question=question,
         )
 
-    def _handed_out(self, documents: Iterable[Document], epoch: int) -> list[Document]:
-        # The text is immutable and shared; model_copy copies the id and the fields of subclasses.
-        copies = [d.model_copy(update={"metadata": _copy_metadata(d.metadata)}) for d in documents]
-        namespace = self._retrieval.namespace_of(self.cache, self.namespace)
-        texts, sources = [_text(d) for d in copies], [source_of(d) for d in copies]
-        self._retrieval.register(self.cache, namespace, texts, epoch, sources)
-        return copies
 
-
-def _text(document: Document) -> str:
-    return document.page_content
+def _copied(document: Document) -> Document:
+    # The text is immutable and shared; model_copy copies the id and the fields of subclasses.
+    return document.model_copy(update={"metadata": _copy_metadata(document.metadata)})
 
 
 def _copy_metadata(metadata: dict[str, Any]) -> dict[str, Any]:

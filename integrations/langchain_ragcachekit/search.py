@@ -1,21 +1,42 @@
-"""The search of one question, with the vector already computed for the lookup where that is the same."""
+"""What a LangChain retriever searches, and by what; what its results depend on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from langchain_core.callbacks import BaseCallbackManager
+from langchain_core.callbacks import BaseCallbackHandler, BaseCallbackManager
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from langchain_core.language_models import BaseLanguageModel
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableWithFallbacks
 from langchain_core.runnables.config import patch_config
 from langchain_core.runnables.configurable import DynamicRunnable
+from langchain_core.stores import BaseStore
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from langchain_ragcachekit.vector_store import RagCacheVectorStore, as_document, as_where
-from ragcachekit import OwnSearch
+from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
+
+LIBRARIES = frozenset(
+    {
+        *("langchain_core", "langchain_classic", "langchain_community", "langchain_ragcachekit"),
+        *("langchain_chroma", "langchain_elasticsearch", "langchain_milvus", "langchain_pinecone"),
+        *("langchain_postgres", "langchain_qdrant", "langchain_text_splitters", "sqlalchemy"),
+    }
+)
+"""Packages whose retrievers and stores depend on their fields and on nothing else."""
+
+RULES = KeyRules(
+    libraries=LIBRARIES,
+    indexes=(VectorStore, BaseStore),
+    delegating=(VectorStore, BaseStore),
+    retrievers=(Runnable,),
+    models=(Embeddings, BaseLanguageModel),
+    ignored=(BaseCallbackHandler, BaseCallbackManager),
+    uncached=(RunnableWithFallbacks,),
+)
 
 BY_VECTOR = frozenset(
     {
@@ -30,7 +51,6 @@ BY_VECTOR = frozenset(
 
 Others add keywords to the vector, at times by a setting; they are always asked with the text.
 """
-
 
 DEFAULT_K = 4
 """Of LangChain's vector stores."""
@@ -54,7 +74,7 @@ def metric_of(store: VectorStore | None) -> str | None:
 
 
 class Search:
-    """The search of one question.
+    """The search of one question, with the lookup's vector where that is known to give the same.
 
     ``callbacks`` makes the callback manager of a child run; a search by vector has none.
     """
@@ -67,40 +87,24 @@ class Search:
         overrides: Mapping[str, Any],
         config: RunnableConfig,
         callbacks: Callable[[], BaseCallbackManager],
-        use_cache: bool = True,
     ) -> None:
-        self.use_cache = use_cache
         self.retriever, self.query, self.overrides, self.config = retriever, query, overrides, config
         self._callbacks = callbacks
         self._asked, self._kwargs = _with_arguments(retriever, overrides)
-        self._store, self._arguments = _by_vector(retriever, embeddings, overrides)
-        self.own = None if self._store is None else _in_own_index(self._store, self._arguments)
-
-    @property
-    def filter(self) -> Any:
-        """The filter of a search in an embedded store."""
-        return self._arguments.get("filter")
-
-    @property
-    def is_by_text(self) -> bool:
-        """Whether what is found depends on more of the question than its embedding."""
-        return self._store is None
-
-    def found_texts(self, embedding: Any) -> list[tuple[str, None]]:
-        """Texts of what a search by vector finds now."""
-        return [(found.page_content, None) for found in self.run(embedding.tolist())]
+        self.store, self.arguments = _by_vector(retriever, embeddings, overrides)
+        self.own = None if self.store is None else _in_own_index(self.store, self.arguments)
 
     def run(self, embedding: Any) -> list[Document]:
-        """Search by vector where that is known to be the same, else by text; by text without an embedding."""
-        if self._store is not None and embedding is not None:
-            return self._store.similarity_search_by_vector(embedding, **self._arguments)
+        """Search by vector where that is the same, else by text; by text without an embedding."""
+        if self.store is not None and embedding is not None:
+            return self.store.similarity_search_by_vector(embedding, **self.arguments)
         found: list[Document] = self._asked.invoke(self.query, self._child(), **self._kwargs)
         return found
 
     async def arun(self, embedding: Any) -> list[Document]:
         """:meth:`run`, awaited."""
-        if self._store is not None and embedding is not None:
-            return await self._store.asimilarity_search_by_vector(embedding, **self._arguments)
+        if self.store is not None and embedding is not None:
+            return await self.store.asimilarity_search_by_vector(embedding, **self.arguments)
         found: list[Document] = await self._asked.ainvoke(self.query, self._child(), **self._kwargs)
         return found
 

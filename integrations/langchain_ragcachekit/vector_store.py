@@ -14,7 +14,8 @@ from langchain_core.runnables import run_in_executor
 from langchain_core.vectorstores import VectorStore
 from tqdm.auto import tqdm
 
-from ragcachekit import DocumentIndex, name_of
+from ragcachekit import DocumentIndex
+from ragcachekit.retrieval.plumbing import name_of
 
 _TOGETHER = 256  # documents that are embedded and stored at once
 
@@ -38,8 +39,6 @@ class RagCacheVectorStore(VectorStore):
     path : path, optional
         A folder, made if it does not exist. What it holds already is opened.
     metric : {"cosine", "l2", "ip"}
-    mmap : bool
-        Map the vectors from disk instead of reading them; ``faiss-*`` only.
     **options
         Of the index, such as ``ef_search=128``.
 
@@ -58,12 +57,11 @@ class RagCacheVectorStore(VectorStore):
         index: str = "faiss-flat",
         path: str | os.PathLike[str] | None = None,
         metric: str = "cosine",
-        mmap: bool = False,
         **options: Any,
     ) -> None:
         self._embedding = embedding
         named = None if path is None else name_of(embedding)
-        self.index = DocumentIndex(index, metric, path, embedder=named, mmap=mmap, **options)
+        self.index = DocumentIndex(index, metric, path, embedder=named, **options)
 
     @classmethod
     def from_texts(

@@ -7,9 +7,9 @@ from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
-from llama_index_ragcachekit.own_index import own_index_of
+from llama_index_ragcachekit.search import own_index_of
 from llama_index_ragcachekit.vector_store import as_node
-from ragcachekit import NotedOrder
+from ragcachekit.retrieval.plumbing import NotedOrder
 
 
 def note_order(engine: Any, namespace: str, nodes: Iterable[BaseNode]) -> None:
@@ -22,43 +22,22 @@ def note_order(engine: Any, namespace: str, nodes: Iterable[BaseNode]) -> None:
         if node.ref_doc_id is not None:
             groups.setdefault(node.ref_doc_id, []).append(node)
     for document, chunks in groups.items():
-        texts = [chunk.get_content(metadata_mode=MetadataMode.NONE) for chunk in chunks]
-        engine.order(document, texts, starts=_places(chunks), namespace=namespace)
+        engine.order(
+            document, [text_of(chunk) for chunk in chunks], starts=_places(chunks), namespace=namespace
+        )
 
 
 def noted_order(
     retriever: Any, engine: Any, namespace: str, version: Callable[[object], Hashable]
 ) -> NotedOrder[BaseNode] | None:
     """The order of the nodes that a retriever searches; None where they cannot be listed."""
-    if engine is None:
-        return None
     if (index := own_index_of(retriever)) is not None:
-        return NotedOrder(
-            engine,
-            namespace,
-            version=lambda: index.version,
-            ids=lambda: index.ids,
-            get=lambda ids: [(one.id, as_node(one)) for one in index.get(ids)],
-            text=text_of,
-            note=note_order,
-        )
+        return NotedOrder.of_index(engine, namespace, text_of, note_order, index, as_node)
     docstore: Any = getattr(getattr(retriever, "_index", None), "docstore", None)
     if not isinstance(getattr(docstore, "docs", None), dict):
         return None
-
-    def get(ids: Sequence[Any]) -> list[tuple[Hashable, BaseNode]]:
-        held = docstore.docs
-        return [(one, held[one]) for one in ids if one in held]
-
-    return NotedOrder(
-        engine,
-        namespace,
-        version=lambda: version(docstore),
-        ids=lambda: list(docstore.docs),
-        get=get,
-        text=text_of,
-        note=note_order,
-        may_replace=True,
+    return NotedOrder.of_mapping(
+        engine, namespace, text_of, note_order, lambda: docstore.docs, lambda n: n, lambda: version(docstore)
     )
 
 

@@ -23,9 +23,8 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from pydantic import Field, SkipValidation, model_validator
 
-from llama_index_ragcachekit.messages import to_dicts
+from llama_index_ragcachekit.messages import as_chat, as_completion, to_dicts
 from llama_index_ragcachekit.pickling import NotPickled
-from llama_index_ragcachekit.responses import as_chat, as_completion
 from ragcachekit import agenerate, astream
 from ragcachekit.frameworks import (
     DEFAULT_MAX_TOKENS,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy, deepcopy
+from functools import partial
 from typing import Any, Self, Unpack
 
 from llama_index.core import StorageContext, VectorStoreIndex
@@ -15,15 +15,23 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_SIMILARITY_TOP_K
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.retrievers import BaseRetriever
-from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from llama_index_ragcachekit.document_order import noted_order, texts_and_sources
+from llama_index_ragcachekit.document_order import noted_order, text_of
 from llama_index_ragcachekit.events import QueryCacheEvent
-from llama_index_ragcachekit.own_index import filters_of, own_index_of, own_search
-from llama_index_ragcachekit.partitions import RULES, is_by_embedding
+from llama_index_ragcachekit.search import RULES, filters_of, is_by_embedding, own_index_of, own_search
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
-from ragcachekit import Lookup, OwnSearch, Partition, RetrieverCache, RetrieverSettings, name_of
+from ragcachekit.retrieval.plumbing import (
+    Answer,
+    Call,
+    OwnSearch,
+    Partition,
+    RetrieverCache,
+    RetrieverSettings,
+    finished,
+    name_of,
+)
 
 dispatcher = get_dispatcher(__name__)
 
@@ -41,11 +49,10 @@ class RagCacheRetriever(BaseRetriever):
     although query engines put metadata before them. A hit gives copies, with the scores of their search; for
     a near question, the nodes' metadata shows that under ``ragcachekit_score``.
 
-    A result is found again only for the same namespace and the same state of the wrapped retriever (its
-    attributes and those of what it wraps, at any depth). Classes and functions of your own may depend on
-    anything: what they find is not cached unless ``partition`` names what counts, or the class does so in a
-    method ``cache_key_parts()``. The same holds for what is too large to be compared at every question.
-    This is logged once.
+    A result is found again only for the same namespace and the same fields of the wrapped retriever. Classes
+    and functions of your own may depend on anything: what they find is not cached unless ``partition`` names
+    what counts, or the class does so in a method ``cache_key_parts()``. The same holds for what is too large
+    to be compared at every question. This is logged once.
 
     Changes of indexes and stores through their methods (``insert``, ``delete_ref_doc``, ``refresh``, ``add``,
     ...) are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
@@ -83,24 +90,21 @@ class RagCacheRetriever(BaseRetriever):
         self._custom = settings.get("partition")
         if self._custom is not None and not callable(self._custom):
             raise TypeError(f"partition= must be a function of a QueryBundle, got {self._custom!r}")
-        self._namespace = settings.get("namespace")
-        self._cache = settings.get("cache")
         self._exact = settings.get("tolerance", 0) == 0
-        others: Any = {name: value for name, value in settings.items() if name != "namespace"}
-        index = own_index_of(retriever)
-        if others.get("metric") is None and index is not None:
-            others["metric"] = index.metric
+        index, given = own_index_of(retriever), dict(settings)
+        given.pop("namespace", None)
+        if given.get("metric") is None and index is not None:
+            given["metric"] = index.metric
         folder = None if index is None or index.path is None else index.path / "questions"
-        self._retrieval: RetrieverCache[NodeWithScore] = RetrieverCache(RULES, _text, folder=folder, **others)
+        cache: Any = RetrieverCache
+        self._retrieval: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, folder=folder, **given)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
         if index is not None:
             self._retrieval.follow(index)
-        namespace = self._retrieval.namespace_of(self._cache, self._namespace)
-        self._retrieval.follow_order(
-            noted_order(retriever, self._cache, namespace, self._retrieval.changes_of)
-        )
+        self._namespace = self._retrieval.namespace_of(settings.get("namespace"))
+        self._retrieval.follow_order(self._namespace, partial(noted_order, retriever))
 
     @classmethod
     def from_nodes(
@@ -163,126 +167,69 @@ class RagCacheRetriever(BaseRetriever):
 
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
-        namespace = self._retrieval.namespace_of(self._cache, self._namespace)
-        return self._retriever, self._embed_model, namespace, self._exact, self._custom
+        return self._retriever, self._embed_model, self._namespace, self._exact, self._custom
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        epoch, own, embedding = self._retrieval.epoch, self._own_search(), query_bundle.embedding
-        place = self._partition(query_bundle, own)
-        if embedding is None:
-            strings, model = query_bundle.embedding_strs, self._embed_model
-            embedding = self._retrieval.embed(
-                model, json.dumps(strings), lambda _: model.get_agg_embedding_from_queries(strings)
-            )
-        asked = self._retrieval.ask(embedding, place, asked_by(query_bundle), own)
-        self._check(asked, own)
-        found = None
-        if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
-            asked = self._searched(asked, own, query_bundle)
-        elif asked is None or not asked.result.hit:
-            found = self._retriever.retrieve(self._inner_bundle(query_bundle, asked, embedding))
-        return self._answer(asked, found, query_bundle, epoch, own)
+        call = self._call(query_bundle, is_async=False)
+        return _handed_out(call, finished(self._retrieval.retrieve(call)))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        epoch, own, embedding = self._retrieval.epoch, self._own_search(), query_bundle.embedding
-        place = await self._aside(self._partition, query_bundle, own)
-        if embedding is None:
-            strings, model = query_bundle.embedding_strs, self._embed_model
-            embedding = await self._retrieval.aembed(
-                model, json.dumps(strings), lambda _: model.aget_agg_embedding_from_queries(strings)
-            )
-        asked = await self._aside(self._retrieval.ask, embedding, place, asked_by(query_bundle), own)
-        self._check(asked, own)
-        found = None
-        if asked is not None and own is not None and not asked.result.hit and not asked.result.note:
-            asked = await asyncio.to_thread(self._searched, asked, own, query_bundle)
-        elif asked is None or not asked.result.hit:
-            bundle = self._inner_bundle(query_bundle, asked, embedding)
-            if type(self._retriever)._aretrieve is BaseRetriever._aretrieve:  # calls _retrieve in the loop
-                found = await asyncio.to_thread(self._retriever.retrieve, bundle)
-            else:
-                found = await self._retriever.aretrieve(bundle)
-        return list(await self._aside(self._answer, asked, found, query_bundle, epoch, own))
+        call = self._call(query_bundle, is_async=True)
+        return _handed_out(call, await self._retrieval.retrieve(call))
 
-    async def _aside(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call in a thread where a file may be read or written, else here."""
-        if self._retrieval.is_on_disk:
-            return await asyncio.to_thread(work, *arguments)
-        return work(*arguments)
+    def _call(self, bundle: QueryBundle, is_async: bool) -> Call[NodeWithScore]:
+        own, inner, model = own_search(self._retriever, self._embed_model), self._retriever, self._embed_model
+        embed = model.aget_agg_embedding_from_queries if is_async else model.get_agg_embedding_from_queries
+        search: Any = inner.aretrieve if is_async else inner.retrieve
+        if is_async and type(inner)._aretrieve is BaseRetriever._aretrieve:  # calls _retrieve in the loop
+            search = partial(asyncio.to_thread, inner.retrieve)
+        return Call(
+            self._namespace,
+            asked_by(bundle),
+            lambda: self._partition(bundle, own),
+            lambda: embed(bundle.embedding_strs) if bundle.embedding is None else bundle.embedding,
+            lambda embedding: search(self._inner_bundle(bundle, embedding)),
+            own,
+            asyncio.to_thread if is_async else None,
+        )
 
-    def _check(self, asked: Lookup[NodeWithScore] | None, own: OwnSearch[NodeWithScore] | None) -> None:
-        """Let a hit be compared with a search of an index of one's own, now and then."""
-        if asked is not None and own is not None:
-            ids: Any = own.ids
-            self._retrieval.check(asked, lambda: ids(asked.embedding))
-
-    def _own_search(self) -> OwnSearch[NodeWithScore] | None:
-        return own_search(self._retriever, self._embed_model)
-
-    def _searched(
-        self, asked: Lookup[NodeWithScore], own: OwnSearch[NodeWithScore], bundle: QueryBundle
-    ) -> Lookup[NodeWithScore]:
-        return asked._replace(result=self._retrieval.answer_own(asked, own, self._partition(bundle, own)))
-
-    def _inner_bundle(
-        self, bundle: QueryBundle, asked: Lookup[NodeWithScore] | None, embedding: list[float] | None
-    ) -> QueryBundle:
+    def _inner_bundle(self, bundle: QueryBundle, embedding: Any) -> QueryBundle:
         # A copy: VectorIndexRetriever writes into the bundle. The embedding goes along only where it can
         # be used and the wrapped retriever would compute the very same.
         inner = copy(bundle)
-        usable = asked is not None and asked.result.note is None
-        if usable and getattr(self._retriever, "_embed_model", None) is self._embed_model:
+        if embedding is not None and getattr(self._retriever, "_embed_model", None) is self._embed_model:
             inner.embedding = embedding
         return inner
 
     def _partition(self, bundle: QueryBundle, own: OwnSearch[NodeWithScore] | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
-        namespace = self._retrieval.namespace_of(self._cache, self._namespace)
+        namespace, partitioner = self._namespace, self._retrieval.partitioner
         others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
         if own is not None and not any(others.values()):
             name = self._retrieval.follow(own.index)
-            return self._retrieval.partitioner.of_own_index(
-                namespace, name, filters_of(self._retriever), (bundle,)
-            )
+            return partitioner.of_own_index(namespace, name, filters_of(self._retriever), (bundle,))
         asked: object = None
         if self._exact and not is_by_embedding(self._retriever, self._embed_model):
             asked = (bundle.query_str, bundle.custom_embedding_strs)
         arguments = (others, self._embed_model, asked)
-        return self._retrieval.partitioner.partition(
-            namespace, 1, self._retriever, arguments, question=(bundle,)
-        )
+        return partitioner.partition(namespace, 1, self._retriever, arguments, question=(bundle,))
 
-    def _answer(
-        self,
-        asked: Lookup[NodeWithScore] | None,
-        found: list[NodeWithScore] | None,
-        bundle: QueryBundle,
-        epoch: int,
-        own: OwnSearch[NodeWithScore] | None,
-    ) -> list[NodeWithScore]:
-        """The nodes of a search or a hit, registered with the engine."""
-        if asked is not None:
-            result = asked.result
-            if found is None and own is not None:
-                found = list(result.documents)
-            elif found is None:
-                found = [copied(item, is_near=bool(result.distance)) for item in result.documents]
-            else:
-                copies = [copied(item) for item in found]
-                result = self._retrieval.answer(asked, copies, self._partition(bundle, own))
-            event = QueryCacheEvent(
-                hit=result.hit,
-                distance=result.distance,
-                lookup_us=result.lookup_us,
-                note=result.note,
-                refused=result.refused,
-            )
-            dispatcher.event(event)
-        nodes_found = found or []
-        texts, sources = texts_and_sources(nodes_found)
-        namespace = self._retrieval.namespace_of(self._cache, self._namespace)
-        self._retrieval.register(self._cache, namespace, texts, epoch, sources)
-        return nodes_found
+
+def _handed_out(call: Call[NodeWithScore], answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
+    """Copies of the nodes, after an event of the lookup."""
+    result = answer.result
+    if result is None:
+        return list(answer.documents)
+    event = QueryCacheEvent(
+        hit=result.hit,
+        distance=result.distance,
+        lookup_us=result.lookup_us,
+        note=result.note,
+        refused=result.refused,
+    )
+    dispatcher.event(event)
+    is_near = bool(result.distance) and call.own is None
+    return [copied(item, is_near) for item in answer.documents]
 
 
 def asked_by(bundle: QueryBundle) -> str:
@@ -295,7 +242,11 @@ def _with_score(record: Any, distance: float) -> NodeWithScore:
 
 
 def _text(item: NodeWithScore) -> str:
-    return item.node.get_content(metadata_mode=MetadataMode.NONE)
+    return text_of(item.node)
+
+
+def _source(item: NodeWithScore) -> str | None:
+    return item.node.ref_doc_id
 
 
 def copied(item: NodeWithScore, is_near: bool = False) -> NodeWithScore:

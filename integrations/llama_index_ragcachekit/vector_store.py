@@ -40,8 +40,6 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
     path : path, optional
         A folder, made if it does not exist. What it holds already is opened.
     metric : {"cosine", "l2", "ip"}
-    mmap : bool
-        Map the vectors from disk instead of reading them; ``faiss-*`` only.
     embedder : str, optional
         Name of the embedding model; opening the folder with another one is refused.
     **options
@@ -64,12 +62,11 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
         index: str = "faiss-flat",
         path: str | os.PathLike[str] | None = None,
         metric: str = "cosine",
-        mmap: bool = False,
         embedder: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(stores_text=True)
-        self._index = DocumentIndex(index, metric, path, embedder=embedder, mmap=mmap, **options)
+        self._index = DocumentIndex(index, metric, path, embedder=embedder, **options)
 
     @classmethod
     def class_name(cls) -> str:

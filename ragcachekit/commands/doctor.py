@@ -38,7 +38,7 @@ def doctor(
     question: Annotated[str | None, typer.Option(help="Given to the function of --call.")] = None,
     model: opt.OptionalModel = None,
 ) -> None:
-    """Say which documents of a prompt are found as chunks, why others are not, and what to change.
+    """Show which documents of a prompt are found as chunks, why others are not, and what to change.
 
     Ends with 1 if some are not found. Only the tokenizer and the chat template of --model are loaded.
     """

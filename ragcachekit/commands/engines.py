@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ragcachekit.commands.datasets import Question
-from ragcachekit.commands.question_prompts import QuestionPrompt
+from ragcachekit.commands.questions import QuestionPrompt
 from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError

@@ -19,7 +19,7 @@ import typer
 from rich.filesize import decimal as size
 
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.ask import AskSettings, CorpusSearch, Say
+from ragcachekit.commands.ask import AskSettings, CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
 from ragcachekit.errors import RagCacheError
 
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from ragcachekit.commands.bench.report import BenchReport
     from ragcachekit.commands.corpus import Corpus
 
-MIN_SHARE = 0.1
-"""Share of the prompt tokens that must come from the cache for it to be worth its memory."""
-SHARES = (0.1, 0.25, 0.5, 1.0)
-"""Sizes of the cache that are replayed, as shares of the KV that the log uses."""
+MIN_SHARE = 0.1  # of the prompt tokens that must come from the cache for it to be worth its memory
+SHARES = (0.1, 0.25, 0.5, 1.0)  # sizes of the cache that are replayed, of the KV that the log uses
 SUMMARY, SIZES = "summary", "sizes"  # parts of the report
 
 _CHUNK_NAME = re.compile(r"\S+#\d+")
@@ -62,7 +60,7 @@ def estimate(
     questions = read_log(log)
     quiet_loading()
     settings = AskSettings(corpus, model, cache=cache, chunk_tokens=chunk_tokens, k=k, tolerance=tolerance)
-    report = run(settings, questions, note)
+    report = run(settings, questions)
     summary = report.part(SUMMARY).rows[0]
     show(_described(summary))
     show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
@@ -123,7 +121,7 @@ def _logged(number: int, text: str) -> LoggedQuestion:
     return LoggedQuestion(number, question, tuple(chunks))
 
 
-def run(settings: AskSettings, log: Sequence[LoggedQuestion], say: Say = lambda _: None) -> BenchReport:
+def run(settings: AskSettings, log: Sequence[LoggedQuestion]) -> BenchReport:
     """Replay a log; a row of the part ``summary``, and one per size of the cache.
 
     ``tokens_found`` is the share of all prompt tokens that come from a cache of that size, filled by the log
@@ -136,12 +134,12 @@ def run(settings: AskSettings, log: Sequence[LoggedQuestion], say: Say = lambda 
 
     tokenizer, corpus = load_tokenizer(settings.model), settings.checked_corpus()
     for skipped in corpus.notes:
-        say(skipped)
+        note(skipped)
     prompt, token_bytes = prompt_for(tokenizer), kv_bytes_per_token(settings.model)
     sizes: dict[str, int] = {}
     prompts: list[list[str]] = []
     tokens, saved = [], 0
-    for question, texts, hit in _retrieved(settings, log, corpus, say):
+    for question, texts, hit in _retrieved(settings, log, corpus):
         for text in texts:
             if text not in sizes:
                 sizes[text] = len(tokenizer(text, add_special_tokens=False).input_ids)
@@ -151,50 +149,45 @@ def run(settings: AskSettings, log: Sequence[LoggedQuestion], say: Say = lambda 
     if not sizes:
         raise ValueError("no question of the log has chunks, so there is nothing to reuse")
     known, total, used = set(corpus.texts), sum(tokens), sum(sizes.values())
-    uses = sum(map(len, prompts))
+    least = max(sum(sizes[text] for text in texts) for texts in prompts)  # of the largest prompt
     rows: list[dict[str, Any]] = []
-    for share in SHARES:
-        room = max(round(share * used), max(sum(sizes[text] for text in texts) for texts in prompts))
-        found = replay(prompts, sizes.__getitem__, room)
-        ahead = replay(prompts, sizes.__getitem__, room, known)
+    for room in (max(round(share * used), least) for share in SHARES):
         rows.append(
             {
                 "part": SIZES,
                 "cache_mb": room * token_bytes / 1e6,
                 "share_of_used": room / used,
-                "tokens_found": found / total,
-                "after_precompute": ahead / total,
+                "tokens_found": replay(prompts, sizes.__getitem__, room) / total,
+                "after_precompute": replay(prompts, sizes.__getitem__, room, known) / total,
             }
         )
-    best, precomputed = rows[-1]["tokens_found"], rows[-1]["after_precompute"]
+    found, ahead = rows[-1]["tokens_found"], rows[-1]["after_precompute"]
     summary: dict[str, Any] = {
         "part": SUMMARY,
         "questions": len(log),
         "searches_saved": saved / len(log),
         "prompt_tokens": statistics.median(tokens),
         "chunk_token_share": sum(sizes[text] for texts in prompts for text in texts) / total,
-        "chunk_uses": uses,
+        "chunk_uses": sum(map(len, prompts)),
         "chunks_used": len(sizes),
         "chunks_not_in_corpus": len(sizes.keys() - known),
         "chunks_in_corpus": len(known),
         "kv_bytes_used": used * token_bytes,
-        "tokens_found": best,
-        "after_precompute": precomputed,
-        "helps": max(best, precomputed) >= MIN_SHARE,
+        "helps": max(found, ahead) >= MIN_SHARE,
+        "verdict": _verdict(found, ahead),
     }
-    summary["verdict"] = _verdict(best, precomputed)
     return BenchReport("estimate", settings.model, 0, (summary, *rows))
 
 
 def _retrieved(
-    settings: AskSettings, log: Sequence[LoggedQuestion], corpus: Corpus, say: Say
+    settings: AskSettings, log: Sequence[LoggedQuestion], corpus: Corpus
 ) -> Iterator[tuple[str, Sequence[str], bool]]:
     """Each question, its chunks' texts, and whether the query cache saves its search."""
     named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     # Nothing is embedded where every line names its chunks and only equal questions are hits.
     search = None
     if settings.tolerance or any(query.chunks is None for query in log):
-        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance, say)
+        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance)
     asked = set[str]()
     for query in log:
         found = None if search is None else search(query.question)
@@ -243,17 +236,12 @@ def kv_bytes_per_token(model: str) -> int:
 
 
 def _verdict(found: float, ahead: float) -> str:
+    shares = f"{found:.0%} of the prompt tokens would come from the cache, {ahead:.0%} after precompute"
     if max(found, ahead) < MIN_SHARE:
-        return f"it will not help you: {max(found, ahead):.0%} of the prompt tokens would come from the cache"
+        return f"it will not help you: {shares}"
     if found < MIN_SHARE:
-        return (
-            f"it saves time only if you run precompute first: {ahead:.0%} of the prompt tokens would come "
-            f"from the cache then, {found:.0%} without"
-        )
-    return (
-        f"it will save you time: {found:.0%} of the prompt tokens would come from the cache, {ahead:.0%} "
-        "after precompute; what answers lose by it: ragcachekit calibrate"
-    )
+        return f"it saves time only if you run precompute first: {shares}"
+    return f"it will save you time: {shares}; what answers lose by it: ragcachekit calibrate"
 
 
 def _described(summary: dict[str, Any]) -> Table:

@@ -19,7 +19,7 @@ from rich.filesize import decimal as size
 
 from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.ask import Say, corpus_index
+from ragcachekit.commands.ask import corpus_index
 from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show
 from ragcachekit.commands.manifest import Scope, read_manifests, write_manifest
 from ragcachekit.commands.own_files import OwnFiles, at_least_1
@@ -44,7 +44,7 @@ def precompute(
     cache: opt.CacheDir = None,
     namespace: opt.Namespace = "default",
     chunk_tokens: opt.ChunkTokens = 200,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how much it is.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much it is.")] = False,
     keep_gone: Annotated[bool, typer.Option("--keep-gone", help="Leave KV of what is gone.")] = False,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
@@ -75,7 +75,7 @@ def precompute(
         typer.echo(f"it would be: {_changes(work)}")
         return
     try:
-        with open_run(settings, note) as opened:
+        with open_run(settings) as opened:
             work = opened.work
             show(_amount(work))
             seconds = opened.run(progress=work.todo_tokens > 0)
@@ -177,7 +177,7 @@ def dry_work(settings: PrecomputeSettings) -> Work:
 
 
 @contextmanager
-def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterator[PrecomputeRun]:
+def open_run(settings: PrecomputeSettings) -> Iterator[PrecomputeRun]:
     """Load everything for a run, and check that its KV fits.
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError if the corpus, the model
@@ -189,7 +189,7 @@ def open_run(settings: PrecomputeSettings, say: Say = lambda _: None) -> Iterato
     corpus = settings.checked_corpus()
     tier = open_store(settings.store)
     with closing(tier), settings.open_engine(tier, corpus, cold="never") as rag:
-        run = PrecomputeRun(settings, rag, corpus, tier if settings.shared else None, say)
+        run = PrecomputeRun(settings, rag, corpus, tier if settings.shared else None)
         needed = run.work.todo_bytes - sum(run.gone.values()) * run.work.token_bytes
         room = sum(record.budget - record.nbytes for record in tier.stats())
         _check_room(needed, room, None if settings.shared else settings.folder)
@@ -209,13 +209,12 @@ class PrecomputeRun:
         rag: RagCache,
         corpus: Corpus,
         shared: KVStore | None = None,
-        say: Say = lambda _: None,
     ) -> None:
         from ragcachekit.commands.reading_prompt import prompt_for
         from ragcachekit.policies.registry import open_policy
         from ragcachekit.prompt.parser import PromptParser
 
-        self._settings, self._rag, self._corpus, self._say = settings, rag, corpus, say
+        self._settings, self._rag, self._corpus = settings, rag, corpus
         self._shared = shared
         self._system = prompt_for(rag.tokenizer).before
         planner = settings.planner(rag.model, PromptParser(rag.tokenizer), rag.fingerprint, corpus)
@@ -271,7 +270,7 @@ class PrecomputeRun:
                 "and run the same command again"
             )
         seconds = time.perf_counter() - start
-        corpus_index(self._settings, self._corpus, MiniLM(), self._say)
+        corpus_index(self._settings, self._corpus, MiniLM())
         return seconds
 
     def _encode_on_ray(self, progress: bool) -> None:
@@ -295,7 +294,7 @@ class PrecomputeRun:
 
         if self._shared is not None:
             return chunk.key in self._shared
-        return (self._settings.folder.kv / entry_name(chunk.key.digest())).is_file()
+        return (self._settings.folder.kv / entry_name(chunk.key)).is_file()
 
 
 def _token_bytes(model: Any) -> int:

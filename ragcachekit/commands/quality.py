@@ -18,7 +18,7 @@ def calibrate(
     neighbours: opt.Neighbours = "document",
     quality: Annotated[
         str,
-        typer.Option(help="What may be lost: kl, gold-loss (nats per token), f1 (share)."),
+        typer.Option(help="What may be lost: kl (nats per token) or f1 (share)."),
     ] = "kl",
     budget: Annotated[float, typer.Option(help="How much of it, on average over questions.")] = 0.1,
     policies: opt.Policies = None,
@@ -43,7 +43,7 @@ def calibrate(
         module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
     )
     record, report = module.run(settings, progress=True)
-    columns = ("policy", "ratio_spent", "n", "loss", "upper", "kl", "gold_loss", "decision")
+    columns = ("policy", "ratio_spent", "n", "loss", "upper", "kl", "decision")
     show(report.table(f"Loss against full: {record.quality}, up to {record.n} {record.sample}", columns))
     typer.echo(module.summary(record))
     note(f"stored for namespace {record.namespace!r} in {settings.folder}")

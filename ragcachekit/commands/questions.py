@@ -1,4 +1,4 @@
-"""Questions that a user's model is asked: from a file, a dataset, or made of a corpus."""
+"""Questions that a user's model is asked, from a file, a dataset or made of a corpus, and their prompts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,33 @@ from typing import Any
 
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, documents, read_corpus
 from ragcachekit.commands.datasets import Question, Sampling, draw_questions
+from ragcachekit.commands.reading_prompt import (
+    PLAIN_STOP,
+    SEPARATOR,
+    Messages,
+    ReadingPrompt,
+    bare_ids,
+    prompt_for,
+)
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, load_tokenizer
-from ragcachekit.errors import CorpusError
+from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks, SimilarChunks
-from ragcachekit.quality.probes import probes
+from ragcachekit.prompt.tokenizer import PromptTokenizer
+from ragcachekit.quality.check import probes
 
 EMBEDDING, DOCUMENT = "embedding", "document"
 """Sources of neighbours: the nearest chunks by all-MiniLM-L6-v2, or the chunks before in the document."""
+
+ASK, FEW_SHOT = "ask", "few-shot"
+STYLES = (ASK, FEW_SHOT)
+
+_INSTRUCTION = "Answer the question from the passages. Give a short answer."
+_SHOTS = (
+    ("What colour is the sky on a clear day?", "blue"),
+    ("How many legs does a spider have?", "eight"),
+    ("Which metal is liquid at room temperature?", "mercury"),
+)
+_PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
 
 
 @dataclass(frozen=True)
@@ -135,16 +155,15 @@ def read_questions(path: str | os.PathLike[str], *, answered: bool = True) -> li
 def _question(found: Any, answered: bool) -> Question:
     if not isinstance(found, dict):
         raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
-    needed = ("question", "chunks", *(["answer"] if answered else []))
-    if missing := [name for name in needed if name not in found]:
+    if missing := [name for name in ("question", "chunks", "answer")[: 2 + answered] if name not in found]:
         raise ValueError(f"{', '.join(map(repr, missing))} missing")
     chunks, kind, document = found["chunks"], found.get("type", ""), found.get("document", [])
-    if not isinstance(chunks, list) or not chunks:
-        raise TypeError("'chunks' must be a list of texts, at least one")
-    if not isinstance(document, list) or not all(isinstance(text, str) for text in document):
-        raise TypeError("'document' must be the list of its chunks, in order")
-    texts = {name: found[name] for name in ("question", "answer") if name in found}
-    texts |= {f"chunk {number}": chunk for number, chunk in enumerate(chunks, 1)}
+    if not isinstance(chunks, list) or not chunks or not isinstance(document, list):
+        raise TypeError(
+            "'chunks' must be a list of texts, at least one, and 'document' the list of its chunks"
+        )
+    texts = {"question": found["question"], "answer": found.get("answer", "none")}
+    texts |= {f"chunk {number}": chunk for number, chunk in enumerate((*chunks, *document), 1)}
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise TypeError(f"{name} must be a text that is not empty")
@@ -166,3 +185,53 @@ def _from_corpus(corpus: Sequence[Sequence[str]], number: int, seed: int) -> tup
         raise CorpusError(f"the corpus is too small to ask about ({error}); give --questions") from error
     ask = 'How does the sentence continue that begins with "{}"?'
     return tuple(Question(ask.format(one.beginning), one.chunks, (one.rest,)) for one in found if one.rest)
+
+
+@dataclass(frozen=True)
+class QuestionPrompt:
+    """A prompt as a user gives it, the ids that the tokenizer itself makes of it, and its first text."""
+
+    prompt: str | Messages
+    token_ids: tuple[int, ...]
+    before: str
+
+
+class PromptMaker:
+    """Puts questions into prompts of one style.
+
+    ``ask`` is the prompt of ``ragcachekit ask``, in the model's chat template if it has one. ``few-shot`` is
+    plain text, with three made-up questions and answers that show the form: models of few parameters answer
+    it better. ``stop`` are texts where an answer ends; ``pad`` is an id for padding. ValueError for another
+    style.
+    """
+
+    def __init__(self, tokenizer: Any, style: str = ASK) -> None:
+        if style not in STYLES:
+            raise ValueError(f"unknown prompt {style!r}; known: {', '.join(STYLES)}")
+        few_shot = style == FEW_SHOT
+        self._reading = ReadingPrompt(_few_shot, False, "") if few_shot else prompt_for(tokenizer)
+        self._tokenizer, self._tokens = tokenizer, PromptTokenizer(tokenizer)
+        self.pad = self._tokens.pad
+        self.stop: tuple[str, ...] = ("\n",) if few_shot else () if self._reading.chat else PLAIN_STOP
+
+    def answer_ids(self, answer: str) -> tuple[int, ...]:
+        """Token ids of ``answer`` where this prompt is to be continued."""
+        return self._tokens.text(answer if self._reading.chat else f" {answer}", first=False)
+
+    def prompt(self, question: Question) -> QuestionPrompt:
+        """The prompt of one question; RagCacheError if the chat template changes the chunks."""
+        before, found, after = self._rendered(_PLACE, question).partition(_PLACE)
+        context = SEPARATOR.join(question.chunks)
+        if not (before and found) or self._rendered(context, question) != before + context + after:
+            raise RagCacheError("this model's chat template changes the chunks; there is no reuse to measure")
+        prompt = self._reading.filled(context, question.question)
+        return QuestionPrompt(prompt, bare_ids(self._tokenizer, prompt), before)
+
+    def _rendered(self, context: str, question: Question) -> str:
+        prompt = self._reading.filled(context, question.question)
+        return prompt if isinstance(prompt, str) else self._tokens.render(prompt)
+
+
+def _few_shot(context: str, question: str) -> str:
+    shots = "".join(f"Question: {asked}\nAnswer: {answer}\n\n" for asked, answer in _SHOTS)
+    return f"{_INSTRUCTION}{SEPARATOR}{context}\n\n{shots}Question: {question}\nAnswer:"

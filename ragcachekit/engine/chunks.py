@@ -23,7 +23,7 @@ from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.prompt.registry import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
-from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey, chunk_id, whole_id
@@ -214,7 +214,7 @@ class Chunks:
         forgets = self._parts.forgets
         with forgets.storing, forgets.storing_in_tree:
             try:
-                return self._drop(namespace, ids, within)
+                return self.drop(namespace, ids, within)
             finally:  # also where a tier raised
                 with self.registering:
                     try:  # before the epoch: work that begins with the next one has no such neighbour
@@ -224,7 +224,7 @@ class Chunks:
                         forgets.add(namespace, ids, texts, within)
                         self._parts.auto.forget(namespace, ids is None, within)
 
-    def _drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:
+    def drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""
         if ids is None or within is None:
             return self._drop_ids(namespace, ids)

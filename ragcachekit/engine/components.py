@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from ragcachekit.background import ActiveRequests, Backoff, flush_all
+from ragcachekit.background import ActiveRequests, BackgroundWorker, Backoff, flush_all
 from ragcachekit.config import ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
@@ -19,14 +19,13 @@ from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
-from ragcachekit.engine.row_capture import RowCapture
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.generate.generator import Generator
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.prefill_timing import PrefillCost
+from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
@@ -113,7 +112,9 @@ class EngineComponents:
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.neighbours:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        encoder, self.active = ChunkEncoder(model, rope, ObservedCache), ActiveRequests()
+        self.background, self.active = BackgroundWorker(), ActiveRequests()
+        opened.callback(self.background.close)
+        encoder = ChunkEncoder(model, rope, ObservedCache)
         backoff = partial(Backoff, self.active)
 
         def encoder_over(
@@ -121,25 +122,20 @@ class EngineComponents:
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
             parts = encoder, store, unchanged, near, InPromptEncoder(model, rope), stored, forgets
-            return BackgroundEncoder(*parts, settings.encode_after, backoff)
+            return BackgroundEncoder(*parts, settings.encode_after, self.background, backoff)
 
         self.background_encoder = encoder_over(self.store, self.planner.note_stored, self.forgets)
-        opened.callback(self.background_encoder.close)
-        when: Literal["now", "background"] = "now" if settings.cold == "now" else "background"
-        self.capture = RowCapture(self.tree, self.background_encoder, rope, unchanged, self.forgets, when)
-        opened.callback(self.capture.close)
         self.generator = Generator(model, rope, self.parser, rope.context)
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):
             shadow = ShadowConfig(shadow or 0.0)
-        self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, backoff)
-        opened.callback(self.shadow.close)
+        self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, self.background, backoff)
         self.budgets = Budgets(folder, self.fingerprint, self.planner.encodings(open_policy("full")).name)
         private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())
         check = PolicyCheck(model, rope, self.planner, private)
         wait, given = self.active.wait_for_none, settings.encoder
-        self.auto = AutoPolicies(folder, self.fingerprint, given, self.parser, self.planner, check, wait)
-        opened.callback(self.auto.close)
+        parts = self.parser, self.planner, check, self.background, wait
+        self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
         self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
     def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
@@ -166,8 +162,7 @@ class EngineComponents:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
-        parts = (self.capture, self.background_encoder, self.loads, self.shadow, self.auto)
-        return flush_all([part.flush for part in parts], timeout)
+        return flush_all([self.background.flush, self.loads.flush], timeout)
 
     def close(self) -> None:
         """End background work, and close the store and the tree that were opened here."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from ragcachekit.prompt.differences import Difference, difference
-from ragcachekit.prompt.parser import PromptLike, PromptParser
+from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.registry import is_inside_word
 from ragcachekit.prompt.segments import Segmentation
 from ragcachekit.reports import Report
@@ -35,11 +35,6 @@ ADVICE = {
     "absent": "it is not in this prompt: look at k, filters, a reranker, or a limit that drops documents",
 }
 """What to do, by the reason why a document is not found."""
-
-NO_TEMPLATE = (
-    "the prompt is plain text, so the model's chat template was not applied: give messages, "
-    '[{"role": "user", "content": ...}], unless the text went through a template already'
-)
 
 
 @dataclass(frozen=True)
@@ -126,13 +121,6 @@ def text_of(document: object, number: int = 1) -> str:
     return text
 
 
-def without_template(parser: PromptParser, prompt: PromptLike) -> bool:
-    """Whether the prompt is a string that lacks the chat template that the model has."""
-    if not isinstance(prompt, str) or not parser.has_chat_template:
-        return False
-    return not any(token in prompt for token in parser.tokens.special_tokens)
-
-
 def _as_registered(parser: PromptParser, prompt: PromptLike, texts: Sequence[str]) -> Segmentation:
     scratch = uuid4().hex
     parser.registry.add(scratch, texts)
@@ -164,7 +152,7 @@ def _at_its_edges(body: str, whole: str) -> Difference:
 def _notes(parser: PromptParser, prompt: PromptLike, real: Segmentation, whole: str) -> Iterable[str]:
     if real.fallback is not None:
         yield f"the whole prompt is computed in full: {real.fallback}"
-    elif without_template(parser, prompt):
+    elif parser.lacks_template(prompt):
         yield NO_TEMPLATE
     elif not isinstance(prompt, str | Prompt):
         yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ragcachekit.background import Background, flush_all
+from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
 from ragcachekit.generate.run import Generated
 from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.prefill_timing import PrefillCost
+from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner
 from ragcachekit.plan.lookup import MEMORY_TIERS, Fetch
@@ -28,7 +28,7 @@ class LoadPath:
         self._slow = any(record.tier not in (*MEMORY_TIERS, "null") for record in store.stats())
         self.planner: LoadPlanner | None = None
         if config.when == "auto" and self._slow:
-            self.planner = LoadPlanner(cost.profile, config.threads)
+            self.planner = LoadPlanner(cost.profile)
         self._loader = Loader(
             store,
             threads=config.threads,
@@ -36,7 +36,8 @@ class LoadPath:
             bytes_in_flight=config.bytes_in_flight,
             observe=self.planner.observe_read if self.planner is not None else lambda *_: None,
         )
-        self._jobs = Background[Callable[[], object]](lambda job: job(), MAX_JOBS, "ragcachekit-prefetch")
+        self._worker = BackgroundWorker()
+        self._jobs: JobQueue[Callable[[], object]] = self._worker.queue(lambda job: job(), MAX_JOBS)
         self._measured = False
 
     def fetch(self) -> Fetch:
@@ -82,12 +83,12 @@ class LoadPath:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all prefetches; False if ``timeout`` seconds did not suffice."""
-        return flush_all([self._jobs.flush, self._loader.flush], timeout)
+        return flush_all([self._worker.flush, self._loader.flush], timeout)
 
     def close(self) -> None:
         """End the threads and drop running reads."""
         self._loader.close()  # first: a prefetch may wait for it
-        self._jobs.close()
+        self._worker.close()
 
 
 def load_config(load: str | LoadConfig) -> LoadConfig:

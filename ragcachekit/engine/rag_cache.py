@@ -30,14 +30,13 @@ from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, che
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.diagnosis import NO_TEMPLATE, Diagnosis, diagnose, without_template
+from ragcachekit.engine.diagnosis import Diagnosis, diagnose
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.engine.scheduler import Scheduler
 from ragcachekit.engine.view import PromptView, prompt_view
 from ragcachekit.errors import Closed
-from ragcachekit.forks import MESSAGE
 from ragcachekit.forward.linked_prompt import LinkedPrompt
 from ragcachekit.generate.options import effective, stop_strings, uses_beams
 from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
@@ -48,12 +47,13 @@ from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prompt.parser import PromptLike, Tools
+from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
 from ragcachekit.quality.records import TuneReport
-from ragcachekit.query.retrieval import CachedRetrieval
 from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport
 from ragcachekit.reports.base import pairs_html
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
+from ragcachekit.threads import OPENED_BEFORE_FORK
 from ragcachekit.types import KVKey, whole_id
 
 MIN_REPORTED_WAIT_S = 0.01
@@ -131,8 +131,8 @@ class RagCache:
         self.namespace, queue = checked_namespace(settings.namespace), settings.queue or QueueConfig()
         self.components = parts = EngineComponents(model, tokenizer, settings, _weights)
         self.fingerprint, self.shadow = parts.fingerprint, parts.shadow
-        self._chunks, self._observers = Chunks(parts), Observers()
-        self.after_answer = AfterAnswer(parts, settings.cold, self._chunks.registering)
+        self.chunks, self._observers = Chunks(parts), Observers()
+        self.after_answer = AfterAnswer(parts, settings.cold, self.chunks.registering)
         runner = Runner(queue, parts, self.after_answer, self.plan, self.replan)
         self.queue = Scheduler(queue, runner, parts.active)
         self._template_noted = self._closed = False
@@ -363,7 +363,7 @@ class RagCache:
         parsed = parts.parser.parse(prompt, namespace, tools)
         request = parts.planner.prepare(parsed, chosen.policy, epoch)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
-        if not self._template_noted and without_template(parts.parser, prompt):
+        if not self._template_noted and parts.parser.lacks_template(prompt):
             self._template_noted = True
             notes = (*notes, NO_TEMPLATE)
         return replace(request, label=chosen.label, notes=notes, fallback=fallback)
@@ -399,7 +399,7 @@ class RagCache:
         ``sources`` names the document of each text, for ``companions="same-source"``; None where it is not
         known. Returns how many can be found (texts too short to be told apart are left out).
         """
-        return self._chunks.register(strings(texts, "texts"), self._checked(namespace), sources)
+        return self.chunks.register(strings(texts, "texts"), self._checked(namespace), sources)
 
     def order(
         self,
@@ -422,7 +422,7 @@ class RagCache:
         starts : sequence of int, optional
             Place of each chunk, such as its first character; else they follow what is known already.
         """
-        self._chunks.order(document, strings(texts, "texts"), starts, self._checked(namespace))
+        self.chunks.order(document, strings(texts, "texts"), starts, self._checked(namespace))
 
     def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
         """Take chunks out of the order of their documents: no chunk is encoded after them any more.
@@ -444,7 +444,7 @@ class RagCache:
             Text before the prompt's first chunk, for encoders that need it; default is the last one used in
             the namespace.
         """
-        self._chunks.prefetch(strings(chunks, "chunks"), self._checked(namespace), system)
+        self.chunks.prefetch(strings(chunks, "chunks"), self._checked(namespace), system)
 
     def encode(
         self,
@@ -490,7 +490,7 @@ class RagCache:
             If the model changed since this object was made.
         """
         namespace = self._checked(namespace)
-        return self._chunks.encode(strings(texts, "texts"), namespace, system, prompt, sources, progress)
+        return self.chunks.encode(strings(texts, "texts"), namespace, system, prompt, sources, progress)
 
     def forget(
         self,
@@ -531,7 +531,7 @@ class RagCache:
         StoreError
             If a tier cannot confirm the deletion; all others have forgotten. Forget again.
         """
-        return self._chunks.forget(self._checked(namespace), ids, texts)
+        return self.chunks.forget(self._checked(namespace), ids, texts)
 
     def tune(
         self,
@@ -571,14 +571,14 @@ class RagCache:
         PromptTooLong, ModelChanged, Cancelled
         """
         namespace = self._checked(namespace)
-        return self._chunks.tune(texts, prompts, system, namespace, progress)
+        return self.chunks.tune(texts, prompts, system, namespace, progress)
 
     def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
         """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.
 
         The cache is referenced weakly. The engine's observers are called at its lookups.
         """
-        self._chunks.query_caches.add(cache)
+        self.chunks.query_caches.add(cache)
         cache.observers = self._observers
 
     # -- state -------------------------------------------------------------------------------------
@@ -682,7 +682,7 @@ class RagCache:
         if self._closed:
             raise Closed("this RagCache is closed; make a new one, or close it after its last use")
         if self._process != os.getpid():
-            raise Closed(MESSAGE)
+            raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
 
     def _about(self) -> list[tuple[str, object]]:

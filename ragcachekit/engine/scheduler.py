@@ -22,9 +22,8 @@ from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
 from ragcachekit.engine.request import Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
-from ragcachekit.forks import MESSAGE
 from ragcachekit.reports import Answer, QueueStats
-from ragcachekit.threads import Condition, DaemonPool, Job
+from ragcachekit.threads import OPENED_BEFORE_FORK, Condition, DaemonPool, Job
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class Scheduler:
         Closed in a forked child, which has no such thread.
         """
         if self._process != os.getpid():
-            raise Closed(MESSAGE)
+            raise Closed(OPENED_BEFORE_FORK)
         if self._thread == get_ident():
             raise RuntimeError(
                 "this is the thread that answers the engine's requests: waiting for one here never ends; "
@@ -103,7 +102,7 @@ class Scheduler:
     def submit(self, request: Request, wait: bool | float = False) -> None:
         """Have a request wait for its turn; QueueFull without room, after ``wait`` seconds for it."""
         if self._process != os.getpid():
-            raise Closed(MESSAGE)
+            raise Closed(OPENED_BEFORE_FORK)
         patience = wait if not isinstance(wait, bool) else TIMEOUT_MAX if wait else 0.0
         end = time.monotonic() + patience
         while not self._add(request):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _Document = TypeVar("_Document")
 
-LEAST_RIGHT = 0.25
+MIN_RIGHT = 0.25
 """Share of right lists at a stage below which nothing is submitted there."""
 _NEWEST = 0.25  # least weight of the newest search in that share; a mean until the fourth
 
@@ -56,7 +57,7 @@ class SpeculativePipeline:
     """
 
     def __init__(self, rag: RagCache, *, max_waiting: int = 1) -> None:
-        self._rag, self._most = rag, positive("max_waiting", max_waiting)
+        self._rag, self._max_waiting = rag, positive("max_waiting", max_waiting)
         self._lock = Lock()
         self._right: list[float] = []  # share of right lists, by stage
         self._seen = Counter[int]()  # searches that had the stage
@@ -101,82 +102,51 @@ class SpeculativePipeline:
         if options.get("streamer") is not None:
             raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
         check_deadline(deadline)
-        search = _Search(self._rag, deadline, options)
+        end = None if deadline is None else time.monotonic() + deadline
+        prompts: list[PromptLike] = []
+        submitted: list[int] = []  # the stages at which a prompt was submitted
+        request: Request | None = None
+
+        def submit(asked: PromptLike, wait: bool | float) -> Request:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            return self._rag.submit(asked, deadline=left, wait=wait, **options)
+
         try:
-            for number, documents in enumerate(stages):
-                search.see(prompt(documents), self._worth_it(number))
-            request = search.end(wait)
+            for stage, documents in enumerate(stages):
+                prompts.append(prompt(documents))
+                if request is not None and prompts[-1] != prompts[-2]:
+                    request.cancel()
+                    request = None
+                if request is None and self._worth_it(stage):
+                    with suppress(Exception):  # of the last prompt it is raised in the end
+                        request = submit(prompts[-1], False)
+                        submitted.append(stage)
+            if not prompts:
+                raise ValueError("the search had no stage; its last one has to give the final documents")
+            final = request or submit(prompts[-1], wait)
         except BaseException:
-            search.cancel()
+            if request is not None:
+                request.cancel()
             raise
-        self._learn(search)
-        return request
+        provisional = sum(stage < len(prompts) - 1 for stage in submitted)
+        self._learn(prompts, provisional, request is not None and submitted[-1] < len(prompts) - 1)
+        return final
 
     def _worth_it(self, stage: int) -> bool:
-        likely = stage >= len(self._right) or self._right[stage] >= LEAST_RIGHT
-        return likely and self._rag.queue.waiting < self._most
+        likely = stage >= len(self._right) or self._right[stage] >= MIN_RIGHT
+        return likely and self._rag.queue.waiting < self._max_waiting
 
-    def _learn(self, search: _Search) -> None:
-        *provisional, last = search.prompts
+    def _learn(self, prompts: Sequence[PromptLike], provisional: int, was_right: bool) -> None:
+        """Note at which stages the prompt was that of the last one; the latest searches count most."""
+        *earlier, last = prompts
         with self._lock:
-            self._right += [0.0] * (len(provisional) - len(self._right))
-            self._seen.update(range(len(provisional)))
-            for stage, asked in enumerate(provisional):
+            self._right += [0.0] * (len(earlier) - len(self._right))
+            self._seen.update(range(len(earlier)))
+            for stage, asked in enumerate(earlier):
                 weight = max(_NEWEST, 1 / self._seen[stage])
                 self._right[stage] += weight * ((asked == last) - self._right[stage])
-            self._stats = replace(
-                self._stats,
-                searches=self._stats.searches + 1,
-                provisional=self._stats.provisional + search.provisional,
-                right=self._stats.right + search.was_right,
+            self._stats = PipelineStats(
+                self._stats.searches + 1,
+                self._stats.provisional + provisional,
+                self._stats.right + was_right,
             )
-
-
-class _Search:
-    """One search: the prompts of its stages, and the provisional request that runs."""
-
-    def __init__(self, rag: RagCache, deadline: float | None, options: dict[str, Any]) -> None:
-        self._rag, self._options = rag, options
-        self._end = None if deadline is None else time.monotonic() + deadline
-        self._request: Request | None = None
-        self._stages: list[int] = []  # where requests were submitted
-        self.prompts: list[PromptLike] = []
-
-    def see(self, asked: PromptLike, speculate: bool) -> None:
-        """Take a stage's prompt: cancel the request of another one, and submit it if that is worth it."""
-        changed = not self.prompts or asked != self.prompts[-1]
-        self.prompts.append(asked)
-        if changed:
-            self.cancel()
-        if self._request is None and speculate:
-            try:
-                self._request = self._submit(asked, False)
-            except Exception:  # of the last prompt it is raised in the end
-                return
-            self._stages.append(len(self.prompts) - 1)
-
-    def end(self, wait: bool | float) -> Request:
-        """The request of the last prompt."""
-        if not self.prompts:
-            raise ValueError("the search had no stage; its last one has to give the final documents")
-        return self._request or self._submit(self.prompts[-1], wait)
-
-    @property
-    def provisional(self) -> int:
-        """Number of requests that were submitted before the last stage."""
-        return sum(stage < len(self.prompts) - 1 for stage in self._stages)
-
-    @property
-    def was_right(self) -> bool:
-        """Whether one of them is the request that was returned."""
-        return self._request is not None and self._stages[-1] < len(self.prompts) - 1
-
-    def cancel(self) -> None:
-        """End the provisional request, if there is one."""
-        if self._request is not None:
-            self._request.cancel()
-            self._request = None
-
-    def _submit(self, asked: PromptLike, wait: bool | float) -> Request:
-        left = None if self._end is None else max(0.0, self._end - time.monotonic())
-        return self._rag.submit(asked, deadline=left, wait=wait, **self._options)

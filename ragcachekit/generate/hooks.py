@@ -41,10 +41,6 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-class ScoreObserver(LogitsProcessor):  # type: ignore[misc]
-    """Base of logits processors that read the scores, after penalties and before cuts, and change nothing."""
-
-
 class FirstTokenTimer(StoppingCriteria):  # type: ignore[misc]
     """A stopping criterion that records when the first token came and stops cancelled requests.
 

@@ -1,170 +1,208 @@
-"""Prefill profile: seconds of a prefill over (cached, new) tokens (RAGCache section 5.1, Algorithm 1)."""
+"""How long prefills take on this machine: measured once per model, used for eviction and for loading."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import logging
 import math
-from bisect import bisect_right
+import platform
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
 
-from ragcachekit.files import parse_json
+from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.model.layout import one_token_cache
 
-SCHEMA = 1
-CACHED_GRID = (0, 256, 1024, 4096, 8192, 16384, 32768)
-NEW_GRID = (1, 16, 64, 256, 1024, 2048, 4096, 8192, 16384)
-MOST_DRIFT = 16.0  # largest factor by which observations scale the table, up or down
+log = logging.getLogger(__name__)
 
-FAR = 1 << 24  # tokens up to which tables are extended
+SCHEMA = 2
+MAX_DRIFT = 16.0  # largest factor by which observations scale the estimates, up or down
+BUDGET_SECONDS = 1.5  # approximate time of a measurement; slow models are measured at fewer tokens
+NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
 
+_CACHED = 256
+_NEW = (16, 64, 256, 1024)
+_REPEATS = 2
 _SMOOTHING = 0.1
-_Table = NDArray[np.float64]
+
+Point = tuple[int, int, float]
+"""Cached tokens, new tokens, seconds."""
 
 
+@dataclass
 class PrefillProfile:
-    """Seconds of a prefill of ``new`` tokens behind ``cached`` ones.
+    """Seconds of a prefill of ``new`` tokens after ``cached`` ones (RAGCache section 5.1, T(alpha, beta)).
 
-    Bilinear between the grid points, linear beyond them, and never less for more tokens: noisy points are
-    raised to their greater neighbour. :meth:`observed` scales the whole table.
-
-    Parameters
-    ----------
-    cached, new : sequence of int
-        The grid, ascending: cached from 0 or more, new from 1 or more.
-    seconds : array ``[len(cached), len(new)]``
-        Positive numbers; ValueError for any other table or grid.
-    scale : float
-        Factor of the whole table.
+    ``fixed + per_row * new + per_pair * new * (cached + new / 2)``, times ``scale``: bilinear in both but for
+    the attention among the new tokens. ValueError for coefficients below 0 or without any time.
     """
 
-    def __init__(
-        self, cached: Sequence[int], new: Sequence[int], seconds: ArrayLike, *, scale: float = 1.0
-    ) -> None:
-        table = _checked(cached, new, seconds)
-        if not 0 < scale < math.inf:
-            raise ValueError(f"the scale of a profile must be a number > 0, got {scale}")
-        self._given = (tuple(map(int, cached)), tuple(map(int, new)), table.tolist())
-        self.scale = float(scale)
-        table, cached = _from_zero(table, cached)
-        columns, new = _from_zero(table.T, new)
-        table = np.maximum.accumulate(np.maximum.accumulate(columns.T, axis=0), axis=1)
-        table, self._cached = _to_far(table, cached)
-        columns, self._new = _to_far(table.T, new)
-        self._rows: list[list[float]] = columns.T.tolist()
+    fixed: float
+    per_row: float
+    per_pair: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        numbers = (self.fixed, self.per_row, self.per_pair, self.scale)
+        if not all(0 <= number < math.inf for number in numbers) or not (self.scale and any(numbers[:3])):
+            raise ValueError(f"the coefficients of a profile must be numbers >= 0, not all 0, got {numbers}")
 
     @classmethod
-    def of_shape(
-        cls,
-        *,
-        layers: int,
-        hidden: int,
-        inter: int,
-        heads: int,
-        kv_heads: int,
-        flops_per_second: float,
-        bytes_per_second: float,
-        bytes_per_weight: float = 2,
-    ) -> PrefillProfile:
-        """Profile by arithmetic: weights are read once, every row attends to all before it.
-
-        ``max(weights / bytes_per_second, flops / flops_per_second)``. A token costs two operations per weight
-        and, per layer, four per head dimension and key. The model is a decoder with gated MLP, without
-        embedding and head; rates are attained ones.
-        """
-        kv_width = hidden * kv_heads // heads
-        weights = layers * (2 * hidden * hidden + 2 * hidden * kv_width + 3 * hidden * inter)
-        loading = weights * bytes_per_weight / bytes_per_second
-
-        def seconds(behind: int, count: int) -> float:
-            flops = 2.0 * weights * count + 4.0 * layers * hidden * count * (behind + count / 2)
-            return max(loading, flops / flops_per_second)
-
-        return cls(CACHED_GRID, NEW_GRID, [[seconds(c, n) for n in NEW_GRID] for c in CACHED_GRID])
+    def fit(cls, points: Sequence[Point]) -> PrefillProfile:
+        """The profile of measured points: least squares of relative errors, no coefficient below 0."""
+        terms = np.array([[1.0, new, new * (cached + new / 2)] for cached, new, _ in points])
+        terms /= np.array([seconds for *_, seconds in points])[:, None]
+        return cls(*_never_negative(terms).tolist())
 
     def seconds(self, cached: float, new: float) -> float:
         """Estimated seconds of one prefill; 0 for no new tokens, ValueError for negative counts."""
         if cached < 0 or new < 0:
             raise ValueError(f"token counts must be >= 0, got {cached} cached and {new} new")
-        return self.scale * self._table(cached, new) if new else 0.0
+        if not new:
+            return 0.0
+        return self.scale * (self.fixed + self.per_row * new + self.per_pair * new * (cached + new / 2))
 
     def observed(self, cached: float, new: float, seconds: float) -> None:
-        """Scale the whole table slowly towards an observed time, by at most :data:`MOST_DRIFT`.
+        """Scale the estimates slowly towards an observed time, by at most :data:`MAX_DRIFT`.
 
         ValueError if no token was new or the time is not a positive number.
         """
         if new <= 0 or cached < 0 or not 0 < seconds < math.inf:
-            raise ValueError(f"no prefill takes {seconds} s for {new} new tokens behind {cached}")
-        expected = self._table(cached, new)
-        if expected <= 0:
-            return  # extrapolated from noisy points
-        ratio = min(max(seconds / expected, 1 / MOST_DRIFT), MOST_DRIFT)
+            raise ValueError(f"no prefill takes {seconds} s for {new} new tokens after {cached}")
+        expected = self.seconds(cached, new) / self.scale
+        ratio = min(max(seconds / expected, 1 / MAX_DRIFT), MAX_DRIFT)
         self.scale = math.exp((1 - _SMOOTHING) * math.log(self.scale) + _SMOOTHING * math.log(ratio))
 
     def to_json(self) -> str:
-        """Grid, table as given, and scale, as JSON."""
-        cached, new, seconds = self._given
-        return json.dumps(
-            {"schema": SCHEMA, "cached": cached, "new": new, "seconds": seconds, "scale": self.scale}
-        )
+        """The coefficients as JSON."""
+        return json.dumps({"schema": SCHEMA, **vars(self)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PrefillProfile:
         """Profile from the text of :meth:`to_json`; ValueError for any other text."""
         found: Any = parse_json(text)
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        if not isinstance(found, dict) or found.pop("schema", None) != SCHEMA:
             raise ValueError(f"this is no prefill profile of schema {SCHEMA}; measure it again")
         try:
-            return cls(found["cached"], found["new"], found["seconds"], scale=found["scale"])
-        except (KeyError, TypeError, OverflowError) as error:
+            return cls(**found)
+        except TypeError as error:
             raise ValueError(f"a damaged prefill profile ({error!r}); measure it again") from error
 
-    def _table(self, cached: float, new: float) -> float:
-        i, u = _cell(self._cached, cached)
-        j, v = _cell(self._new, new)
-        fewer, more = ((1 - v) * row[j] + v * row[j + 1] for row in self._rows[i : i + 2])
-        return (1 - u) * fewer + u * more
+
+def _never_negative(relative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of ``relative @ coefficients = 1`` over coefficients >= 0, by column subsets."""
+    best, least = np.zeros(3), np.inf
+    for chosen in itertools.product((False, True), repeat=3):
+        columns = np.flatnonzero(chosen)
+        solution, *_ = np.linalg.lstsq(relative[:, columns], np.ones(len(relative)), rcond=None)
+        residual = float(np.square(relative[:, columns] @ solution - 1).sum())
+        if (solution >= 0).all() and residual < least:
+            best, least = np.zeros(3), residual
+            best[columns] = solution
+    return best
 
 
-def _checked(cached: Sequence[int], new: Sequence[int], seconds: ArrayLike) -> _Table:
-    for name, grid, first in (("cached", cached, 0), ("new", new, 1)):
-        ascending = len(grid) > 0 and all(a < b for a, b in itertools.pairwise(grid))
-        if not ascending or grid[0] < first:
-            raise ValueError(f"{name} token counts must ascend from {first} or more, got {list(grid)}")
-    table = np.asarray(seconds, np.float64)
-    if table.shape != (len(cached), len(new)):
-        raise ValueError(
-            f"seconds must have one row per cached and one column per new count, got {table.shape}"
-        )
-    if not (np.isfinite(table).all() and (table > 0).all()):
-        raise ValueError("every time in a profile must be a positive number of seconds")
-    return table
+@torch.no_grad()
+def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS) -> PrefillProfile:
+    """Time prefills of growing length, after nothing and after some of the ``context`` tokens.
+
+    After the first lengths, a prefill starts only if it should end within ``budget`` seconds.
+    """
+    started = time.perf_counter()
+    cached = min(_CACHED, max(1, context // 2))
+    sample = one_token_cache(model)
+    _timed(model, sample, 0, 4)  # the first forward of a size allocates
+    points = [_timed(model, sample, after, 4) for after in (0, cached)]
+    for new in (count for count in _NEW if count + cached < context):
+        last = points[-1]
+        expected = 2 * _REPEATS * last[2] * new / last[1]
+        if len(points) > 2 and time.perf_counter() - started + expected > budget:
+            break
+        points += [_timed(model, sample, after, new) for after in (0, cached) for _ in range(_REPEATS)]
+    return PrefillProfile.fit(points)
 
 
-def _from_zero(table: _Table, grid: Sequence[int]) -> tuple[_Table, Sequence[int]]:
-    """Rows extended to zero tokens by the line through the first two."""
-    if grid[0] == 0:
-        return table, grid
-    first = table[:1]
-    if len(grid) > 1:
-        slope = (table[1:2] - first) / (grid[1] - grid[0])
-        first = np.clip(first - slope * grid[0], 0, first)
-    return np.concatenate([first, table]), [0, *grid]
+def _timed(model: Any, sample: DynamicCache, cached: int, new: int) -> Point:
+    """Time one forward of ``new`` tokens after ``cached`` ones, until the device is done."""
+    cache = DynamicCache()
+    for number, layer in enumerate(sample.layers if cached else ()):
+        kv = (t[:, :, :1].expand(-1, -1, cached, -1).contiguous() for t in (layer.keys, layer.values))
+        cache.update(*kv, number)
+    ids = torch.zeros(1, new, dtype=torch.long, device=model.device)
+    started = time.perf_counter()
+    out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    out[0][0, -1, 0].item()
+    return cached, new, time.perf_counter() - started
 
 
-def _to_far(table: _Table, grid: Sequence[int]) -> tuple[_Table, list[int]]:
-    """Rows extended to :data:`FAR` by the last slopes, made to ascend as the rows do."""
-    far = max(FAR, 2 * grid[-1])
-    slopes = np.zeros_like(table[-1])
-    if len(grid) > 1:
-        slopes = np.maximum.accumulate((table[-1] - table[-2]) / (grid[-1] - grid[-2]))
-    return np.concatenate([table, [table[-1] + slopes * (far - grid[-1])]]), [*grid, far]
+def stored_profile(folder: Path, fingerprint: str, model: Any) -> PrefillProfile | None:
+    """Profile measured earlier on this machine for this model, or None."""
+    try:
+        return PrefillProfile.from_json(read_regular(_file(folder, fingerprint, model)))
+    except (OSError, ValueError):
+        return None
 
 
-def _cell(grid: list[int], at: float) -> tuple[int, float]:
-    """Cell of a grid that contains ``at``, and the share of the cell before it."""
-    cell = min(bisect_right(grid, at) - 1, len(grid) - 2)
-    return cell, (at - grid[cell]) / (grid[cell + 1] - grid[cell])
+def store_profile(folder: Path, fingerprint: str, model: Any, profile: PrefillProfile) -> None:
+    """Write the profile; a folder that cannot be written is logged."""
+    try:
+        replace_file(_file(folder, fingerprint, model), profile.to_json())
+    except OSError as error:
+        log.warning("could not keep how long prefills take: %s", error)
+
+
+def _file(folder: Path, fingerprint: str, model: Any) -> Path:
+    device = model.device
+    speed = [platform.node(), platform.machine(), str(device), torch.__version__]
+    speed += [torch.cuda.get_device_name(device)] if device.type == "cuda" else [str(torch.get_num_threads())]
+    name = hashlib.sha256(json.dumps([fingerprint, *speed]).encode()).hexdigest()[:32]
+    return folder / "prefill" / f"{name}.json"
+
+
+class PrefillCost:
+    """Costs of a model's prefills on this machine, for eviction; 0 (unknown) until they are measured.
+
+    They are needed once a share :data:`NEEDED_AT` of a cache is filled. Profiles are stored in ``folder``.
+    ``context`` is the model's, in tokens.
+    """
+
+    def __init__(self, model: Any, *, fingerprint: str, folder: Path, context: int) -> None:
+        self._model, self._fingerprint = model, fingerprint
+        self._folder, self._context = folder, context
+        self.profile = stored_profile(folder, fingerprint, model)
+        self._filled = 0.0
+        self._tried = False
+
+    def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
+        """Seconds of a prefill at the measured speed, or 0 if unknown.
+
+        ``share`` is the part of a cache that the result takes.
+        """
+        if self.profile is None:
+            self._filled += share
+            return 0.0
+        # Without the current scale: entries are compared that came at other times.
+        return self.profile.seconds(cached, new) / self.profile.scale
+
+    @property
+    def needed(self) -> bool:
+        """Whether it is time to :meth:`measure`."""
+        return self.profile is None and not self._tried and self._filled >= NEEDED_AT
+
+    def measure(self) -> None:
+        """Measure and store the profile, unless that was tried before."""
+        if self.profile is not None or self._tried:
+            return
+        self._tried = True
+        profile = measure_profile(self._model, context=self._context)
+        store_profile(self._folder, self._fingerprint, self._model, profile)
+        self.profile = profile

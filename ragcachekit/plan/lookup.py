@@ -11,8 +11,7 @@ from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.kv import SENSITIVITY
 from ragcachekit.model.layout import KVLayout, misfit
 from ragcachekit.plan.encodings import Wanted
-from ragcachekit.plan.load_planner import Candidate, LoadPlanner
-from ragcachekit.plan.row_cost import RowCost, ScoringPass
+from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.plan.variants import RENEW_ABOVE, StoredAverages, VariantPool, weight_at
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.deadlines import LookupBudget
@@ -95,11 +94,10 @@ class Fetch:
         use: Callable[[int], RowCost],
         total: int,
         computed: int,
-        guide: ScoringPass | None = None,
     ) -> Decision:
         """Begin the loads that are quicker than computing; skip the others.
 
-        ``use`` gives the row cost of an entry by index; ``total``, ``computed`` and ``guide`` are those of
+        ``use`` gives the row cost of an entry by index; ``total`` and ``computed`` are those of
         :meth:`.LoadPlanner.choose`.
         """
         slow: dict[LoadingKV, list[int]] = {}
@@ -115,9 +113,7 @@ class Fetch:
             waiting = {i for at in slow.values() for i in at}
             here = [use(i) for i, entry in enumerate(entries) if entry is not None and i not in waiting]
             computed += sum(other.recomputed for other in here)
-            if guide is not None and any(not other.is_exact for other in here):
-                guide = replace(guide, always=True)
-            wanted = self._planner.choose(candidates, total, computed, guide)
+            wanted = self._planner.choose(candidates, total, computed)
         unwanted = [kv for kv, load in zip(slow, wanted, strict=True) if not load]
         self._store.begin(kv for kv in slow if kv not in unwanted)
         self._store.release(unwanted)

@@ -11,10 +11,10 @@ from ragcachekit.model.kv import PER_TOKEN
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, miss_reason, plain_plan
+from ragcachekit.plan.load_planner import RowCost, row_cost_of
 from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch, find_entries
 from ragcachekit.plan.prefix_match import TURN
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plan.row_cost import RowCost, row_cost_of, scoring_pass_of
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import ExactPolicy, GuidedPolicy, LayerwisePolicy, PlacedChunk
 from ragcachekit.prompt.segments import TokenSegment
@@ -85,8 +85,7 @@ def _decision(request: PromptRequest, fetch: Fetch, entries: Sequence[Entry | No
         assert entry is not None, "only what was found is used"
         return row_cost_of(request.policy, _placed(wanted[number], entry), entry.found.kv.layers)
 
-    guide = scoring_pass_of(request.policy, new, beginning.placed if beginning is not None else ())
-    return fetch.decide(entries, use, total, new, guide)
+    return fetch.decide(entries, use, total, new)
 
 
 @dataclass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pathlib
-import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from threading import RLock
@@ -17,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ragcachekit.errors import StoreError
-from ragcachekit.files import NO_FOLLOW, open_regular, parse_json, read_regular
+from ragcachekit.files import NO_FOLLOW, open_regular
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
 from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
@@ -38,11 +36,8 @@ _SECONDS_TO_WRITE = 5.0
 _SECONDS_TO_FORGET = 60.0
 """Longest wait of a ``forget`` for a writer; then it continues, and raises StoreError at the end."""
 
-_MOST_LOGGED = 1 << 20
-"""Bytes at which a file of the log is started anew; everybody then forgets the whole namespace."""
-
-_HEAD = len('{"by": "') + 16
-"""First bytes of a file, up to the end of a random token: they tell whether it was started anew."""
+_MAX_LOGGED = 1 << 20
+"""Bytes at which a file of the log is started anew."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,8 +109,10 @@ class TreeDisk:
 
     def apply_forgets(self, namespace: str) -> None:
         """Forget what other processes on the same disk have forgotten; the lock is held."""
-        for ids in self._log.unread(namespace) if self._log else ():
-            self._drop(namespace, ids, None)
+        if self._log is not None and self._log.changed(namespace):
+            self._drop(
+                namespace, None, None
+            )  # which ids is not written down: all of it can be computed again
 
     def write(self) -> None:
         """Write the queue. Writes and forgets exclude each other, across processes too."""
@@ -132,8 +129,7 @@ class TreeDisk:
 
     def forget(self, namespace: str, chunk_ids: Ids, texts: ForgottenTexts | None = None) -> int:
         """Forget in memory, in the store and in other processes; returns the number of nodes and turns."""
-        told = None if texts is not None else chunk_ids  # a forgotten text is not written down
-        with self._writing, self._log.forgetting(namespace, told) if self._log else nullcontext():
+        with self._writing, self._log.forgetting(namespace) if self._log else nullcontext():
             if chunk_ids is not None and texts is not None:
                 chunk_ids |= self._holding(namespace, texts)
             dropped = self._drop(namespace, chunk_ids, texts)
@@ -171,36 +167,22 @@ class TreeDisk:
 
 
 class ForgetLog:
-    """One file per namespace with a line per ``forget``. Not thread safe.
+    """One file per namespace, which every ``forget`` makes a byte longer. Not thread safe.
 
-    ``forget`` holds the folder's lock while it deletes and appends its line, a writer while it reads new
-    lines and writes: in either order, forgotten entries are gone afterwards.
+    ``forget`` holds the folder's lock while it deletes and makes the file longer, a writer while it looks and
+    writes: in either order, forgotten entries are gone afterwards.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._lock = FolderLock(folder / "lock")
-        self._me = secrets.token_hex(8)
-        # Size and time of a file when it was read, and its head.
-        self._known: dict[str, tuple[tuple[int, int], bytes]] = {}
+        self._seen: dict[str, tuple[int, int]] = {}  # size and time of a namespace's file
 
-    def unread(self, namespace: str) -> list[Ids]:
-        """What others have forgotten since the last call; nothing the first time. Costs one ``stat``.
-
-        A file that became unreadable, lost lines or was started anew counts as the whole namespace.
-        """
-        state, known = self._state(namespace), self._known.get(namespace)
-        if known is not None and known[0] == state:
-            return []
-        content = b""
-        with suppress(OSError):
-            content = read_regular(self._path(namespace))[: state[0]]
-        self._known[namespace] = state, content[:_HEAD]
-        if known is None:
-            return []
-        (size, _), head = known
-        lines = content[size:].splitlines() if content.startswith(head) else []
-        return [ids for by, ids in map(_parsed, lines) if by != self._me] if lines else [None]
+    def changed(self, namespace: str) -> bool:
+        """Whether others forgot something since the last call; never the first time. Costs one ``stat``."""
+        state, seen = self._state(namespace), self._seen.get(namespace)
+        self._seen[namespace] = state
+        return seen is not None and seen != state
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
@@ -215,10 +197,10 @@ class ForgetLog:
             yield may_write
 
     @contextmanager
-    def forgetting(self, namespace: str, ids: Ids) -> Iterator[None]:
-        """Exclude writers, and append a line at the end. A failing medium is only logged.
+    def forgetting(self, namespace: str) -> Iterator[None]:
+        """Exclude writers, and note the forget at the end. A failing medium is only logged.
 
-        The line comes last, as others may still read entries while they are being deleted. StoreError, after
+        The note comes last, as others may still read entries while they are being deleted. StoreError, after
         all else, if the wait for a writer timed out: it may write forgotten entries again.
         """
         late: FolderBusy | None = None
@@ -233,7 +215,7 @@ class ForgetLog:
                 yield
             finally:
                 try:
-                    self._append(namespace, ids)
+                    self._note(namespace)
                 except OSError as error:
                     _LOG.warning("other processes are not told what was forgotten: %s", error)
         if late is not None:
@@ -242,15 +224,15 @@ class ForgetLog:
                 f"forgotten; forget again when it goes on or has ended: {late}"
             ) from late
 
-    def _append(self, namespace: str, ids: Ids) -> None:
-        line = _line(self._me, ids)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW
+    def _note(self, namespace: str) -> None:
+        before, flags = self._state(namespace), os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW
         with open_regular(self._path(namespace), flags) as file:
-            if os.fstat(file.fd).st_size + len(line) > _MOST_LOGGED:
+            if os.fstat(file.fd).st_size >= _MAX_LOGGED:
                 os.ftruncate(file.fd, 0)
-                line = _line(secrets.token_hex(8), None)
-            os.write(file.fd, line)
+            os.write(file.fd, b".")
             os.fsync(file.fd)
+        if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
+            self._seen[namespace] = self._state(namespace)
 
     def _path(self, namespace: str) -> pathlib.Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
@@ -263,20 +245,6 @@ class ForgetLog:
         return status.st_size, status.st_mtime_ns
 
 
-def _line(by: str, ids: Ids) -> bytes:
-    return json.dumps({"by": by, "ids": None if ids is None else sorted(ids)}).encode() + b"\n"
-
-
 def _may_hold(sums: Mapping[str, torch.Tensor], texts: ForgottenTexts) -> bool:
     token_ids = token_ids_of(sums)
     return token_ids is None or texts.begin_in(token_ids)
-
-
-def _parsed(line: bytes) -> tuple[str, Ids]:
-    """Process and ids of a line; an unreadable line counts as the whole namespace."""
-    try:
-        entry = parse_json(line)
-        ids = entry["ids"]
-        return str(entry["by"]), None if ids is None else frozenset(map(str, ids))
-    except (ValueError, KeyError, TypeError):
-        return "", None

@@ -6,13 +6,14 @@ import pathlib
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import RLock
 
 import torch
 
 from ragcachekit.config import TreeConfig
-from ragcachekit.forks import RefusesAfterFork, refuse_after_fork
+from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Cost, Match, Node, Path, Root, check_exact, documents_first, key_of
 from ragcachekit.prefix_tree.conversations import Turns
@@ -22,9 +23,10 @@ from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import MISS, Access, EvictionPolicy, Lru, open_eviction
 from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.threads import refuse_after_fork
 
 
-class KnowledgeTree(RefusesAfterFork):
+class KnowledgeTree:
     """Exact KV of ordered chunks, found by the path from the start of the prompt (RAGCache section 5.1).
 
     A node's KV equals that of a prefill of exactly its path, rotated for exactly its position. Nodes without
@@ -145,8 +147,8 @@ class KnowledgeTree(RefusesAfterFork):
         With ``texts`` also those whose tokens hold one of the texts, or end inside one, and those whose
         tokens are not known. Without ids the whole namespace is dropped. What running requests have computed
         is not inserted. Returns the number of nodes and turns dropped. Trees of other processes on the same
-        disk folder follow at their next look-up, and write nothing of it until then; of ``texts``, which are
-        not written down, they drop the whole namespace from memory.
+        disk folder follow at their next look-up, and write nothing of it until then: they drop the whole
+        namespace from memory.
         """
         return self._disk.forget(namespace, chunk_ids, texts)
 
@@ -158,10 +160,11 @@ class KnowledgeTree(RefusesAfterFork):
 
     def close(self) -> None:
         """Write what is in memory to the disk, if there is one, and drop everything."""
-        with self._lock:
-            self._levels.clear()
-        self.turns.clear()
-        self._disk.close()
+        with suppress(Closed):
+            with self._lock:
+                self._levels.clear()
+            self.turns.clear()
+            self._disk.close()
 
     def _unpin_released(self) -> None:
         while self._released:

@@ -43,6 +43,12 @@ SLOW_SPECIAL = (
 )
 
 
+NO_TEMPLATE = (
+    "the prompt is plain text, so the model's chat template was not applied: give messages, "
+    '[{"role": "user", "content": ...}], unless the text went through a template already'
+)
+
+
 @dataclass(frozen=True, eq=False)
 class ParsedPrompt:
     """A tokenised prompt.
@@ -94,6 +100,12 @@ class PromptParser:
     def has_chat_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
         return self._tokens is not None and bool(self._tokens.tokenizer.chat_template)
+
+    def lacks_template(self, prompt: PromptLike) -> bool:
+        """Whether the prompt is a string without the chat template that the model has."""
+        if not isinstance(prompt, str) or not self.has_chat_template:
+            return False
+        return not any(token in prompt for token in self.tokens.special_tokens)
 
     @property
     def pad(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event, Lock, RLock
 from typing import Any
 
-from ragcachekit.background import Background
+from ragcachekit.background import BackgroundWorker
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelChanged, RagCacheError
 from ragcachekit.plan.encodings import IN_PROMPT
@@ -33,8 +33,8 @@ from ragcachekit.quality.check import (
     candidates,
     choice,
     means,
+    probes,
 )
-from ragcachekit.quality.probes import probes
 from ragcachekit.quality.records import (
     STANDALONE,
     TuneReport,
@@ -94,6 +94,7 @@ class AutoPolicies:
         parser: PromptParser,
         planner: Planner,
         check: PolicyCheck,
+        worker: BackgroundWorker,
         wait_until_idle: Callable[[Event], object],
     ) -> None:
         self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
@@ -103,8 +104,8 @@ class AutoPolicies:
         self._lock = RLock()
         self._namespaces: dict[str, _Namespace] = {}
         self._seen = SeenPrompts()
-        self._background = Background[str](self._check_in_background, MAX_WAITING, "ragcachekit-auto")
-        self.flush = self._background.flush
+        self._worker = worker
+        self._jobs = worker.queue(self._check_in_background, MAX_WAITING)
 
     def _open(self, pairs: Iterable[PolicyAndEncoder]) -> dict[PolicyAndEncoder, SelectionPolicy]:
         """The policies of the pairs that this model and tokenizer can have, each with its encoder."""
@@ -155,7 +156,7 @@ class AutoPolicies:
                 return
             self._seen.observe(namespace, CheckPrompt(request.segments, request.texts))
             if background and not known.checked and len(self._seen.of(namespace)) >= MAX_PROMPTS:
-                known.checked = self._background.submit(namespace)
+                known.checked = self._jobs.submit(namespace)
 
     def tune(
         self,
@@ -199,10 +200,6 @@ class AutoPolicies:
                 self._namespaces.pop(namespace, None)
                 with suppress(OSError):
                     self._path(namespace).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """End a running check before its next layer."""
-        self._background.close()
 
     def _of(self, namespace: str) -> _Namespace:
         if namespace not in self._namespaces:
@@ -265,7 +262,7 @@ class AutoPolicies:
                 raise ModelChanged(MODEL_CHANGED)
             raise_if_cancelled()
             if background:
-                self._wait_until_idle(self._background.closed)
+                self._wait_until_idle(self._worker.closed)
 
         results, seconds = self._check.run(prompts, self._policies, namespace, wait=wait, progress=progress)
         measured, needed = max(map(len, results.values())), max(1, min(MIN_PROMPTS, len(prompts)))

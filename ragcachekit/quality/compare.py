@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,21 @@ def bag_f1(one: Sequence[object], other: Sequence[object]) -> float:
         return float(len(one) == len(other))
     common = (Counter(one) & Counter(other)).total()
     return 2 * common / (len(one) + len(other))
+
+
+def words(text: str) -> list[str]:
+    """Words of any script as SQuAD compares them: lower case, without punctuation and articles."""
+    return re.sub(r"\b(a|an|the)\b", " ", re.sub(r"[^\w\s]", "", text.lower())).split()
+
+
+def exact_match(answer: str, right: str) -> float:
+    """1 if it is the same words in the same order, else 0."""
+    return float(words(answer) == words(right))
+
+
+def word_f1(answer: str, right: str) -> float:
+    """F1 of words, as bags."""
+    return bag_f1(words(answer), words(right))
 
 
 class Continuation:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ragcachekit.background import Background, Pause
+from ragcachekit.background import BackgroundWorker, Pause
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
 from ragcachekit.errors import Cancelled
@@ -89,6 +89,7 @@ class Shadow:
         rope: Rope,
         decode: Callable[[Sequence[int]], str],
         unchanged: Callable[[], bool],
+        worker: BackgroundWorker,
         pause: Pause | None = None,
     ) -> None:
         self.config = config
@@ -96,8 +97,7 @@ class Shadow:
         self._lock = threading.Lock()
         self._seen = 0
         self._tallies: dict[str, _Tally] = {}
-        self._background = Background[_Job](self._work, MAX_WAITING, "ragcachekit-shadow", pause)
-        self.flush, self.close = self._background.flush, self._background.close
+        self._jobs = worker.queue(self._work, MAX_WAITING, pause)
 
     def fallback(self, namespace: str) -> str | None:
         """Why prompts of this namespace have to be computed in full, or None."""
@@ -136,7 +136,7 @@ class Shadow:
             job = self._job(tally, plan, answer, first.log_probs, options, stop)
             if self.config.when == "after":
                 self._work(job)
-            elif not self._background.submit(job):
+            elif not self._jobs.submit(job):
                 self._count(tally, "dropped")
         except Exception:
             log.warning("a request could not be shadowed", exc_info=True)
@@ -157,7 +157,7 @@ class Shadow:
                 mean_kl=sum(t.kl_sum for t in tallies) / shadowed if shadowed else None,
                 max_kl=max(t.kl_max for t in tallies) if shadowed else None,
                 recent_disagreement=max((sum(t.recent) for t in tallies), default=0) / self.config.window,
-                waiting=self._background.waiting,
+                waiting=self._jobs.waiting,
                 dropped=counts["dropped"],
                 failed=counts["failed"],
                 falling_back=any(t.fallback for t in tallies),

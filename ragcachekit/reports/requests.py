@@ -128,8 +128,8 @@ class LinkReport(Report):
 class GenerateReport(Report):
     """A :class:`LinkReport` with what generation measured; ``ttft_ms`` and ``total_ms`` count from the call.
 
-    Of a queued request, ``queue_ms`` of them passed before its turn, and at most ``batch`` requests were
-    decoded together with it, itself included; else both are 0.
+    ``queue_ms`` of them passed before its turn; at most ``batch`` requests were decoded together with it,
+    itself included.
     """
 
     link: LinkReport
@@ -146,7 +146,7 @@ class GenerateReport(Report):
             f"in {self.total_ms:.0f} ms ({self.finish_reason})"
         )
         queued = f"; {self.queue_ms:.0f} ms in the queue, decoded in a batch of {self.batch}"
-        return text + queued if self.batch else text
+        return text + queued if self.batch > 1 or self.queue_ms >= 50 else text
 
 
 @dataclass(frozen=True, repr=False)

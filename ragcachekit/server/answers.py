@@ -10,13 +10,13 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from transformers import LogitsProcessor
 
 from ragcachekit import Answer, ToolCall, ToolCallReader
-from ragcachekit.generate.hooks import ScoreObserver
 from ragcachekit.server.errors import stopping
 
 
-class Logprobs(ScoreObserver):
+class Logprobs(LogitsProcessor):  # type: ignore[misc]
     """Records distributions as the model gives them, before temperature and the cuts of sampling.
 
     A token's entry is complete when the next one is chosen, the last one's at the end.

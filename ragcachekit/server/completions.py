@@ -153,13 +153,13 @@ class CompletionJob:
 
     def _size(self, prompt: Any) -> int:
         """About how many tokens a prompt has; ApiError for what would be found too long at a high cost."""
-        characters, chunks = size_of(prompt)
+        characters, ids, chunks = size_of(prompt)
         if chunks > MAX_CHUNKS:
             message = f"A prompt has at most {MAX_CHUNKS} documents and marked parts, not {chunks}."
             raise invalid(message, "documents")
         if (most := self._services.max_characters) is not None and characters > most:
             raise PromptTooLong(f"the model's context is shorter than the prompt's {characters} characters")
-        return characters // 4  # as OpenAI estimates
+        return characters // 4 + ids  # as OpenAI estimates
 
     def _chat(self, body: ChatRequest, documents: Sequence[str], system: str | None) -> Any:
         rag = self._rag

@@ -52,16 +52,18 @@ def text_prompt(prompt: str | Sequence[int], documents: Sequence[str]) -> str | 
     return Prompt([Text(before), *chunks[:-1], Text(after)] if found else [*chunks, Text(prompt)])
 
 
-def size_of(prompt: Any) -> tuple[int, int]:
-    """Characters and chunks of a prompt for the engine."""
+def size_of(prompt: Any) -> tuple[int, int, int]:
+    """Characters, token ids and chunks of a prompt for the engine."""
     if isinstance(prompt, str):
-        return len(prompt), 0
+        return len(prompt), 0, 0
+    ids = 0
     if isinstance(prompt, Prompt):
         parts = [(segment.text or "", isinstance(segment, Chunk)) for segment in prompt.segments]
+        ids = sum(len(segment.token_ids or ()) for segment in prompt.segments)
     else:
         blocks = [block for message in prompt for block in _blocks(message["content"])]
         parts = [(block["text"], "chunk" in block) for block in blocks]
-    return sum(len(text) for text, _ in parts), sum(is_chunk for _, is_chunk in parts)
+    return sum(len(text) for text, _ in parts), ids, sum(is_chunk for _, is_chunk in parts)
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:

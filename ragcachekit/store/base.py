@@ -11,9 +11,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ragcachekit.forks import RefusesAfterFork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.reports import Report
+from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey, whole_id
 
 
@@ -108,7 +108,7 @@ class StoreStats(Report):
     writable: bool = True
 
 
-class KVStore(RefusesAfterFork):
+class KVStore:
     """A store of chunk KV, the base of every implementation. They promise:
 
     - ``get`` returns exactly what was ``put`` under an equal key, byte for byte, or None (a tier that
@@ -120,8 +120,6 @@ class KVStore(RefusesAfterFork):
     - ``nbytes`` never exceeds the budget after a call returns; a new entry never evicts itself
       (one larger than the budget, or than its namespace's quota, is not kept).
     - An entry is not evicted from memory while a caller holds what ``get`` returned.
-
-    Neither a Protocol nor an ABC: :mod:`ragcachekit.forks` can replace the class of no such object.
     """
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
@@ -233,6 +231,7 @@ class Counters:
         self._tier = tier
         self._lock = Lock()
         self._warned: set[str] = set()
+        refuse_after_fork(self)
         self._counts = {"hits": 0, "misses": 0, "evictions": 0, "damaged": 0, "failed_writes": 0}
 
     def count(self, event: str, by: int = 1) -> None:

@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from threading import Lock
 from typing import TypeVar
 
-from ragcachekit.threads import DaemonPool, Job
+from ragcachekit.threads import DaemonPool, Job, refuse_after_fork
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,18 +58,14 @@ class Breaker:
 
     def __init__(self) -> None:
         self._lock = Lock()
+        refuse_after_fork(self)
         self._failed = 0  # in a row
         self._retry_at = 0.0  # monotonic seconds
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls other than trials are refused."""
-        return self._failed >= FAILURES
 
     def allow(self) -> bool:
         """Whether a call may pass; :meth:`record` must get its outcome."""
         with self._lock:
-            if not self.is_open:
+            if self._failed < FAILURES:
                 return True
             if time.monotonic() < self._retry_at:
                 return False
@@ -95,10 +91,16 @@ class DeadlineExecutor:
         Of the tier, for the log.
     deadline : float
         Seconds that :meth:`run` waits for an operation; > 0.
+
+    Attributes
+    ----------
+    failure : str or None
+        Why the last operation that was tried failed; None if it did not.
     """
 
     def __init__(self, name: str, deadline: float) -> None:
         self.deadline = deadline
+        self.failure: str | None = None
         self._name = name
         self._breaker = Breaker()
         self._pool = DaemonPool(f"ragcachekit-{name}", THREADS)
@@ -110,10 +112,11 @@ class DeadlineExecutor:
         job = Job(operation)
         failure: str | None = "interrupted"
         try:
-            failure = self._failure(job, deadline or self.deadline)
+            failure = self._outcome(job, deadline or self.deadline)
         finally:
+            self.failure = failure
             if self._breaker.record(failure is None):
-                _log.warning("%s tier: not used for a while after too many failures: %s", self._name, failure)
+                log.warning("%s tier: not used for a while after too many failures: %s", self._name, failure)
         return default if failure is not None else job.result
 
     def look(self, operation: Callable[[], T], default: T) -> T:
@@ -123,24 +126,24 @@ class DeadlineExecutor:
             return self.run(operation, default)
         if plan.spent[self] > (PLAN_DEADLINES - 1) * self.deadline:
             return default
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             return self.run(operation, default)
         finally:
-            plan.spent[self] += time.monotonic() - begun
+            plan.spent[self] += time.monotonic() - started
 
     def close(self) -> None:
         """Refuse further operations; does not wait."""
         self._pool.close(0.0)
 
-    def _failure(self, job: Job, deadline: float) -> str | None:
+    def _outcome(self, job: Job, deadline: float) -> str | None:
         """Run the job; why it failed, or None if it did not."""
         try:
             if not self._pool.submit(job):
                 return "every thread hangs"
             self._pool.wait(job, deadline)
         finally:
-            late = self._pool.give_up(job)  # also if interrupted: then it must not begin later
+            late = self._pool.give_up(job)  # also if interrupted: then it must not start later
         if late:
             return f"no answer within {deadline:g} s"
         return None if job.error is None else f"{type(job.error).__name__}: {job.error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,27 +15,28 @@ import torch
 from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import StoreError
 from ragcachekit.files import sync_folder
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Counters, Evicted, Found, LayerSource, StoreStats, Tier, concerns
 from ragcachekit.store.disk_files import (
+    NO_GROUP,
     SECONDS_TO_LOCK,
     SECONDS_TO_OPEN,
     EntryFiles,
     FolderBusy,
     LockFailed,
     claim_folder,
+    digest_of,
     entry_files,
+    group_of,
     not_writable,
 )
 from ragcachekit.store.entry import (
-    At,
-    Buffers,
     EntryDamaged,
-    EntryImage,
-    EntryReader,
-    nowhere,
-    open_entry,
+    EntryFile,
+    encode_entry,
+    entry_name,
+    hashed,
+    open_file,
     read_key,
 )
 from ragcachekit.types import KVKey
@@ -82,8 +83,12 @@ def default_disk_bytes(folder: Path) -> int:
     return max(1, min(DEFAULT_DISK_BYTES, max(free // _SHARE_OF_FREE, least, taken)))
 
 
+Ended = Callable[[EntryDamaged | OSError | None], None]
+"""Called once with how reading an entry ended: None when all was read."""
+
+
 class DiskSource:
-    """A :class:`~ragcachekit.store.base.LayerSource` over one entry file; closes ``reader``.
+    """A :class:`~ragcachekit.store.base.LayerSource` over one entry file; closes ``file``.
 
     ``ended`` is called once: with None when all was read, or with the error that ended the reading. A source
     that is closed early does not call it, and is neither a hit nor a miss.
@@ -91,18 +96,16 @@ class DiskSource:
 
     tier: str = "disk"
 
-    def __init__(self, reader: EntryReader, ended: Callable[[EntryDamaged | OSError | None], None]) -> None:
-        self._reader, self._ended, self._over = reader, ended, False
-        header = reader.header
-        layout = header.layout
-        self.nbytes, self.layers, self.shapes = layout.nbytes, layout.layers, layout.shapes
-        self.tokens = layout.groups[0][1].shape[1]
-        self.start, self.quantised = header.start, header.quantised
-        self.sums: Mapping[str, torch.Tensor] = reader.sums
+    def __init__(self, file: EntryFile, ended: Callable[[EntryDamaged | OSError | None], None]) -> None:
+        self._file, self._ended, self._over = file, ended, False
+        header = file.header
+        self.nbytes, self.layers, self.tokens = header.offsets[-1], len(header.layers), header.tokens
+        self.shapes, self.start, self.quantised = header.layers, header.start, header.quantised
+        self.sums: Mapping[str, torch.Tensor] = file.sums
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         try:
-            return self._reader.layer(number)
+            return self._file.layer(number)
         except (EntryDamaged, OSError) as error:
             self._end(error)
             raise
@@ -111,17 +114,12 @@ class DiskSource:
         self._end(None)
 
     def close(self) -> None:
-        self._reader.close()
+        self._file.close()
 
     def _end(self, error: EntryDamaged | OSError | None) -> None:
         if not self._over:
             self._over = True
             self._ended(error)
-
-
-_IDLE_BYTES = 128 << 20  # of memory kept for the next reads
-STEPS = ("evicted", "room made", "created", "half written", "written", "renamed", "removed", "read")
-"""Arguments that ``at`` is called with."""
 
 
 class DiskStore(Tier):
@@ -139,9 +137,7 @@ class DiskStore(Tier):
         Bytes of all entry files together; > 0. The entry being written comes on top.
     quotas : mapping of str to int
         Bytes of single namespaces (``*``: every other one). A namespace above its quota loses its own least
-        recently used entries. Opening a folder with quotas reads the header of every entry.
-    at : callable
-        Called with each of the :data:`STEPS`, for tests that interrupt the store.
+        recently used entries.
 
     Notes
     -----
@@ -157,53 +153,44 @@ class DiskStore(Tier):
 
     shared = True
 
-    def __init__(
-        self, path: Path, budget: int, *, quotas: Mapping[str, int] | None = None, at: At = nowhere
-    ) -> None:
+    def __init__(self, path: Path, budget: int, *, quotas: Mapping[str, int] | None = None) -> None:
         if budget <= 0:
             raise ValueError(
                 f"the disk tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
             )
-        self.folder = self._folder = Path(path)
+        self.folder = Path(path)
         self._budget = budget
-        self._at = at
         self._counters = Counters("disk")
-        self._buffers = Buffers(_IDLE_BYTES)
-        self._files = EntryFiles(self._folder, budget, quotas or {}, self._counters, at)
-        self._is_readable = self._writable = False
+        self._files = EntryFiles(self.folder, budget, quotas or {}, self._counters)
+        self._is_readable = self._writable = self._closed = False
         self._still_full = False
-        self._undeleted: set[str] = set()  # forgotten digests whose files could not be deleted
+        self._undeleted: set[str] = set()  # names of forgotten entries whose files could not be deleted
         try:
             self._open(SECONDS_TO_OPEN)
         except (OSError, StoreError) as error:
             if not takes_no_writes(error):
-                raise _not_opened(self._folder, error) from error
+                raise _not_opened(self.folder, error) from error
             self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
-        self._closed = False
-        refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
-        digest = key.digest()
-        reader = self._reader(key, digest)
-        if reader is None:
+        opened = self._opened(key)
+        if opened is None:
             return None
-        with reader:
+        file, ended = opened
+        with file:
             try:
-                kv = reader.kv()
+                kv = file.kv()
             except (EntryDamaged, OSError) as error:
-                self._ended(digest, error, reader.status)
+                ended(error)
                 return None
-        self._ended(digest)
+        ended(None)
         return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
         """The entry under ``key`` with its header verified, layers to be read one by one; or None."""
-        digest = key.digest()
-        reader = self._reader(key, digest)
-        if reader is None:
-            return None
-        return DiskSource(reader, partial(self._ended, digest, seen=reader.status))
+        opened = self._opened(key)
+        return None if opened is None else DiskSource(*opened)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
@@ -213,11 +200,11 @@ class DiskStore(Tier):
         """
         if self._closed:
             return False
-        image = EntryImage(key, kv)
+        name, parts = entry_name(key), encode_entry(key, kv)
         try:
-            kept = self._write_with_space(key, image)
+            kept = self._write_with_space(name, parts)
         except (OSError, StoreError) as error:
-            self._counters.warn_once("write", "cannot write to %s: %s", self._folder, error)
+            self._counters.warn_once("write", "cannot write to %s: %s", self.folder, error)
             kept = False
         if not kept:
             self._counters.count("failed_writes")
@@ -227,31 +214,31 @@ class DiskStore(Tier):
         return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
-        digest = key.digest()
-        return self._is_served(digest) and os.path.exists(self._files.name(digest))
+        name = entry_name(key)
+        return self._is_served(name) and os.path.exists(self._files.path(name))
 
     def discard(self, key: KVKey) -> None:
         """Delete the unusable entry under ``key``, and count it as damaged."""
         if key in self:
             self._counters.count("damaged")
-            self._files.remove(key.digest())
+            self._files.remove(entry_name(key))
 
     def keys(self) -> Iterator[KVKey]:
         """Keys by the headers of the files, the latest first; unreadable files are skipped."""
         with suppress(OSError):
-            for digest in reversed(entry_files(self._folder)):
+            for name in reversed(entry_files(self.folder)):
                 with suppress(OSError, EntryDamaged):
-                    yield read_key(self._files.path(digest))
+                    yield read_key(self.folder / name)
 
     def evict(self, key: KVKey) -> None:
         """Delete the entry under ``key`` and count an eviction."""
-        if key in self and self._files.remove(key.digest()):
+        if key in self and self._files.remove(entry_name(key)):
             self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """Delete the namespace's files that hold, or were encoded behind, one of ``chunk_ids``.
+        """Delete the namespace's files that hold, or were encoded after, one of ``chunk_ids``.
 
-        Files with a damaged header are deleted as well, whosever they are.
+        Its files with a damaged header are deleted as well, and those of former versions of this library.
 
         Raises
         ------
@@ -260,7 +247,7 @@ class DiskStore(Tier):
             another process keeps writing. All other files have been deleted, and this store returns nothing
             from those that could not be; forget again.
         """
-        if self._closed or not self._folder.is_dir():
+        if self._closed or not self.folder.is_dir():
             return frozenset()
         busy: FolderBusy | None = None
         try:
@@ -269,18 +256,18 @@ class DiskStore(Tier):
             busy = error
         except LockFailed as error:  # nobody can lock the folder, and so write to it
             self._counters.warn_once("lock", "cannot wait for other writers: %s", error)
-        dropped, failures = set(), list[OSError]()
+        dropped, failures, group = set(), list[OSError](), hashed(namespace)
         try:
-            for digest in entry_files(self._folder):
+            for name in [name for name in entry_files(self.folder) if group_of(name) in (group, NO_GROUP)]:
                 try:
-                    if self._drops(digest, namespace, chunk_ids):
-                        dropped.add(digest)
+                    if self._drops(name, namespace, chunk_ids):
+                        dropped.add(digest_of(name))
                 except OSError as error:
                     failures.append(error)
         except OSError as error:
             raise StoreError(f"cannot list the cache folder; forget again: {error}") from error
         if dropped:
-            sync_folder(self._folder)
+            sync_folder(self.folder)
         if failures:
             raise StoreError(
                 f"{len(failures)} entries could not be read or deleted; forget again: {failures[0]}"
@@ -299,88 +286,91 @@ class DiskStore(Tier):
 
     def close(self) -> None:
         self._closed, self._is_readable = True, False
-        self._buffers.clear()
 
     def _open(self, seconds: float) -> None:
         """Prepare the folder for reading, then for writing."""
-        claim_folder(self._folder)
+        claim_folder(self.folder)
         self._is_readable = True
         self._files.prepare(seconds)
         self._writable = True
 
-    def _is_served(self, digest: str) -> bool:
-        return self._is_readable and digest not in self._undeleted
+    def _is_served(self, name: str) -> bool:
+        return self._is_readable and name not in self._undeleted
 
-    def _reader(self, key: KVKey, digest: str) -> EntryReader | None:
-        """The open file of ``key``, or None and a counted miss."""
-        if self._is_served(digest):
+    def _opened(self, key: KVKey) -> tuple[EntryFile, Ended] | None:
+        """The open file of ``key`` and what is to be called with the outcome, or None and a counted miss."""
+        name, file, seen = entry_name(key), None, None
+        if self._is_served(name):
             try:
-                return open_entry(self._files.name(digest), key, self._buffers)
+                file = open_file(self._files.path(name))
+                seen = os.fstat(file.fd)
+                return EntryFile(file, key), partial(self._ended, name, seen)
             except FileNotFoundError:
                 pass
-            except (EntryDamaged, OSError) as error:
-                self._ended(digest, error, error.seen if isinstance(error, EntryDamaged) else None)
+            except BaseException as error:
+                if file is not None:
+                    file.close()
+                if not isinstance(error, EntryDamaged | OSError):
+                    raise
+                self._ended(name, seen, error)
                 return None
         self._counters.count("misses")
         return None
 
-    def _ended(
-        self, digest: str, error: EntryDamaged | OSError | None = None, seen: os.stat_result | None = None
-    ) -> None:
+    def _ended(self, name: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None) -> None:
         """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
         if error is None:
-            self._at("read")
             self._counters.count("hits")
-            self._files.record_use(digest)
+            self._files.record_use(name)
             return
         self._counters.count("misses")
         if isinstance(error, EntryDamaged):
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
-            self._files.remove(digest, seen)
+            self._files.remove(name, seen)
         else:
-            self._counters.warn_once("read", "cannot read from %s: %s", self._folder, error)
+            self._counters.warn_once("read", "cannot read from %s: %s", self.folder, error)
 
-    def _write_with_space(self, key: KVKey, image: EntryImage) -> bool:
+    def _write_with_space(self, name: str, parts: Sequence[memoryview]) -> bool:
         """Write the entry; on a full volume, once more in place of others."""
         try:
-            kept = self._write(key, image)
+            kept = self._write(name, parts)
         except (OSError, StoreError) as error:
             if not is_full(error) or self._still_full:
                 raise
-            if not self._files.make_space(image.nbytes, key.digest()):
+            if not self._files.make_space(sum(map(len, parts)), name):
                 raise
             self._still_full = True  # until a put succeeds: no entry is evicted in vain twice
-            kept = self._write(key, image)
+            kept = self._write(name, parts)
         self._still_full = False
         return kept
 
-    def _write(self, key: KVKey, image: EntryImage) -> bool:
+    def _write(self, name: str, parts: Sequence[memoryview]) -> bool:
         if not self._writable:
             self._open(SECONDS_TO_LOCK)
-        digest, most = key.digest(), self._files.most(key.namespace)
-        if image.nbytes > most:
+        limit, nbytes = self._files.limit(name), sum(map(len, parts))
+        if nbytes > limit:
             self._counters.warn_once(
-                "large", "entry of %d bytes exceeds the budget or quota %d", image.nbytes, most
+                "large", "entry of %d bytes exceeds the budget or quota %d", nbytes, limit
             )
             return False
-        self._files.put(digest, key.namespace, image)
-        self._undeleted.discard(digest)
+        self._files.put(name, parts)
+        self._undeleted.discard(name)
         return True
 
-    def _drops(self, digest: str, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
+    def _drops(self, name: str, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
         """Delete an entry if it is to be forgotten or damaged; OSError if it cannot be read or deleted."""
         try:
-            if not concerns(read_key(self._files.path(digest)), namespace, chunk_ids):
+            if chunk_ids is not None and not concerns(read_key(self.folder / name), namespace, chunk_ids):
                 return False
         except EntryDamaged:
             self._counters.count("damaged")
         except FileNotFoundError:  # another process evicted it just now
             return False
-        if not self._files.remove(digest):
-            self._undeleted.add(digest)
-            raise OSError(f"cannot delete {self._files.name(digest)}")
-        self._undeleted.discard(digest)
+        if not self._files.remove(name):
+            self._undeleted.add(name)
+            raise OSError(f"cannot delete {self._files.path(name)}")
+        self._undeleted.discard(name)
         return True
 
 

@@ -19,7 +19,7 @@ from ragcachekit.store.disk_files import (
     entry_files,
     orphans,
 )
-from ragcachekit.store.entry import EntryDamaged, EntryReader, entry_name, nowhere
+from ragcachekit.store.entry import EntryDamaged, EntryFile, entry_name, open_file
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and all bytes to read."""
@@ -70,15 +70,15 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
     files = entry_files(folder)
     total, done = sum(files.values()), 0
     damaged, unreadable, gone = [], [], 0
-    for digest, nbytes in files.items():
+    for name, nbytes in files.items():
         try:
-            _read(folder / entry_name(digest))
+            _read(folder / name)
         except EntryDamaged as error:
-            damaged.append(BadEntry(digest, str(error)))
+            damaged.append(BadEntry(name, str(error)))
         except FileNotFoundError:  # another process evicted it just now
             gone += 1
         except OSError as error:
-            unreadable.append(BadEntry(digest, str(error)))
+            unreadable.append(BadEntry(name, str(error)))
         done += nbytes
         if progress is not None:
             progress(done, total)
@@ -90,7 +90,7 @@ def repair(folder: Path, progress: Progress | None = None) -> Repaired:
     claim_folder(folder)
     try:
         found = verify(folder, progress)
-        files = EntryFiles(folder, _UNLIMITED, {}, Counters("disk"), nowhere)
+        files = EntryFiles(folder, _UNLIMITED, {}, Counters("disk"))
         dropped = tuple(bad for bad in found.damaged if files.remove(bad.name))
         files.wait_for_writers(SECONDS_TO_OPEN)
         entries, nbytes = files.content()
@@ -106,8 +106,9 @@ def _orphans(folder: Path) -> int:
 
 
 def _read(path: Path) -> None:
-    with EntryReader(path) as reader:
-        if reader.header.key.digest() != path.stem:
+    with open_file(path) as file:
+        entry = EntryFile(file)
+        if entry_name(entry.header.key) != path.name:
             raise EntryDamaged("holds the entry of another key")
-        for number in range(reader.header.layout.layers):
-            reader.layer(number)
+        for number in range(len(entry.header.layers)):
+            entry.layer(number)

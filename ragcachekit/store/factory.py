@@ -63,14 +63,13 @@ def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, Tier]]
         path = Path(config.disk_path)
         budget = default_disk_bytes(path) if config.disk_bytes is None else config.disk_bytes
         yield "disk", DiskStore(path, budget, quotas=quotas)
-    signed: dict[str, Any] = {"key": config.remote_key, "quotas": quotas}
     if config.redis_url is not None:
         from ragcachekit.store.redis_store import RedisStore
 
         limits: dict[str, Any] = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
-        yield "redis", RedisStore(config.redis_url, config.redis_bytes, **signed, **limits)
+        yield "redis", RedisStore(config.redis_url, key=config.remote_key, **limits)
     if config.bulk_url is not None:
         from ragcachekit.store.fsspec_store import FsspecStore
 
-        deadline = config.bulk_deadline
-        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, deadline=deadline, **signed)
+        more: dict[str, Any] = {"deadline": config.bulk_deadline, "quotas": quotas}
+        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, key=config.remote_key, **more)

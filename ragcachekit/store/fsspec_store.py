@@ -13,11 +13,10 @@ from typing import Any
 
 from ragcachekit.errors import StoreError, missing_extra
 from ragcachekit.store.base import concerns, quota_of
-from ragcachekit.store.entry import EntryDamaged, key_in
+from ragcachekit.store.entry import EntryDamaged, hashed
 from ragcachekit.store.eviction import Lru
 from ragcachekit.store.ranking import Ranking
-from ragcachekit.store.remote import RemoteStore, Usage, hashed
-from ragcachekit.store.seal import OVERHEAD, body
+from ragcachekit.store.remote import RemoteStore, Usage, key_of_sealed
 from ragcachekit.types import KVKey
 
 _ENDING = ".kv"
@@ -29,8 +28,9 @@ _ABANDONED = 3600.0  # seconds after which a temporary file is deleted
 class FsspecStore(RemoteStore):
     """Chunk KV as objects in a folder of a local, network or object store.
 
-    The budget is this process's own: the folder is listed when it is opened, and writes and reads count from
-    then on. Several writers of one folder can together exceed it; give each its own folder or share.
+    The budget is this process's own: the folder is listed when it is opened, and what this process writes
+    and reads counts from then on. Several writers of one folder can together exceed it; give each its own
+    folder or share.
 
     Parameters
     ----------
@@ -63,15 +63,16 @@ class FsspecStore(RemoteStore):
                 "or use bulk_url=None"
             ) from error
         backend = FsspecBackend(fs, root, budget, quotas or {}, deadline)
-        super().__init__("bulk", backend, budget, key=key, deadline=deadline, quotas=quotas)
+        super().__init__("bulk", backend, key=key, deadline=deadline, budget=budget, quotas=quotas)
 
 
 class FsspecBackend:
     """One immutable object per entry, ``{root}/{name}.kv``, with names as in :func:`name_of`.
 
     Sizes, order of use and keys are in memory after one listing. Reads ignore that index, and ``forget``
-    lists. Objects of other processes count from their first read. ``root`` is a folder without protocol. A
-    write waits ``lock_wait`` seconds for another one to end.
+    lists. Objects of other processes count from their first read; one that others deleted counts until it
+    would be evicted. ``root`` is a folder without protocol. A write waits ``lock_wait`` seconds for another
+    one to end.
     """
 
     def __init__(self, fs: Any, root: str, budget: int, quotas: Mapping[str, int], lock_wait: float) -> None:
@@ -84,9 +85,8 @@ class FsspecBackend:
         self._budget, self._quotas, self._lock_wait = budget, quotas, lock_wait
         self._index: Ranking[str] = Ranking(Lru(), groups=True)
         self._keys: dict[str, KVKey] = {}  # known of the index; of others, forgetting reads the header
-        self._writes = 0  # begun and ended ones; odd while one is under way
-        self._lock = Lock()  # around these three, never while waiting for the file system
-        self._changing = Lock()  # around writes and forgets
+        self._lock = Lock()  # around both, never while waiting for the file system
+        self._changing = Lock()  # around writes, deletions and forgets
         self._listed = False
 
     def open(self) -> None:
@@ -94,11 +94,10 @@ class FsspecBackend:
             self._list()
 
     def load(self, key: KVKey) -> bytes | None:
-        name, writes = name_of(key), self._writes
+        name = name_of(key)
         try:
             blob: bytes = self._fs.cat_file(self._path(name))
         except FileNotFoundError:
-            self._missing(name, writes)
             return None
         with self._lock:
             if name in self._index:
@@ -114,9 +113,7 @@ class FsspecBackend:
             evicted = self._make_room(name, len(blob), quota)
             if not wanted():
                 return None
-            with self._lock:
-                self._writes += 1
-                # Before it is written, since what cannot be deleted again counts as well.
+            with self._lock:  # before it is written, since what cannot be deleted again counts as well
                 self._index.add(name, len(blob), _group_of(name))
                 self._keys[name] = key
             try:
@@ -125,15 +122,11 @@ class FsspecBackend:
                 with suppress(Exception):
                     self._discard(name)
                 raise
-            finally:
-                with self._lock:
-                    self._writes += 1
             return evicted + self._make_room(name, len(blob), quota)  # reads may have added some
 
     def delete(self, key: KVKey) -> None:
-        name, writes = name_of(key), self._writes
-        self._delete(name)
-        self._missing(name, writes)
+        with self._alone():
+            self._discard(name_of(key))
 
     def exists(self, key: KVKey) -> bool:
         return bool(self._fs.exists(self._path(name_of(key))))
@@ -153,7 +146,7 @@ class FsspecBackend:
 
     def usage(self) -> Usage:
         with self._lock:
-            return Usage(len(self._index), self._index.nbytes)
+            return Usage(len(self._index), self._index.nbytes, self._budget)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -231,26 +224,11 @@ class FsspecBackend:
 
     def _discard(self, name: str) -> None:
         """Delete an object; the caller is the only one that writes."""
-        self._delete(name)
-        with self._lock:
-            self._remove(name)
-
-    def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
-
-    def _missing(self, name: str, writes: int) -> None:
-        """Count an object no more that was missing, unless something was written since ``writes``.
-
-        Then it may be there now; if it is not, its next read or its eviction ends its counting.
-        """
         with self._lock:
-            if self._writes == writes and not writes % 2:
-                self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        self._index.remove(name)
-        self._keys.pop(name, None)
+            self._index.remove(name)
+            self._keys.pop(name, None)
 
     def _listing(self, group: str = "") -> dict[str, int]:
         """Name → size of every object (of one hashed namespace), oldest first; deletes old temporaries."""
@@ -287,8 +265,8 @@ class FsspecBackend:
 
     def _key_of(self, name: str, nbytes: int) -> KVKey:
         """The key in the object's header, whose seal is not checked."""
-        head = memoryview(self._fs.cat_file(self._path(name), start=0, end=min(nbytes, _HEAD)))
-        key = key_in(body(head), nbytes - OVERHEAD)
+        head = self._fs.cat_file(self._path(name), start=0, end=min(nbytes, _HEAD))
+        key = key_of_sealed(head, nbytes)
         if name_of(key) != name:
             raise EntryDamaged("the entry of another key")
         return key

@@ -7,12 +7,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
-from ragcachekit.forks import RefusesAfterFork, refuse_after_fork
+from ragcachekit.errors import Closed
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
 from ragcachekit.store.entry import EntryDamaged
 from ragcachekit.store.load import IDLE, PREFETCH, Hit, Load, LoadingKV
-from ragcachekit.threads import Condition, DaemonPool, Job
+from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
 from ragcachekit.types import KVKey
 
 if sys.platform != "win32":
@@ -37,7 +38,7 @@ Observe = Callable[[str, int, float, int], object]
 """Called after every read with its tier, bytes, seconds, and the bytes of other reads when it began."""
 
 
-class Loader(RefusesAfterFork):
+class Loader:
     """Finds entries in a store and reads those of slow tiers in background threads. Thread safe.
 
     An entry that several requests need at once is read once. Damage, I/O errors and deadlines raise
@@ -157,7 +158,7 @@ class Loader(RefusesAfterFork):
 
     def close(self) -> None:
         """Cancel all reads, and wait for the running ones but not for one that hangs."""
-        with self._changed:
+        with suppress(Closed), self._changed:
             self._closed = True
             self._findable.clear()
             for load in self._active:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
 from typing import TypedDict, Unpack
 
 import torch
 
-from ragcachekit.forks import refuse_after_fork
+from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
 from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Lru
 from ragcachekit.store.ranking import Ranking
+from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 _WASTE = 8
@@ -47,21 +48,6 @@ def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
     sums = {name: own(tensor) for name, tensor in kv.sums.items()}
     kv = replace(kv, keys=tuple(map(own, kv.keys)), values=tuple(map(own, kv.values)), sums=sums)
     return kv, sum(held[at] for at in held.keys() - wasteful) + sum(used[at] for at in wasteful)
-
-
-def pinned_bytes(kv: ChunkKV) -> int:
-    """Bytes that an entry takes once it is page-locked: torch rounds each tensor to the next power of two."""
-    stored = [t.nbytes for layer in range(kv.layers) for t in kv.stored_layer(layer)]
-    return sum(1 << (nbytes - 1).bit_length() for nbytes in stored if nbytes) + kv.nbytes - sum(stored)
-
-
-def give_back(spare: int) -> None:
-    """Free torch's cached page-locked memory if it is more than ``spare`` bytes; waits for the GPU."""
-    stats = torch.cuda.host_memory_stats()
-    kept = stats.get("allocated_bytes.current", 0)
-    empty = getattr(torch.accelerator, "empty_host_cache", None)
-    if empty is not None and kept - stats.get("active_bytes.current", kept) > spare:
-        empty()
 
 
 Cost = Callable[[ChunkKV], float]
@@ -134,7 +120,7 @@ class MemoryStore(Tier):
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         """Keep ``kv``, evicting the lowest-ranked entries; False if it cannot fit."""
         with self._lock:
-            if self._closed or not self._may_fit(key, self._least(kv)):
+            if self._closed or not self._may_fit(key, kv.nbytes):
                 return False, ()
         kv, nbytes = self._placed(kv)
         with self._lock:
@@ -190,7 +176,7 @@ class MemoryStore(Tier):
 
     def close(self) -> None:
         """Drop all entries; further calls are misses."""
-        with self._lock:
+        with suppress(Closed), self._lock:
             self._closed = True
             for table in (self._entries, self._ranking, self._lent, self._returned):
                 table.clear()
@@ -203,10 +189,6 @@ class MemoryStore(Tier):
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         """The KV in this tier's memory, and its bytes."""
         return in_own_memory(kv)
-
-    def _least(self, kv: ChunkKV) -> int:
-        """Bytes that the entry takes at least, known before it is copied."""
-        return kv.nbytes
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -293,20 +275,13 @@ class GpuStore(MemoryStore):
         return in_own_memory(kv)
 
 
-log = logging.getLogger(__name__)
-
-SPARE = 8
-"""Torch may cache freed page-locked memory of this part (1/8) of the budget, beyond the budget."""
-
-
 class HostStore(MemoryStore):
     """Chunk KV in main memory; parameters as in :class:`MemoryStore`.
 
     Parameters
     ----------
     budget : int
-        Bytes; > 0. A page-locked entry counts with the powers of two that torch allocates for its tensors.
-        Torch caches freed memory beyond that: up to 1/8 of the budget, and at least one entry.
+        Bytes; > 0. A page-locked tensor counts with the power of two that torch allocates for it.
     pinned : bool
         Page-lock the tensors, so that a GPU can copy them without waiting, for a copy at every put and
         memory that no other process can use. Without CUDA it does nothing. If False, page-locked tensors are
@@ -317,25 +292,22 @@ class HostStore(MemoryStore):
         super().__init__("host", budget, **options)
         self._pinned = pinned and torch.cuda.is_available()
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        kept, evicted = super().admit(key, kv)
-        if evicted and self._pinned:
-            give_back(max(self._budget // SPARE, pinned_bytes(kv.unpacked())))
-        return kept, evicted
-
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         kv = kv.unpacked().to("cpu")
         if self._pinned:
             try:
-                kv = kv.each(torch.Tensor.pin_memory)
-                return kv, pinned_bytes(kv)
+                kv = kv.each(lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor))
+                locked = sum(map(_page_locked_bytes, (*kv.keys, *kv.values)))
+                return kv, locked + sum(tensor.nbytes for tensor in kv.sums.values())
             except RuntimeError as error:  # the system limits how much may be page-locked
-                log.warning("host tier: cannot page-lock, going on without: %s", error)
+                self._counters.warn_once("pin", "cannot page-lock, going on without: %s", error)
                 self._pinned = False
-        initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if initialised and kv.keys[0].is_pinned():
+        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if begun and kv.keys[0].is_pinned():
             kv = kv.each(torch.Tensor.clone)
         return in_own_memory(kv)
 
-    def _least(self, kv: ChunkKV) -> int:
-        return pinned_bytes(kv.unpacked()) if self._pinned else kv.nbytes
+
+def _page_locked_bytes(tensor: torch.Tensor) -> int:
+    """What torch's host allocator takes for a tensor: the next power of two."""
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0

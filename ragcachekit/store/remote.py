@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import NamedTuple, Protocol
 
 from ragcachekit.errors import StoreError
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
 from ragcachekit.store.deadlines import DeadlineExecutor
-from ragcachekit.store.entry import EntryDamaged, EntryImage, from_bytes, storable
-from ragcachekit.store.seal import OtherKey, Seal
+from ragcachekit.store.entry import EntryDamaged, check_storable, decode_entry, encode_entry, read_header
+from ragcachekit.store.seal import OVERHEAD, OtherKey, Seal, body
+from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 
 class Usage(NamedTuple):
-    """Entries and their bytes."""
+    """Entries, their bytes, and the bytes that they may take."""
 
-    entries: int
-    nbytes: int
+    entries: int = 0
+    nbytes: int = 0
+    budget: int = 0
 
 
 class Backend(Protocol):
-    """Named byte strings within a byte budget, least recently used first out.
+    """Named byte strings on a service that evicts the least recently used first.
 
     Methods may block and raise anything: they run with a deadline, in several threads, and may end after the
     caller has given up. Implementations promise:
@@ -35,7 +35,7 @@ class Backend(Protocol):
     """
 
     def open(self) -> None:
-        """Evict what exceeds the budget."""
+        """Evict what exceeds the budget, and warn of a service that is set up badly."""
         ...
 
     def load(self, key: KVKey) -> bytes | None:
@@ -45,7 +45,7 @@ class Backend(Protocol):
     def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
         """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile.
 
-        Return how many entries were evicted for it, or None if it is not kept.
+        Return how many entries this process evicted for it, or None if it is not kept.
         """
         ...
 
@@ -70,9 +70,14 @@ class Backend(Protocol):
         ...
 
 
-def hashed(text: str) -> str:
-    """A name of 32 hexadecimal digits for a namespace or chunk id."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def key_of_sealed(head: bytes, size: int) -> KVKey:
+    """The key in the first bytes of a sealed entry of ``size`` bytes, whose seal is not checked.
+
+    EntryDamaged unless its header is whole.
+    """
+    raw = body(memoryview(head))
+    header, _ = read_header(lambda at, nbytes: bytes(raw[at : at + nbytes]), size - OVERHEAD)
+    return header.key
 
 
 FORGET_DEADLINES = 10
@@ -90,14 +95,14 @@ class RemoteStore(Tier):
     ----------
     tier : str
         Its name in reports.
-    budget : int
-        Bytes that all sealed entries may take together; > 0.
     key : bytes, str or None
         Signs entries: bytes, or the name of an environment variable.
     deadline : float
         Seconds per operation, enough to read and verify an entry.
-    largest : int or None
+    max_entry : int, optional
         Bytes of the largest entry; a put of a larger one is False and counts as no failure.
+    budget : int, optional
+        Bytes that all sealed entries may take together, where this process evicts.
     quotas : mapping of str to int
         Bytes that single namespaces may take; ``*`` stands for every other one.
     """
@@ -109,16 +114,16 @@ class RemoteStore(Tier):
         self,
         tier: str,
         backend: Backend,
-        budget: int,
         *,
         key: bytes | str | None,
         deadline: float,
-        largest: int | None = None,
+        max_entry: int | None = None,
+        budget: int | None = None,
         quotas: Mapping[str, int] | None = None,
     ) -> None:
         self._tier, self._backend, self._seal = tier, backend, Seal(key)
         self._executor = DeadlineExecutor(tier, deadline)
-        self._budget, self._largest, self._quotas = budget, largest, dict(quotas or {})
+        self._max_entry, self._budget, self._quotas = max_entry, budget, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
         self._forgets = 0
@@ -137,21 +142,20 @@ class RemoteStore(Tier):
         return Found(kv, self._tier)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Seal and keep ``kv``, evicting least recently used entries.
+        """Seal and keep ``kv``.
 
         False if the entry is too large, something is forgotten meanwhile, a forget of it was not confirmed,
         or the service does not answer in time: then it may arrive later. TypeError for KV of a dtype without
         a safetensors name.
         """
-        for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
-            storable(tensor.dtype)
-        if self._closed:
+        check_storable(kv)
+        if self._closed or (self._max_entry is not None and kv.nbytes > self._max_entry):
             return False
-        limit = min(self._budget, quota_of(self._quotas, key.namespace) or self._budget)
-        if kv.nbytes > limit:
+        limit = quota_of(self._quotas, key.namespace)
+        if self._budget is not None:
+            limit = min(self._budget, limit or self._budget)
+        if limit is not None and kv.nbytes > limit:
             self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", kv.nbytes, limit)
-        elif self._largest is not None and kv.nbytes > self._largest:
-            return False
         elif (evicted := self._save(key, kv, limit)) is not None:
             self._counters.count("evictions", evicted)
             return True
@@ -195,10 +199,10 @@ class RemoteStore(Tier):
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record; sizes come from the service, 0 if it does not answer."""
-        usage = Usage(0, 0)
+        usage = Usage(budget=self._budget or 0)
         if not self._closed:
             usage = self._executor.run(self._backend.usage, usage)
-        return (self._counters.stats(entries=usage.entries, nbytes=usage.nbytes, budget=self._budget),)
+        return (self._counters.stats(**usage._asdict()),)
 
     def close(self) -> None:
         """Close connections; further calls are misses."""
@@ -232,7 +236,7 @@ class RemoteStore(Tier):
         if blob is None:
             return None
         try:
-            return from_bytes(self._seal.opened(key.digest(), blob), key)
+            return decode_entry(self._seal.opened(key.digest(), blob), key)
         except OtherKey:
             self._counters.warn_once("key", "holds entries that were signed with another key; not used")
         except EntryDamaged as error:
@@ -241,14 +245,14 @@ class RemoteStore(Tier):
             self._backend.delete(key)
         return None
 
-    def _save(self, key: KVKey, kv: ChunkKV, limit: int) -> int | None:
+    def _save(self, key: KVKey, kv: ChunkKV, limit: int | None) -> int | None:
         forgets = self._forgets
         if not self._is_served(key):
             return None
 
         def save() -> int | None:
-            blob = self._seal.sealed(key.digest(), EntryImage(key, kv).parts())
-            if len(blob) > limit:  # with header and seal
+            blob = self._seal.sealed(key.digest(), encode_entry(key, kv))
+            if limit is not None and len(blob) > limit:  # with header and seal
                 return None
             return self._backend.save(key, blob, lambda: self._forgets == forgets)
 

@@ -10,10 +10,9 @@ from itertools import chain
 
 import torch
 
-from ragcachekit.forks import refuse_after_fork
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats, Tier, WrappedSource
-from ragcachekit.threads import Condition
+from ragcachekit.threads import Condition, refuse_after_fork
 from ragcachekit.types import KVKey
 
 
@@ -25,6 +24,7 @@ class InFlightMoves:
 
     def __init__(self) -> None:
         self._changed = Condition()
+        refuse_after_fork(self)
         self._moving: Counter[str] = Counter()
         self._dropping: Counter[str] = Counter()
         self._drops = 0
@@ -83,7 +83,6 @@ class TieredStore(KVStore):
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
         self._moves = InFlightMoves()
-        refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         since = self._moves.now()

@@ -15,7 +15,7 @@ from ragcachekit.commands.calibrate import Loss
 
 def test_bench_budget_measures_on_other_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses of question ``i`` are known: calibrations never see those that check them."""
-    table = [[Loss(x, x, 0.0, 0.0, r) for x, r in ((i / 1000, 0.0), (0.0, 0.1))] for i in range(40)]
+    table = [[Loss(x, x, 0.0, r) for x, r in ((i / 1000, 0.0), (0.0, 0.1))] for i in range(40)]
     monkeypatch.setattr(module, "_table", lambda *_: table)
     drawn: list[list[int]] = []
 

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from benchmarks.demo import first_token, query_hits
@@ -142,7 +141,3 @@ def test_the_picture_and_what_is_printed(tmp_path, capsys):
     assert "token for token: 1 of 1" in text
     assert "1 right, 0 wrong" in text
     assert "after a restart" in text
-
-
-def test_quality_has_no_nan_for_one_question():
-    assert all(not np.isnan(v) for v in quality([answered()], 0).values() if isinstance(v, float))

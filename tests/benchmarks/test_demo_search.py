@@ -13,7 +13,6 @@ from benchmarks.demo.corpus import (
     CHUNK,
     SEARCH,
     ManualRetriever,
-    RememberedEmbeddings,
     manual_index,
     manual_texts,
 )
@@ -67,14 +66,6 @@ def test_fillers_enlarge_the_index_and_are_not_found():
     documents = found.invoke("the thread pool")
     assert documents[0].page_content == TEXTS[1]
     assert all(document.page_content in TEXTS for document in documents)
-
-
-def test_a_remembered_question_is_not_embedded_again():
-    inner = CountedWords()
-    known = RememberedEmbeddings(inner)
-    known.remember(["Where?"])
-    assert known.embed_query("Where?") == CountedWords().embed_query("Where?")
-    assert inner.embedded == 1
 
 
 def test_the_chain_sends_these_messages_and_shows_what_it_retrieved():

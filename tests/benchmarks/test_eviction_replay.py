@@ -12,7 +12,7 @@ from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.store.eviction import POLICIES, Lru, Pgdsf, open_eviction
 from ragcachekit.store.ranking import Ranking
 
-PROFILE = PrefillProfile([0, 1000], [1, 1000], [[0.011, 1.01], [0.012, 2.01]])
+PROFILE = PrefillProfile(0.01, 0.001, 1e-6)
 PROMPT = Prompt(system=50, question=10)
 SHAPE = TraceShape(documents=60, requests=300, top_k=3, mean_tokens=100)
 LOADING = 1e-5

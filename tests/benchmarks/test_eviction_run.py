@@ -135,7 +135,7 @@ def test_summaries_say_what_the_rows_say(report):
 
 def test_a_measured_profile_is_used_and_says_nothing_of_loading(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(PrefillProfile([0], [1, 100], [[1.0, 1.5]]).to_json())
+    path.write_text(PrefillProfile(1.0, 0.005).to_json())
     costs = open_costs(str(path))
     assert costs.profile.seconds(0, 100) == 1.5
     report = run(

@@ -91,7 +91,7 @@ def test_clean_drops_sections_bars_and_rules():
         "one\n\n\n\ntwo\n",
     ],
 )
-@pytest.mark.parametrize("size", [11, 14, 100])
+@pytest.mark.parametrize("size", [11, 100])
 def test_pieces_fit_and_lose_nothing(text, size):
     pieces = list(manual.cut("m", text, words, size))
     assert all(words(piece.text) <= size for piece in pieces)
@@ -110,11 +110,6 @@ def test_a_word_that_is_too_long_is_cut():
     assert [letters(piece.text) for piece in pieces] == [15, 15, 15, 7]
 
 
-def test_cuts_come_between_paragraphs_where_they_can():
-    pieces = list(manual.cut("m", "a b c d\n\ne f g h\n\ni j k l", words, 11))
-    assert [piece.text for piece in pieces] == ["m\na b c d\n\ne f g h", "m\ni j k l"]
-
-
 @pytest.mark.usefixtures("few")
 def test_every_module_gives_its_first_chunk_before_any_gives_its_second():
     found = manual.chunks(words, limit=4, size=11)
@@ -125,18 +120,6 @@ def test_every_module_gives_its_first_chunk_before_any_gives_its_second():
         ("three", 0),
     ]
     assert len(manual.chunks(words, limit=2, size=11)) == 2
-
-
-@pytest.mark.usefixtures("few")
-def test_full_is_everything():
-    everything = manual.chunks(words, full=True, limit=1, size=11)
-    assert everything == manual.chunks(words, limit=100, size=11)
-    assert [chunk.module for chunk in everything] == ["one"] * 3 + ["two", "three"]
-
-
-def test_the_same_text_is_kept_once(monkeypatch):
-    monkeypatch.setattr(manual, "pages", lambda: [("m", "a b c d e f g h\n\na b c d e f g h")])
-    assert [chunk.number for chunk in manual.chunks(words, size=11)] == [1]
 
 
 @pytest.mark.parametrize(("options", "what"), [({"limit": 0}, "limit"), ({"size": 5}, "no room")])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.query_cache.lookups import LookupSettings, lookup_rows, run
-from ragcachekit.query.base import Hit
-from ragcachekit.query.proximity import ProximityCache
+from ragcachekit.retrieval.proximity import Hit, ProximityCache
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
@@ -31,15 +30,3 @@ def test_a_report_has_a_row_for_every_capacity_metric_and_kind() -> None:
         assert row["keys"] == "exact"
         assert row["hit_rate"] == (0.0 if row["kind"] == "far" else 1.0)
         assert row["recall"] == (None if row["kind"] == "far" else 1.0)
-
-
-def test_a_graph_may_miss_but_not_return_what_is_beyond_the_tolerance(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("hnswlib")
-    monkeypatch.setattr(ProximityCache, "lookup", lambda self, embedding, *, partition: None)
-    rows = lookup_rows(50, 16, "l2", lookups=20, seed=0, keys="graph")
-    assert [row["recall"] for row in rows if row["kind"] != "far"] == [0.0, 0.0]
-    monkeypatch.setattr(ProximityCache, "lookup", lambda self, embedding, *, partition: Hit((1,), 0.06))
-    with pytest.raises(RuntimeError, match="the nearest key lies at"):
-        lookup_rows(50, 16, "l2", lookups=20, seed=0, keys="graph")

@@ -58,14 +58,6 @@ def test_documents_are_drawn_by_zipfs_law():
     assert all(abs(count - 300) < 4 * np.sqrt(300) for count in alike.values())
 
 
-def test_popular_documents_are_the_same_in_every_draw():
-    def popular(seed):
-        requests = DOCUMENTS.requests(500, 1, 1.0, (seed,))
-        return Counter(r.prompt.segments[1].token_ids for r in requests).most_common(1)[0][0]
-
-    assert popular(0) == popular(1) == popular(2)
-
-
 def test_arrivals_are_a_poisson_process():
     arrivals = np.array([request.arrival for request in DOCUMENTS.requests(4000, 1, 1.0, (1,))])
     gaps = np.diff(arrivals)
@@ -84,11 +76,6 @@ def test_prompts_have_different_documents_and_the_seed_decides():
     assert requests != DOCUMENTS.requests(50, 4, 1.2, (4,))
     with pytest.raises(ValueError, match="21 documents, and there are 20"):
         DOCUMENTS.requests(1, 21, 1.0, (0,))
-
-
-def test_each_document_once():
-    found = [s.token_ids for p in DOCUMENTS.each_once(3) for s in p.segments if isinstance(s, Chunk)]
-    assert sorted(found) == sorted(DOCUMENTS.chunks)
 
 
 def test_documents_of_a_folder_are_its_text(tmp_path):
@@ -268,10 +255,3 @@ def test_the_command_shows_and_writes_the_rows(tmp_path):
     assert [row["system"] for row in rows] == ["sequential", "sequential", "full", "full"]
     assert (tmp_path / "a.png").exists()
     assert "throughput" in result.output
-
-
-def test_the_command_says_what_is_wrong():
-    result = CliRunner().invoke(app, ["serve", "--systems", "vllm"])
-    assert result.exit_code == 2
-    assert "vllm" in result.output
-    assert "Traceback" not in result.output

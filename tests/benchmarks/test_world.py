@@ -1,12 +1,11 @@
 """The sample world: repeatable, unambiguous, and answerable from the chunks that it names."""
 
-import random
 import re
 from collections import Counter
 
 import pytest
 
-from benchmarks.world.questions import choose_questions
+from benchmarks.world.questions import world_questions
 from benchmarks.world.world import (
     INSTRUCTION,
     Question,
@@ -95,9 +94,9 @@ def test_the_prompt_holds_the_instruction_and_the_chunks_in_order() -> None:
     ]
 
 
-def test_questions_are_chosen_evenly_by_kind(world: World) -> None:
-    questions = choose_questions(world, 10, random.Random(1))
-    assert sorted(question.kind for question in questions) == ["a"] * 4 + ["b"] * 3 + ["c"] * 3
-    assert questions == choose_questions(world, 10, random.Random(1))
+def test_questions_are_chosen_evenly_by_kind() -> None:
+    questions = world_questions(1, 3)
+    assert sorted(question.question_type for question in questions) == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
+    assert questions == world_questions(1, 3)
     with pytest.raises(ValueError, match="kind a"):
-        choose_questions(world, 10_000, random.Random(1))
+        world_questions(1, 10_000)

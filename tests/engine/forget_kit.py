@@ -15,7 +15,7 @@ from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import concerns
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.disk_files import entry_files
-from ragcachekit.store.entry import entry_name, read_key
+from ragcachekit.store.entry import read_key
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey, chunk_id
@@ -100,7 +100,7 @@ class Engine:
 
 
 def _keys_in(folder: Path) -> list[KVKey]:
-    files = [folder / entry_name(digest) for digest in entry_files(folder)]
+    files = [folder / name for name in entry_files(folder)]
     return [read_key(file) for file in files]
 
 

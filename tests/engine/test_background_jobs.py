@@ -10,8 +10,8 @@ import pytest
 
 from engine_kit import PROMPT, rag_for
 from ragcachekit import threads as threads_module
-from ragcachekit.background import Background
-from ragcachekit.engine import row_capture as keep
+from ragcachekit.background import BackgroundWorker
+from ragcachekit.engine import after_answer as keep
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 
 LONG = 60.0
@@ -33,17 +33,18 @@ def test_a_job_for_which_no_thread_starts_is_dropped_and_the_next_is_done(
     no_thread: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     done: list[int] = []
-    jobs = Background[int](done.append, 4, "test")
+    worker = BackgroundWorker()
+    jobs = worker.queue(done.append, 4)
     with caplog.at_level(logging.WARNING):
         assert not jobs.submit(1)
     assert "can't start new thread" in caplog.text
     assert jobs.waiting == 0
-    assert jobs.flush(LONG)
+    assert worker.flush(LONG)
     no_thread.undo()
     assert jobs.submit(2)
-    assert jobs.flush(LONG)
+    assert worker.flush(LONG)
     assert done == [2]
-    jobs.close()
+    worker.close()
 
 
 def test_a_job_that_ends_its_thread_does_not_end_the_queue() -> None:
@@ -56,14 +57,15 @@ def test_a_job_that_ends_its_thread_does_not_end_the_queue() -> None:
         done.append(job)
 
     threads: list[threading.Thread] = []
-    jobs = Background[int](work, 4, "test")
+    worker = BackgroundWorker()
+    jobs = worker.queue(work, 4)
     assert jobs.submit(1)
-    assert jobs.flush(LONG)
+    assert worker.flush(LONG)
     threads[0].join(LONG)
     assert jobs.submit(2)
-    assert jobs.flush(LONG)
+    assert worker.flush(LONG)
     assert done == [2]
-    jobs.close()
+    worker.close()
 
 
 def test_close_does_not_wait_for_ever(
@@ -76,18 +78,19 @@ def test_close_does_not_wait_for_ever(
         inside.set()
         go_on.wait(LONG)
 
-    jobs = Background[int](hang, 4, "hanging")
+    worker = BackgroundWorker()
+    jobs = worker.queue(hang, 4)
     assert jobs.submit(1)
     assert jobs.submit(2)
     assert inside.wait(LONG)
     with caplog.at_level(logging.WARNING):
-        jobs.close()
-    assert "hanging" in caplog.text
+        worker.close()
+    assert "ragcachekit-background" in caplog.text
     assert not go_on.is_set()
     assert jobs.waiting == 0
     assert not jobs.submit(3)
     go_on.set()
-    assert jobs.flush(LONG)
+    assert worker.flush(LONG)
 
 
 def test_an_error_while_copying_into_the_tree_does_not_cost_the_answer(

@@ -90,8 +90,8 @@ def test_encoding_in_the_background_gives_way_before_each_layer(paused):
         rag.generate(PROMPT, max_new_tokens=1)
         assert rag.flush(60)
         assert rag.encoding_stats().encoded_tokens == 70
-        assert paused.count("ragcachekit-encode") >= LAYERS
-        assert set(paused) == {"ragcachekit-encode"}
+        assert paused.count("ragcachekit-background") >= LAYERS
+        assert set(paused) == {"ragcachekit-background"}
 
 
 @pytest.mark.parametrize("cold", ["now", "background"])
@@ -99,7 +99,7 @@ def test_what_is_waited_for_does_not(paused, cold):
     with rag_for("llama", policy="reuse", cold=cold) as rag:
         rag.submit(PROMPT, max_new_tokens=1).result(60)
         rag.generate(PROMPT, policy="full", max_new_tokens=2)
-    assert [name for name in paused if name != "ragcachekit-encode"] == []
+    assert [name for name in paused if name != "ragcachekit-background"] == []
 
 
 def test_a_request_beside_an_encoding_that_was_begun_is_not_blocked(monkeypatch):

@@ -8,7 +8,7 @@ import transformers as tf
 from torch import nn
 
 from engine_kit import PROMPT, chunk, ids, rag_for, stored_in, text, warmed
-from families import SIZES, build, greedy
+from families import SIZES, build, greedy, plain
 from ragcachekit import (
     LoadConfig,
     ModelNotSupported,
@@ -160,8 +160,9 @@ class TestNames:
             def select(self, chunks):
                 return [10_000]
 
-        with pytest.raises(ValueError, match="wild chose positions outside"):
-            warmed("llama", PROMPT, policy=Wild())
+        answer = warmed("llama", PROMPT, policy=Wild()).generate(PROMPT, **ASKED)
+        assert "wild chose positions outside" in answer.report.link.fallback
+        assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
 
 
 class TestModelChangedUnderOurFeet:

@@ -41,7 +41,7 @@ def test_of_the_queue(rag):
     both(lambda v: rag.generate(PROMPT, max_time=v), "max_time")
     stages = [["document"]]
     both(lambda v: SpeculativePipeline(rag).submit(stages, lambda _: PROMPT, deadline=v), "deadline")
-    assert rag.queue.stats().submitted == 0
+    assert rag.queue.stats().submitted == 1, "the one that warmed it"
 
 
 def test_of_waits(rag):

@@ -304,7 +304,7 @@ async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call
 
 def test_close_ends_background_encoding_before_its_next_layer(make, model, caplog):
     rag, encoding = make(cold="background", encode_after=1), threading.Event()
-    closed = rag.components.background_encoder._background._pool.closed
+    closed = rag.components.background.closed
 
     def wait():
         encoding.set()
@@ -315,14 +315,14 @@ def test_close_ends_background_encoding_before_its_next_layer(make, model, caplo
         assert encoding.wait(LONG)
         rag.close()
     assert layers.most_after <= 1
-    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-encode"]
+    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-background"]
     assert not ours(caplog)
 
 
 def test_close_ends_a_shadow_prefill_before_its_next_layer(make, model, caplog):
     rag = make(cold="now", policy="reuse", shadow=ShadowConfig(1.0))
     rag.generate(PROMPT, max_new_tokens=1)
-    closed, shadowing = rag.shadow._background._pool.closed, threading.Event()
+    closed, shadowing = rag.components.background.closed, threading.Event()
 
     def wait():
         shadowing.set()

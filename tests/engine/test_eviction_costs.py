@@ -7,11 +7,10 @@ import pytest
 from engine_kit import chunk, text
 from families import wrapped
 from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
-from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.model.prefill_timing import store_profile, stored_profile
+from ragcachekit.model.prefill_profile import PrefillProfile, store_profile, stored_profile
 from ragcachekit.types import chunk_id
 
-FLAT = PrefillProfile([0, 256], [1, 64], [[1.0, 1.01], [1.01, 1.02]])
+FLAT = PrefillProfile(1.0, 1e-4, 1e-7)
 """Nearly the same for one token and for many: short chunks are dear by the token."""
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine_kit import chunk, rag_for, text
 from ragcachekit import Prompt
 from ragcachekit.config import TreeConfig
-from ragcachekit.engine import row_capture as pending_rows
+from ragcachekit.engine import after_answer as pending_rows
 from ragcachekit.store.memory import HostStore
 
 FIRST = Prompt([chunk(40, 2), text(6, 4)])
@@ -105,7 +105,7 @@ def test_the_next_prompt_reuses_what_the_last_one_computed(held, waits, way):
 def test_the_report_tells_of_a_long_wait(held, clock, waits):
     result = in_thread(lambda: held.rag.generate(SAME, **SHORT))
     assert waits.wait(60)
-    earliest = held.rag.components.capture.pending._pending[0].until
+    earliest = held.rag.after_answer.rows.pending._pending[0].until
     clock.seconds += min(0.5, (earliest - clock.seconds) / 2)
     waited = clock.seconds - 1000
     held.store.go.set()
@@ -117,7 +117,7 @@ def test_the_report_tells_of_a_long_wait(held, clock, waits):
 def test_a_hung_store_delays_by_the_first_prefill_at_most(held, clock, waits, way):
     result = in_thread(lambda: ways(held.rag)[way](SAME))
     assert waits.wait(60)
-    (pending,) = held.rag.components.capture.pending._pending
+    (pending,) = held.rag.after_answer.rows.pending._pending
     assert 0 < pending.until - clock.seconds < 60
     clock.seconds = pending.until
     assert result().computed_tokens == 47
@@ -170,7 +170,7 @@ def test_what_could_not_be_stored_is_not_waited_for(clock, waits):
     with rag_for("llama", policy="reuse", cold="background", store=BrokenStore(1 << 28)) as rag:
         rag.generate(FIRST, **SHORT)
         assert rag.flush(60)
-        assert rag.components.capture.pending._pending == ()
+        assert rag.after_answer.rows.pending._pending == ()
         assert rag.generate(SAME, **SHORT).report.link.computed_tokens == 47
     assert not waits.is_set()
 
@@ -178,14 +178,14 @@ def test_what_could_not_be_stored_is_not_waited_for(clock, waits):
 @pytest.mark.parametrize("raised", [None, KeyboardInterrupt])
 def test_what_is_dropped_is_not_waited_for(clock, waits, monkeypatch, raised):
     with rag_for("llama", policy="reuse", cold="background") as rag:
-        capture = rag.components.capture
+        capture = rag.after_answer.rows
 
         def submit(job):
             if raised is not None:
                 raise raised
             return False
 
-        monkeypatch.setattr(capture._background, "submit", submit)
+        monkeypatch.setattr(capture._jobs, "submit", submit)
         if raised is None:
             rag.generate(FIRST, **SHORT)
         else:

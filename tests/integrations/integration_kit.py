@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 
+import numpy as np
 from langchain_core.embeddings import Embeddings
 
 FACTS = (
@@ -15,8 +16,6 @@ FACTS = (
     "Carl Weiss was born in Kiel. He works for Norda and paints the names on the boats.",
     "Rome is a town in the south. Its oldest bridge is crossed by many thousand people a day.",
 )
-
-current_user = "a"
 
 
 class Calls(list):
@@ -46,3 +45,30 @@ class WordEmbeddings(Embeddings):
 
     async def aembed_query(self, text):
         return self.embed_query(text)
+
+
+GOOD = [1.0] * 64
+BAD = {
+    "zeros": [0.0] * 64,
+    "tiny": [1e-30] * 64,
+    "NaN": [float("nan")] * 64,
+    "one NaN": [float("nan"), *GOOD[1:]],
+    "infinity": [float("inf")] * 64,
+    "minus infinity": [float("-inf"), *GOOD[1:]],
+    "huge": [1e30] * 64,
+    "too huge for float32": [1e300] * 64,
+    "another width": [1.0] * 3,
+    "one number": 1.0,
+    "nothing": [],
+    "None": None,
+    "strings": ["a"] * 64,
+    "a string": "embedding",
+    "nested": [[1.0] * 64],
+    "two of them": [[1.0] * 64] * 2,
+    "ragged": [[1.0], [1.0, 2.0]],
+    "complex": [1j] * 64,
+    "a dict": {"data": GOOD},
+    "objects": [object()] * 64,
+    "a masked array": np.ma.masked_all(64),
+}
+"""Embeddings that are of no use."""

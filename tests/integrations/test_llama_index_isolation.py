@@ -2,13 +2,14 @@
 
 import asyncio
 import contextvars
+import copy
 import logging
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from integration_kit import FACTS, Calls
+from integration_kit import BAD, FACTS, GOOD, Calls
 from llama_index.core import SummaryIndex, VectorStoreIndex
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.indices.query.query_transform.base import IdentityQueryTransform
@@ -22,7 +23,7 @@ from llama_index.core.retrievers import (
     VectorIndexRetriever,
 )
 from llama_index.core.schema import Document, NodeWithScore, QueryBundle, TextNode
-from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
+from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters, SimpleVectorStore
 from llama_kit import Embedder
 
 from llama_index_ragcachekit import RagCacheRetriever
@@ -245,11 +246,12 @@ def test_changes_of_the_index_are_seen(index, embedder):
 
 def test_an_observed_index_stays_what_it_was(index, embedder, tmp_path):
     RagCacheRetriever(index.as_retriever(), embed_model=embedder).retrieve(QUESTION)
-    assert type(index).__name__ == "VectorStoreIndex"
+    assert type(index) is VectorStoreIndex
     store = index.vector_store
-    assert type(store).__name__ == "SimpleVectorStore"
-    assert store.model_dump() == type(store).__mro__[1](data=store.data).model_dump()
-    assert type(pickle.loads(pickle.dumps(store))) is type(store).__mro__[1]
+    assert type(store) is SimpleVectorStore
+    assert store.model_dump() == SimpleVectorStore(data=store.data).model_dump()
+    assert pickle.loads(pickle.dumps(store)).data == store.data
+    assert type(copy.deepcopy(store)) is SimpleVectorStore
     index.storage_context.persist(tmp_path)
     assert (tmp_path / "default__vector_store.json").exists()
     twin = store.model_copy(deep=True)
@@ -274,7 +276,7 @@ def test_a_repeated_question_is_answered_the_same_behind_a_cutoff(index, embedde
 
 def test_scores_of_a_near_question_are_the_old_ones_and_marked(nodes, embedder):
     retriever = RagCacheRetriever(
-        Own(nodes), embed_model=embedder, tolerance=0.3, partition=lambda bundle: "all"
+        Own(nodes), embed_model=embedder, tolerance=0.3, guard=False, partition=lambda bundle: "all"
     )
     exact = retriever.retrieve(QUESTION)
     near = retriever.retrieve("Where was Ada Lind really born?")
@@ -298,32 +300,7 @@ def test_a_forgotten_text_is_not_found_in_the_cache(index, embedder, rag):
     assert text not in rag.components.parser.registry._namespaces["default"].lru
 
 
-GOOD = [1.0] * 64
-BAD = {
-    "zeros": [0.0] * 64,
-    "tiny": [1e-30] * 64,
-    "NaN": [float("nan")] * 64,
-    "one NaN": [float("nan"), *GOOD[1:]],
-    "infinity": [float("inf")] * 64,
-    "huge": [1e30] * 64,
-    "too huge for float32": [1e300] * 64,
-    "another width": [1.0] * 3,
-    "one number": 1.0,
-    "nothing": [],
-    "None": None,
-    "strings": ["a"] * 64,
-    "nested": [[1.0] * 64],
-    "two of them": [[1.0] * 64] * 2,
-    "ragged": [[1.0], [1.0, 2.0]],
-    "complex": [1j] * 64,
-    "a dict": {"data": GOOD},
-    "objects": [object()] * 64,
-    "a string": "embedding",
-    "a masked array": np.ma.masked_all(64),
-}
-
-
-@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
 @pytest.mark.parametrize("kind", BAD)
 async def test_bad_embeddings_cost_no_answer(nodes, embedder, kind, metric):
     class Odd(Embedder):

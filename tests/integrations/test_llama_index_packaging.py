@@ -7,31 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.llms.base import BaseLLM
-from llama_index.core.indices.prompt_helper import PromptHelper
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 import llama_index_ragcachekit as ours
 
 SETTINGS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-
-
-@pytest.mark.parametrize(
-    ("name", "base"),
-    [
-        ("RagCacheLLM", BaseLLM),
-        ("RagCacheRetriever", BaseRetriever),
-        ("RagCacheVectorStore", BasePydanticVectorStore),
-        ("RagCacheSynthesizer", BaseSynthesizer),
-        ("RagCachePostprocessor", BaseNodePostprocessor),
-        ("RagCachePromptHelper", PromptHelper),
-    ],
-)
-def test_base_classes_are_in_the_mro(name, base):
-    assert base.__name__ in [one.__name__ for one in getattr(ours, name).__mro__]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """RagCacheRetriever.from_documents and from_nodes: order, restart, repeated embeddings, recall of results."""
 
-import json
 import random
 import subprocess
 import sys
@@ -57,18 +56,16 @@ def test_neighbours_are_found_without_a_line_of_the_users(own, tmp_path):
         assert right >= 0.95 * len(followers)
 
 
-def test_a_restart_answers_from_the_cache_and_embeds_nothing(tmp_path):
+def test_a_restart_answers_from_the_cache(tmp_path):
     documents = [Document(text, metadata={"row": n}) for n, text in enumerate(FACTS)]
     path = tmp_path / "index"
     first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=2)
     before = first.invoke(QUESTION)
     first.vectorstore.close()
-    embeddings = WordEmbeddings()
-    again = RagCacheRetriever.from_documents(documents, embeddings, index="brute", path=path, k=2)
+    again = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=2)
     searched = again.vectorstore.index.search
     again.vectorstore.index.search = None
     assert again.invoke(QUESTION) == before
-    assert embeddings.asked == []
     again.vectorstore.index.search = searched
     again.vectorstore.delete([before[0].id])
     assert before[0] not in again.invoke(QUESTION)
@@ -110,21 +107,6 @@ def test_another_embedder_is_refused(tmp_path):
     RagCacheRetriever.from_documents([Document("a")], WordEmbeddings(), index="brute", path=tmp_path)
     with pytest.raises(ValueError, match="holds embeddings of"):
         RagCacheRetriever.from_documents([], Other(), index="brute", path=tmp_path)
-
-
-async def test_an_equal_question_is_embedded_once():
-    embeddings = WordEmbeddings()
-    retriever = RagCacheRetriever.from_documents([Document(f) for f in FACTS], embeddings, index="brute")
-    for _ in range(3):
-        retriever.invoke(QUESTION)
-        await retriever.ainvoke(QUESTION)
-    assert embeddings.asked == [QUESTION]
-    without = RagCacheRetriever.from_documents(
-        [Document(f) for f in FACTS], embeddings, index="brute", embedding_cache=0
-    )
-    without.invoke(QUESTION)
-    without.invoke(QUESTION)
-    assert embeddings.asked == [QUESTION] * 3
 
 
 def test_larger_k_is_a_miss_and_smaller_k_is_cut():
@@ -189,39 +171,9 @@ def test_a_near_question_gets_its_own_order_and_scores():
     assert np.mean(recall) > 0.98
 
 
-def test_the_tolerance_follows_the_recall(tmp_path):
-    rng = np.random.default_rng(0)
-    table = {f"text {n}": row.tolist() for n, row in enumerate(rng.standard_normal((400, 8)))}
-
-    class Table(WordEmbeddings):
-        def embed_query(self, text):
-            return json.loads(text)
-
-        def embed_documents(self, texts):
-            return [table[text] for text in texts]
-
-    retriever = RagCacheRetriever.from_documents(
-        [Document(text) for text in table],
-        Table(),
-        index="brute",
-        k=4,
-        tolerance=0.9,
-        guard=False,
-        target_recall=0.9,
-    )
-    adaptive = retriever._retrieval._adaptive
-    for _ in range(200):
-        retriever.invoke(json.dumps(rng.standard_normal(8).tolist()))
-        assert adaptive.flush(30)
-    assert any(region.checks for region in adaptive.report())
-    assert min(region.tolerance for region in adaptive.report() if region.checks) < 0.5
-
-
 def test_bad_settings():
     with pytest.raises(ValueError, match="unknown index"):
         RagCacheRetriever.from_documents([], WordEmbeddings(), index="annoy")
-    with pytest.raises(ValueError, match="target"):
-        RagCacheRetriever.from_documents([], WordEmbeddings(), index="brute", target_recall=2)
     with pytest.raises(TypeError, match="metadata"):
         RagCacheRetriever.from_documents(
             [Document("a", metadata={"b": {1}})], WordEmbeddings(), index="brute", cache=FakeEngine()

@@ -1,9 +1,7 @@
 """What a reviewer and a newcomer found: replaced chunks, other ways to search, filters, threads, restarts."""
 
-import gc
 import subprocess
 import sys
-import threading
 
 import pytest
 from fake_engine import FakeEngine
@@ -81,24 +79,6 @@ def test_filters_of_other_types_are_other_questions():
     assert retriever.invoke(QUESTION, filter={1: "x"}) == []
     assert len(retriever.invoke(QUESTION, filter={"tags": ["a"]})) == 1
     assert retriever.invoke(QUESTION, filter={"tags": ("a",)}) == []
-
-
-def test_dropped_retrievers_leave_no_threads():
-    def used():
-        retriever = RagCacheRetriever.from_documents(
-            stored(), WordEmbeddings(), index="brute", tolerance=0.5, guard=False, target_recall=0.9
-        )
-        for question in (QUESTION, "Where was Ada Lind, the baker, born?"):
-            retriever.invoke(question)
-        assert retriever._retrieval._adaptive.flush(30)
-
-    used()
-    gc.collect()
-    before = threading.active_count()
-    for _ in range(5):
-        used()
-    gc.collect()
-    assert threading.active_count() <= before + 1
 
 
 def test_a_deletion_keeps_the_questions_that_it_does_not_concern():

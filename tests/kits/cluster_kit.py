@@ -15,6 +15,7 @@ from ragcachekit.types import chunk_id
 from speaking import WORDS, byte_level, speaker
 
 SYSTEM = "Answer from the context.\n\n"
+TOKENS = byte_level()
 
 
 class NotingCache(RagCache):
@@ -24,7 +25,7 @@ class NotingCache(RagCache):
     seconds = 0.0
 
     def encode(self, texts, **options):
-        ids = [chunk_id(self._parser.chunk_ids(text), self.namespace) for text in texts]
+        ids = [id_of(text) for text in texts]
         note(self.notes, "begin", os.getpid(), *ids)
         time.sleep(self.seconds)
         found = super().encode(texts, **options)
@@ -56,17 +57,19 @@ def job(folder, notes, seconds=0.0):
 
 def corpus(count):
     """Chunks of 8 to 39 words with their ids."""
-    words, tokens = WORDS.split(), byte_level()
+    words = WORDS.split()
     texts = [
         " ".join(
             [f"Chunk {n}.", *(words[(n * 7 + at * (n % 5 + 1)) % len(words)] for at in range(6 + n % 32))]
         )
         for n in range(count)
     ]
-    return [
-        (chunk_id(tuple(tokens(text, add_special_tokens=False)["input_ids"]), "default"), text)
-        for text in texts
-    ]
+    return [(id_of(text), text) for text in texts]
+
+
+def id_of(text):
+    """The id of a chunk in the default namespace."""
+    return chunk_id(tuple(TOKENS(text, add_special_tokens=False)["input_ids"]), "default")
 
 
 def stored(folder):

@@ -17,10 +17,9 @@ import pytest
 import redis
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.deadlines import DeadlineExecutor
 from ragcachekit.store.redis_store import RedisStore
 from ragcachekit.store.remote import RemoteStore
-from ragcachekit.threads import Job
+from ragcachekit.types import KVKey
 
 KEY_BYTES = b"a key for tests, nothing more"
 REDIS_BUDGET = 1 << 20
@@ -86,10 +85,9 @@ class RedisServer:
         names = [name.decode() for name in self.client.keys("*:e:*")]
         return {name.rpartition(":")[2]: self.client.get(name) for name in names}
 
-    def sums(self) -> dict[str, int]:
-        """Field → number in the hash of sums."""
-        (name,) = self.client.keys("*:sums") or [b"none"]
-        return {field.decode(): int(value) for field, value in self.client.hgetall(name).items()}
+    def name_of(self, key: KVKey) -> bytes | str:
+        """What an entry's key is called on the server, if it is there."""
+        return next((name for name in self.client.keys(f"*:{key.digest()}")), "")
 
 
 @contextmanager
@@ -107,22 +105,7 @@ def running_server(*, tcp: bool = False) -> Iterator[RedisServer]:
 
 def redis_store(server: RedisServer, **changes: Any) -> RedisStore:
     settings: dict[str, Any] = {"key": KEY_BYTES, "entry_bytes": REDIS_BUDGET, "deadline": 20.0}
-    budget = changes.pop("budget", REDIS_BUDGET)
-    return RedisStore(server.url, budget, **(settings | changes))
-
-
-def failures_of(executor: DeadlineExecutor) -> list[str]:
-    """Why operations fail from now on."""
-    reasons: list[str] = []
-    plain = executor._failure
-
-    def noted(job: Job, deadline: float) -> str | None:
-        reason = plain(job, deadline)
-        reasons.extend([reason] if reason is not None else [])
-        return reason
-
-    executor._failure = noted  # type: ignore[method-assign]
-    return reasons
+    return RedisStore(server.url, **(settings | changes))
 
 
 def forget_at_last(store: RemoteStore, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:

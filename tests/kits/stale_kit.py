@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Sequence
 
-from ragcachekit.query.retrieval import CachedRetrieval
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 
 Point = tuple[float, float]
 Rows = dict[str, tuple[Point, str]]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ragcachekit import files
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.entry import open_entry
+from ragcachekit.store.entry import EntryFile, entry_name, open_file
 from ragcachekit.types import KVKey
 
 DISK_BUDGET = 1 << 20
@@ -53,12 +50,12 @@ def contents(kv: ChunkKV) -> tuple[object, ...]:
     return (kv.start, len(kv.keys), *described)
 
 
-def opened(path: Path, budget: int = DISK_BUDGET) -> DiskStore:
-    return DiskStore(path, budget)
+def opened(path: Path, budget: int = DISK_BUDGET, **options: Any) -> DiskStore:
+    return DiskStore(path, budget, **options)
 
 
 def file_of(path: Path, key: KVKey) -> Path:
-    return path / f"{key.digest()}.safetensors"
+    return path / entry_name(key)
 
 
 def entry_size(path: Path) -> int:
@@ -86,20 +83,7 @@ def agrees_with_files(store: DiskStore, path: Path) -> bool:
     return (stats.entries, stats.nbytes) == (len(sizes), sum(sizes)) and not list(path.glob("*.tmp"))
 
 
-def failing(code: int, after: int = 0) -> Callable[..., Any]:
-    """A stand-in for ``write_all`` that fails from the call ``after`` on."""
-    calls = iter(range(1_000_000))
-    real = files.write_all
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) >= after:
-            raise OSError(code, os.strerror(code))
-        return real(*args, **kwargs)
-
-    return fail
-
-
 def read_entry(path: Path, key: KVKey) -> ChunkKV:
     """The KV of ``key`` in the file at ``path``."""
-    with open_entry(path, key) as reader:
-        return reader.kv()
+    with EntryFile(open_file(path), key) as entry:
+        return entry.kv()

@@ -10,7 +10,7 @@ import pytest
 
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.store import deadlines
-from ragcachekit.store.entry import EntryImage
+from ragcachekit.store.entry import encode_entry
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.remote import RemoteStore, Usage
@@ -33,7 +33,7 @@ class Slow:
     def load(self, key: Any) -> bytes:
         self.loads += 1
         self.now += self.seconds
-        return bytes(SEAL.sealed(key.digest(), EntryImage(key, kv_of(1)).parts()))
+        return bytes(SEAL.sealed(key.digest(), encode_entry(key, kv_of(1))))
 
     def open(self) -> None:
         pass
@@ -46,7 +46,7 @@ class Slow:
 
 
 def tier(name: str, backend: Any) -> RemoteStore:
-    return RemoteStore(name, backend, 1 << 30, key=KEY, deadline=DEADLINE)
+    return RemoteStore(name, backend, key=KEY, deadline=DEADLINE)
 
 
 def tell_time(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:

@@ -48,7 +48,7 @@ def test_closing_brings_nothing_back_that_another_process_forgot(tmp_path: Path,
     assert len(one.match(ROOT, PATH)) == (0 if gone is None else 1)
     other.close()
     assert on_disk(tmp_path, "s2", "a3", "b4") == (0 if gone is None else 1)
-    assert on_disk(tmp_path, "s2", "c5") == (0 if gone is None else 2), "what was not forgotten is written"
+    assert on_disk(tmp_path, "s2", "c5") == (0 if gone is None else 1), "it is computed again"
     assert on_disk(tmp_path, "s2", "a3", "b4", root=Root("weights-1", "globex")) == 3
 
 
@@ -57,8 +57,7 @@ def test_what_leaves_memory_after_another_process_forgot_it_is_not_written(tmp_p
     request(other, PATH)
     one.forget("acme", frozenset({"a3"}))
     request(other, path_of("c9"), Root("weights-1", "globex"))  # pushes all of it out
-    assert one._disk is not None
-    assert one._disk.stats()[0].entries == 1, "the system text stands before what was forgotten"
+    assert [record.entries for record in one.stats() if record.tier == "tree:disk"] == [0]
 
 
 def test_a_look_up_hears_of_it_and_requests_under_way_leave_nothing(tmp_path: Path) -> None:
@@ -67,11 +66,11 @@ def test_a_look_up_hears_of_it_and_requests_under_way_leave_nothing(tmp_path: Pa
     request(other, PATH)
     other.turns.keep(Turn(ROOT, tuple(range(20)), kv_of(ROOT, PATH), 20, frozenset({"a3"})), 0)
     one.forget("acme", frozenset({"a3"}))
-    assert len(other.match(ROOT, PATH)) == 1
+    assert len(other.match(ROOT, PATH)) == 0
     assert other.turns.longest(ROOT, range(20)) is None
     assert other.insert(under_way, [kv_of(ROOT, PATH[: i + 1]) for i in range(3)]) == 0
     other.close()
-    assert on_disk(tmp_path, "s2", "a3") == 1
+    assert on_disk(tmp_path, "s2", "a3") == 0
 
 
 def test_what_is_computed_anew_after_it_is_kept(tmp_path: Path) -> None:
@@ -114,89 +113,31 @@ CHILD = """
 import sys
 from pathlib import Path
 from ragcachekit.prefix_tree.disk import ForgetLog
-with ForgetLog(Path(sys.argv[1])).forgetting("acme", frozenset(["x"])):
+with ForgetLog(Path(sys.argv[1])).forgetting("acme"):
     pass
 """
 
 
-def test_the_log_tells_others_and_not_oneself(tmp_path: Path) -> None:
+def test_the_log_tells_others_and_not_oneself(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(forgets, "_MAX_LOGGED", 3)
     one, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
-    assert [log.unread("acme") for log in (one, other)] == [[], []]
-    for ids in (frozenset({"a", "b"}), None):
-        with one.forgetting("acme", ids):
+    assert [log.changed("acme") for log in (one, other)] == [False, False]
+    for _ in range(8):
+        with one.forgetting("acme"):
             pass
-    assert one.unread("acme") == []
-    assert other.unread("globex") == []
-    assert other.unread("acme") == [frozenset({"a", "b"}), None]
-    assert other.unread("acme") == []
-    assert ForgetLog(tmp_path).unread("acme") == [], "who begins now has nothing that it could forget"
+        assert not one.changed("acme")
+        assert not other.changed("globex")
+        assert other.changed("acme")
+        assert not other.changed("acme")
+    assert not ForgetLog(tmp_path).changed("acme"), "who begins now has nothing that it could forget"
     subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], check=True, timeout=60)
-    assert one.unread("acme") == other.unread("acme") == [frozenset({"x"})]
-
-
-@pytest.mark.parametrize("harm", ["gone", "torn", "nonsense"])
-@pytest.mark.parametrize("read_before", [True, False])
-def test_what_cannot_be_read_stands_for_everything(tmp_path: Path, harm: str, read_before: bool) -> None:
-    one, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
-    if not read_before:
-        other.unread("acme")
-    with one.forgetting("acme", frozenset({"a"})):
+    assert one.changed("acme")
+    with other.forgetting("acme"):
         pass
-    if read_before:
-        other.unread("acme")
+    assert other.changed("acme"), "its own hides nobody else's"
     (file,) = (path for path in tmp_path.iterdir() if path.name != "lock")
-    if harm == "gone":
-        file.unlink()
-    elif harm == "torn":
-        os.truncate(file, file.stat().st_size - 4)
-    else:
-        file.write_bytes(file.read_bytes() + b"\xff{]\n")
-    if harm != "nonsense":
-        with one.forgetting("acme", frozenset({"z"})):
-            pass
-    news = other.unread("acme")
-    assert None in news or (harm == "gone" and not read_before)
-    with one.forgetting("acme", frozenset({"later"})):
-        pass
-    assert other.unread("acme") == [frozenset({"later"})]
-
-
-def test_the_log_is_started_anew_before_it_is_too_long(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(forgets, "_MOST_LOGGED", 200)
-    log, often, seldom = ForgetLog(tmp_path), ForgetLog(tmp_path), ForgetLog(tmp_path)
-    often.unread("acme")
-    heard = []
-    for number in range(40):
-        with log.forgetting("acme", frozenset({f"chunk-{number:02}"})):
-            pass
-        if number == 1:
-            seldom.unread("acme")
-        heard += often.unread("acme")
-        (file,) = (path for path in tmp_path.iterdir() if path.name != "lock")
-        assert file.stat().st_size <= 200
-    assert len(heard) == 40
-    assert 5 < heard.count(None) < 20
-    # The file has lines where this one stopped reading, but is another one.
-    assert None in seldom.unread("acme")
-    assert seldom.unread("acme") == []
-
-
-def test_a_new_log_with_a_line_where_the_old_one_ended_is_noticed(tmp_path: Path, monkeypatch) -> None:
-    log, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
-
-    def forget(*ids: str) -> None:
-        with log.forgetting("acme", frozenset(ids) or None):
-            pass
-
-    forget()
-    assert other.unread("acme") == []
-    monkeypatch.setattr(forgets, "_MOST_LOGGED", 1)
-    forget("a")  # leaves one line, as long as the one before
-    monkeypatch.undo()
-    forget("b")
-    assert other.unread("acme") == [None]
-    forget("c")
-    assert other.unread("acme") == [frozenset({"c"})]
+    file.unlink()
+    assert one.changed("acme"), "what is lost counts as a forget"
 
 
 def test_a_child_forked_while_somebody_writes_keeps_no_forget_waiting(tmp_path: Path) -> None:
@@ -213,7 +154,7 @@ def test_a_child_forked_while_somebody_writes_keeps_no_forget_waiting(tmp_path: 
 def test_a_stopped_forgetter_keeps_no_writer_waiting_for_ever(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(forgets, "_SECONDS_TO_WRITE", 0.0)
     log, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
-    with other.forgetting("acme", None), log.writing() as may_write:
+    with other.forgetting("acme"), log.writing() as may_write:
         assert not may_write
     assert "is it stopped" in caplog.text
     with log.writing() as may_write:
@@ -225,17 +166,17 @@ def test_a_stopped_forgetter_keeps_no_writer_waiting_for_ever(tmp_path: Path, mo
 def test_a_stopped_writer_keeps_no_forget_waiting_for_ever(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(forgets, "_SECONDS_TO_FORGET", 0.0)
     log, other, done = ForgetLog(tmp_path), ForgetLog(tmp_path), []
-    assert other.unread("acme") == []
+    assert not other.changed("acme")
     with (
         other.writing(),
         pytest.raises(StoreError, match="forget again") as failure,
-        log.forgetting("acme", frozenset({"a"})),
+        log.forgetting("acme"),
     ):
         done.append(True)
     assert done == [True]
     assert "is it stopped" in str(failure.value)
-    assert other.unread("acme") == [frozenset({"a"})]
-    with log.forgetting("acme", None):
+    assert other.changed("acme")
+    with log.forgetting("acme"):
         done.append(True)
     assert len(done) == 2
 

@@ -224,9 +224,7 @@ def test_a_choice_is_used_and_kept_for_the_next_process(make, tmp_path, caplog):
     [
         lambda record: b"",
         lambda record: b"[" * 100_000,
-        lambda record: json.dumps([]),
         lambda record: json.dumps(record | {"schema": 99}),
-        lambda record: json.dumps(record | {"namespace": "else"}),
         lambda record: json.dumps(record | {"fingerprint": "0" * 64}),
         lambda record: json.dumps(record | {"policy": "full"}),
         lambda record: json.dumps(record | {"system": ["a"]}),
@@ -463,7 +461,7 @@ def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeyp
     with rag.components.active:
         rag.generate(prompt(0), **ONE)
         assert waiting.wait(60)
-        assert not auto_of(rag).flush(0.3)
+        assert not rag.components.background.flush(0.3)
         begun = time.monotonic()
         rag.close()
         assert time.monotonic() - begun < 5
@@ -475,9 +473,9 @@ def test_it_goes_on_when_no_request_runs(make, tmp_path, monkeypatch):
     rag = make(cold="background")
     with rag.components.active:
         rag.generate(prompt(0), **ONE)
-        assert not auto_of(rag).flush(0.3)
+        assert not rag.components.background.flush(0.3)
         assert records(tmp_path) == []
-    assert auto_of(rag).flush(120)
+    assert rag.components.background.flush(120)
     assert len(records(tmp_path)) == 1
 
 
@@ -541,15 +539,15 @@ def test_seen_prompts_are_bounded(monkeypatch):
 
 def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
     rag = make()
-    drop = rag._drop
+    drop = rag.chunks.drop
 
     def answered_meanwhile(*asked):
         rag.generate(prompt(0), **ONE)
         return drop(*asked)
 
     rag.after_answer.encode_missing = lambda *_: None  # waits for the forget
-    rag.components.capture.after = lambda _: frozenset()
-    rag._drop = answered_meanwhile
+    rag.after_answer.rows.after = lambda _: frozenset()
+    rag.chunks.drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert auto_of(rag)._seen.of("default") == ()
 

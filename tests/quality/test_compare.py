@@ -14,7 +14,7 @@ from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
 from ragcachekit.commands.engines import FULL, Engines
-from ragcachekit.commands.question_prompts import PromptMaker
+from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import Continuation, Reference, compare
 

@@ -356,6 +356,7 @@ def test_an_interrupted_command_says_how_to_go_on(
         (("--questions", "/nowhere.jsonl"), "there is no file /nowhere.jsonl; give --questions"),
         (("--corpus", "/nowhere"), "does not exist"),
         ((), "give --questions (JSONL), or --corpus"),
+        (("--encoders", ","), "at least one encoder"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_model_is_loaded(
@@ -363,28 +364,5 @@ def test_bad_arguments_are_refused_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(fidelity, "load_checked", None)
     result = command(*arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
-def test_a_model_is_needed() -> None:
-    result = CliRunner().invoke(app, ["bench", "fidelity"])
-    assert result.exit_code == 2
-    assert "which model" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--encoders", "standalone,backwards"), "unknown encoder 'backwards'"),
-        (("--encoders", ","), "at least one encoder"),
-        (("--model", "/nowhere"), "cannot load the model"),
-    ],
-)
-def test_bad_encoders_are_refused_before_any_work(
-    home: Path, questions: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.setattr(fidelity, "Work", None)
-    result = command("--questions", questions, *arguments)
     assert result.exit_code == 2
     assert message in result.output

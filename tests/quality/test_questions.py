@@ -10,45 +10,15 @@ from transformers import AutoTokenizer
 
 from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
-from benchmarks.world.world import TRAINING_SEEDS, make_world, messages
-from ragcachekit.commands.datasets import Question, digest
-from ragcachekit.commands.question_prompts import PromptMaker
-from ragcachekit.commands.questions import read_questions
+from benchmarks.world.world import messages
+from ragcachekit.commands.datasets import Question
+from ragcachekit.commands.questions import PromptMaker, read_questions
 from ragcachekit.errors import RagCacheError
 
 
 @pytest.fixture
 def tokenizer():
     return AutoTokenizer.from_pretrained(READER)
-
-
-def test_every_prompt_holds_its_evidence_among_four_whole_articles() -> None:
-    world = make_world(3)
-    known = {question.text: question for question in world.questions}
-    articles = {chunk: article for article in world.articles for chunk in article.chunks}
-    asked = world_questions(3, 5)
-    assert sorted(question.question_type for question in asked) == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
-    for question in asked:
-        there = [articles[chunk] for chunk in question.chunks]
-        assert there[::2] == there[1::2]
-        assert len({article.title for article in there}) == 4
-        assert question.chunks[:2] == there[0].chunks
-        assert set(known[question.question].articles) <= {article.title for article in there}
-        assert question.answers[0] == known[question.question].answer
-    places = [
-        question.chunks.index(articles_of(world, known[question.question].articles[0])) for question in asked
-    ]
-    assert len(set(places)) > 1
-    assert digest(asked) == digest(world_questions(3, 5)) != digest(world_questions(4, 5))
-
-
-def articles_of(world, title: str) -> str:
-    return next(article.chunks[0] for article in world.articles if article.title == title)
-
-
-def test_training_worlds_are_refused() -> None:
-    with pytest.raises(ValueError, match="trained"):
-        world_questions(TRAINING_SEEDS, 1)
 
 
 # -- files --------------------------------------------------------------------------------------------

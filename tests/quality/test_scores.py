@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from ragcachekit.commands.bench.fidelity import rouge_l
 from ragcachekit.commands.bench.fidelity_rows import (
     ALONE,
     REUSE,
@@ -22,9 +21,8 @@ from ragcachekit.commands.bench.fidelity_rows import (
 from ragcachekit.commands.bench.resample import RESAMPLES, Bootstrap
 from ragcachekit.commands.datasets import Question
 from ragcachekit.commands.engines import FULL
-from ragcachekit.commands.text_scores import exact_match, word_f1
 from ragcachekit.policies.measured import PolicyAndEncoder
-from ragcachekit.quality.compare import bag_f1, divergence, loss_per_token
+from ragcachekit.quality.compare import bag_f1, divergence, exact_match, loss_per_token, word_f1
 
 WORDS = ["soap", "glass", "Acmetron", "makes", "the", "a", "Łódź", "東京", "1999"]
 
@@ -39,14 +37,6 @@ def counted(text: str) -> list[str]:
     """SQuAD's normalisation, word by word."""
     cleared = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return [word for word in cleared.split() if word not in ("a", "an", "the")]
-
-
-def lcs(one: list[str], two: list[str]) -> int:
-    if not one or not two:
-        return 0
-    if one[-1] == two[-1]:
-        return 1 + lcs(one[:-1], two[:-1])
-    return max(lcs(one[:-1], two), lcs(one, two[:-1]))
 
 
 @pytest.mark.parametrize(
@@ -80,14 +70,6 @@ def test_token_f1_is_that_of_bags() -> None:
             precision, recall = shared / len(one), shared / len(wanted)
             expected = 2 * precision * recall / (precision + recall)
         assert word_f1(answer, right) == pytest.approx(expected)
-
-
-def test_rouge_l_is_the_longest_common_subsequence() -> None:
-    for answer, right in pairs():
-        one, two = answer.lower().split(), right.lower().split()
-        common = lcs(one, two)
-        expected = 2 * common / (len(one) + len(two)) if one or two else 1.0
-        assert rouge_l(answer, right) == pytest.approx(expected)
 
 
 def test_divergence_is_the_sum_of_the_textbook() -> None:
@@ -126,7 +108,6 @@ def measurement(f1: float) -> Measurement:
         exact_match=float(f1 == 1),
         f1=f1,
         agreement=0.0,
-        agreement_rouge_l=0.0,
         answer_tokens=2,
         kl=0.25,
         answer_kl=1.0 - f1,

@@ -115,8 +115,10 @@ def own_kl(rag, prompt):
     return float(np.sum(p * np.log(p / q)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere"])
-@pytest.mark.parametrize("policy", ["reuse", "lego:4", "query:0.2", "cacheblend:0.3"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("llama", "reuse"), ("llama", "query:0.2"), ("gemma2", "lego:4"), ("cohere", "cacheblend:0.3")],
+)
 def test_kl_is_that_of_an_independent_computation(name, policy):
     rag = warmed(name, PROMPT, policy=policy, shadow=AFTER)
     rag.shadow.reset()
@@ -157,16 +159,6 @@ def test_batches_are_shadowed_prompt_by_prompt():
     assert together.shadowed == alone.shadowed == 3
     assert together.agreement == alone.agreement
     assert together.mean_kl == pytest.approx(alone.mean_kl, rel=1e-3)
-
-
-def test_other_ways_in_are_compared_too():
-    rag = shadowed()
-    rag.generate(PROMPT, num_beams=2, **ASKED)
-    rag.generate(PROMPT, no_repeat_ngram_size=5, **ASKED)
-    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False)
-    rag.generate(PROMPT, generation_config=config)
-    assert rag.shadow_report().compared == 3
-    assert rag.shadow_report().failed == 0
 
 
 def test_sampling_compares_the_first_token_only_and_draws_no_chance_of_its_own():
@@ -342,14 +334,6 @@ def test_errors_inside_never_surface(monkeypatch, caplog, when):
     rag.close()
 
 
-def test_errors_before_the_second_run_never_surface_either(monkeypatch, caplog):
-    rag = shadowed()
-    monkeypatch.setattr(shadow, "_greedy", None)
-    assert len(rag.generate(PROMPT, **ASKED).token_ids) == 8
-    assert rag.shadow_report().failed == 1
-    assert "could not be shadowed" in caplog.text
-
-
 class Gate:
     """Holds the worker inside the model."""
 
@@ -390,14 +374,14 @@ def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
     assert gate.entered.acquire(timeout=60)
     closing = threading.Thread(target=rag.close)
     closing.start()
-    assert rag.shadow._background._pool.closed.wait(60)
+    assert rag.components.background.closed.wait(60)
     gate.open.set()
     closing.join(60)
     assert not closing.is_alive()
     assert gate.runs == 1
     assert (rag.shadow_report().shadowed, rag.shadow_report().dropped) == (0, 1)
-    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-shadow"]
-    rag.shadow.close()  # twice does no harm
+    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-background"]
+    rag.close()  # twice does no harm
 
 
 def test_what_was_in_work_at_a_reset_is_not_counted(monkeypatch):

@@ -8,9 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ragcachekit import Answer, EncodingStats, GenerateReport, LinkReport, QueueStats, ShadowReport
 from ragcachekit.policies.registry import known_policies, open_policy
-from ragcachekit.reports import ChunkUse, Records
+from ragcachekit.reports import (
+    Answer,
+    ChunkUse,
+    EncodingStats,
+    GenerateReport,
+    LinkReport,
+    QueueStats,
+    Records,
+    ShadowReport,
+)
 from ragcachekit.store.base import StoreStats
 
 EVIL = "<script>alert('x')</script> & more"

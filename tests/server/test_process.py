@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 
 from ragcachekit.commands.app import app as cli
 from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server import app as server_process
 from ragcachekit.server.app import GracefulServer
+from ragcachekit.server.middleware import Activity
 from server_kit import DOCUMENTS, LONG, QUESTION, engine, served, until
 from speaking import byte_level, speaker
 
@@ -192,3 +194,75 @@ def test_metrics_have_the_tokens_of_requests():
     }
     assert counts['ragcachekit_prompt_tokens_total{source="computed"}'] == usage["prompt_tokens"]
     assert counts["ragcachekit_output_tokens_total"] == usage["completion_tokens"]
+
+
+async def test_a_flush_that_hangs_does_not_keep_the_stop(monkeypatch, caplog):
+    with engine() as rag:
+        seconds = []
+        monkeypatch.setattr(rag, "flush", lambda timeout=None: seconds.append(timeout))
+        app = create_app(rag, ServerConfig("tiny", flush_timeout=0.25))
+        async with app.router.lifespan_context(app):
+            pass
+    assert seconds == [0.25]
+    assert "not done within 0.25 s" in caplog.text
+
+
+STUCK = """
+import asyncio, socket, sys
+from contextlib import asynccontextmanager
+from fastapi import FastAPI
+from ragcachekit.server.middleware import Activity
+from ragcachekit.server.app import serve
+
+@asynccontextmanager
+async def lifespan(_):
+    yield
+    print("stopping", flush=True)
+    await asyncio.sleep(600)
+
+app = FastAPI(lifespan=lifespan)
+app.state.activity = Activity()
+bound = socket.create_server(("127.0.0.1", 0))
+print(bound.getsockname()[1], flush=True)
+serve(app, bound)
+"""
+
+
+@pytest.fixture
+def stuck():
+    command = [sys.executable, "-c", STUCK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = process.stdout.readline().strip()
+            until(lambda: answers(f"http://127.0.0.1:{port}/"))
+            yield process
+        finally:
+            process.kill()
+
+
+def answers(url):
+    try:
+        return httpx.get(url).status_code == 404
+    except httpx.TransportError:
+        return False
+
+
+def test_a_second_signal_ends_a_stop_that_hangs(stuck):
+    stuck.send_signal(signal.SIGTERM)
+    assert stuck.stdout.readline() == "stopping\n"
+    until(lambda: stuck.send_signal(signal.SIGINT) or stuck.poll() is not None)
+    assert stuck.returncode == -signal.SIGINT
+
+
+def test_a_signal_that_is_sent_and_forwarded_counts_once(monkeypatch):
+    now, raised = [100.0], []
+    monkeypatch.setattr(server_process.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server_process.signal, "raise_signal", raised.append)
+    activity = Activity()
+    server = GracefulServer(uvicorn.Config("unused:app"), activity)
+    for seconds, ended in ((0, []), (0.01, []), (0.9, []), (1.0, [signal.SIGTERM])):
+        now[0] = 100 + seconds
+        server.handle_exit(signal.SIGTERM, None)
+        assert activity.stopping
+        assert raised == ended

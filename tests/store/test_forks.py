@@ -15,7 +15,7 @@ import pytest, torch
 from loading_kit import Gate, SlowStore, start
 from store_kit import contents, key_of, kv_of
 from ragcachekit.errors import Closed
-from ragcachekit.background import Background
+from ragcachekit.background import BackgroundWorker
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.fsspec_store import FsspecStore
 from ragcachekit.store.memory import HostStore
@@ -48,14 +48,15 @@ loader = Loader(slow)
 kv = start(loader, key_of(1)).kv
 assert gate.reached.wait(60)
 go_on, done = threading.Event(), []
-jobs = Background(lambda job: (go_on.wait(60), done.append(job)), 4, "test")
+worker = BackgroundWorker()
+jobs = worker.queue(lambda job: (go_on.wait(60), done.append(job)), 4)
 assert jobs.submit(1) and jobs.submit(2)
 
 bulk = FsspecStore((folder / "bulk").as_uri(), 1 << 20, key=bytes(32), deadline=2.0)
 tree = KnowledgeTree(host_bytes=1 << 20)
 assert bulk.put(key_of(0), kv_of(0))
 
-opened = (host, disk, tiered, loader, jobs, bulk, tree)
+opened = (host, disk, tiered, loader, worker, bulk, tree)
 held, over = threading.Event(), threading.Event()
 all_locks = [lock for one in opened for lock in locks(one, {{}})]
 assert len(all_locks) >= 8
@@ -79,7 +80,7 @@ if not child:
         lambda: key_of(0) in tiered,
         lambda: tiered.forget("acme/docs"),
         lambda: jobs.submit(3),
-        lambda: jobs.flush(),
+        lambda: worker.flush(),
         lambda: bulk.get(key_of(0)),
         lambda: tree.stats(),
     ):
@@ -87,7 +88,7 @@ if not child:
             call()
     with pytest.raises(Closed):
         loader.open(key_of(1))
-    for one in (host, disk, tiered, jobs, bulk, tree):
+    for one in (host, disk, tiered, worker, bulk, tree):
         one.close()
     again = DiskStore(folder / "kv", 1 << 20)
     assert contents(again.get(key_of(0)).kv) == contents(kv_of(0))
@@ -99,10 +100,10 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 gate.open()
 go_on.set()
 assert (kv.layer(1)[0] == kv_of(1).keys[1]).all()
-assert jobs.flush(60) and done == [1, 2]
+assert worker.flush(60) and done == [1, 2]
 assert contents(tiered.get(key_of(0)).kv) == contents(kv_of(0))
 assert contents(bulk.get(key_of(0)).kv) == contents(kv_of(0))
-for one in (loader, tiered, jobs, bulk, tree):
+for one in (loader, tiered, worker, bulk, tree):
     one.close()
 """
 

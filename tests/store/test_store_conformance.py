@@ -12,12 +12,15 @@ import torch
 
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import StoreError
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, NullStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.factory import open_store
+from ragcachekit.store.fsspec_store import FsspecStore
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
+from redis_kit import KEY_BYTES, RedisServer, redis_store, running_server
 from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 20
@@ -29,6 +32,10 @@ MAKERS: dict[str, Callable[[Path], KVStore]] = {
     "gpu": lambda path: GpuStore(BUDGET, "cpu"),
     "gpu, host and disk": lambda path: TieredStore(
         [GpuStore(BUDGET // 8, "cpu"), HostStore(BUDGET // 4), DiskStore(path / "kv", BUDGET)]
+    ),
+    "memory": lambda path: FsspecStore(f"memory://{path}", BUDGET, key=KEY_BYTES, deadline=20.0),
+    "host and file": lambda path: TieredStore(
+        [HostStore(BUDGET // 4), FsspecStore(path.as_uri(), BUDGET, key=KEY_BYTES, deadline=20.0)]
     ),
     "gpu and disk": lambda path: TieredStore([GpuStore(BUDGET // 8, "cpu"), DiskStore(path / "kv", BUDGET)]),
 }
@@ -52,16 +59,38 @@ OTHER_IDENTITIES = [
 ]
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with running_server() as running:
+        yield running
+
+
+def made(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
+    if request.param != "redis":
+        return MAKERS[request.param](tmp_path)
+    server: RedisServer = request.getfixturevalue("server")
+    server.empty()
+    return redis_store(server)
+
+
+@pytest.fixture(params=[*MAKERS, "redis"])
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    store = MAKERS[request.param](tmp_path)
+    store = made(request, tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=[*(name for name in MAKERS if name != "null"), "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    store = made(request, tmp_path)
     yield store
     store.close()
 
 
 @pytest.fixture(params=[name for name in MAKERS if name != "null"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    store = MAKERS[request.param](tmp_path)
+def bounded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    """Stores that keep a budget of their own; Redis evicts by itself."""
+    store = made(request, tmp_path)
     yield store
     store.close()
 
@@ -104,7 +133,8 @@ def test_last_put_under_a_key_wins_and_counts_once(store: KVStore) -> None:
     found = store.get(KEY)
     assert found is not None
     assert contents(found.kv) == contents(kv_of(2, tokens=3))
-    assert [s.nbytes for s in store.stats()] == [s.nbytes for s in alone]
+    if "redis" not in [s.tier for s in alone]:  # whose bytes are the server's
+        assert [s.nbytes for s in store.stats()] == [s.nbytes for s in alone]
     assert {s.entries for s in store.stats()} == {1}
 
 
@@ -139,31 +169,31 @@ def test_forget_follows_chunks_and_contexts_within_the_namespace(store: KVStore)
     assert store.get(theirs) is not None
 
 
-def test_forgetting_everything_frees_every_byte(store: KVStore) -> None:
+def test_forgetting_everything_frees_every_byte(bounded: KVStore) -> None:
     for number in range(5):
-        store.put(key_of(number), kv_of(number))
-    assert store.forget("acme/docs") == 5
-    assert {(s.entries, s.nbytes) for s in store.stats()} == {(0, 0)}
+        bounded.put(key_of(number), kv_of(number))
+    assert bounded.forget("acme/docs") == 5
+    assert {(s.entries, s.nbytes) for s in bounded.stats()} == {(0, 0)}
 
 
-def test_entry_larger_than_the_budget_is_refused_and_harms_nobody(store: KVStore) -> None:
-    store.put(KEY, kv_of(1))
+def test_entry_larger_than_the_budget_is_refused_and_harms_nobody(bounded: KVStore) -> None:
+    bounded.put(KEY, kv_of(1))
     huge = kv_of(2, tokens=BUDGET // 64)
-    assert store.put(key_of(9), huge) is False
-    assert store.get(key_of(9)) is None
-    found = store.get(KEY)
+    assert bounded.put(key_of(9), huge) is False
+    assert bounded.get(key_of(9)) is None
+    found = bounded.get(KEY)
     assert found is not None
     assert contents(found.kv) == contents(kv_of(1))
-    assert {s.failed_writes for s in store.stats()} == {1}
+    assert {s.failed_writes for s in bounded.stats()} == {1}
 
 
-def test_budget_holds_and_the_newest_stays(store: KVStore) -> None:
+def test_budget_holds_and_the_newest_stays(bounded: KVStore) -> None:
     for number in range(60):
         key = key_of(number)
-        assert store.put(key, kv_of(number, tokens=200 + number % 7))
-        assert store.get(key) is not None
-        assert all(s.nbytes <= s.budget for s in store.stats())
-    slowest = store.stats()[-1]
+        assert bounded.put(key, kv_of(number, tokens=200 + number % 7))
+        assert bounded.get(key) is not None
+        assert all(s.nbytes <= s.budget for s in bounded.stats())
+    slowest = bounded.stats()[-1]
     assert slowest.evictions == 60 - slowest.entries > 0
 
 
@@ -217,7 +247,7 @@ def test_threads_see_a_value_or_a_miss(store: KVStore) -> None:
                 found = store.get(key)
                 if found is not None and contents(found.kv) != contents(kv):
                     wrong.append(key)
-                if any(s.nbytes > s.budget for s in store.stats()):
+                if any(s.nbytes > s.budget > 0 for s in store.stats()):
                     wrong.append(store.stats())
         except BaseException as error:
             wrong.append(error)
@@ -294,3 +324,15 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> No
 def test_a_budget_of_nothing_is_an_error(budget: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="budget must be > 0"):
         DiskStore(tmp_path, budget)
+
+
+def test_what_one_tier_cannot_write_down_is_in_no_other(tmp_path: Path) -> None:
+    host = HostStore(1 << 20)
+    store = TieredStore([host, DiskStore(tmp_path / "kv", BUDGET)])
+    kv = kv_of(1)
+    complex_kv = ChunkKV(tuple(k.to(torch.complex64) for k in kv.keys), kv.values)
+    with pytest.raises(TypeError, match="cannot be stored"):
+        store.put(KEY, complex_kv)
+    assert KEY not in store
+    assert host.stats()[0].entries == 0
+    store.close()

@@ -1,28 +1,15 @@
-"""The dashboard's queries against what an engine exports, as text and (soak) in a real Prometheus."""
+"""The dashboard's queries against what an engine exports."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
-import shutil
-import socket
-import subprocess
-import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragcachekit import CachedRetrieval, ProximityCache, RagCache, StoreConfig
@@ -35,41 +22,22 @@ PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 TARGETS = [(panel["title"], target) for panel in PANELS for target in panel["targets"]]
 METRIC = re.compile(r"\b(?:ragcachekit|process)_\w+")
 FROM_PROMETHEUS = {"instance", "job"}
-PROMETHEUS = os.environ.get("PROMETHEUS") or shutil.which("prometheus")
-
-
-class Traffic:
-    """An engine with two tiers, shadow mode and a query cache, and questions to it."""
-
-    def __init__(self, rag: RagCache, prompt: Any) -> None:
-        self.rag, self.prompt, self.metrics = rag, prompt, PrometheusObserver(rag)
-        self.cache = CachedRetrieval[str](ProximityCache(10))
-        rag.add_query_cache(self.cache)
-        self.asked = 0
-
-    def ask(self) -> None:
-        self.asked += 1
-        for number in (1, self.asked + 1):
-            self.cache.get(np.eye(64)[number % 64], "place", lambda: [("1", "one")])
-        self.rag.submit(self.prompt, max_new_tokens=3).result()
-
-
-@contextmanager
-def traffic(folder: Path, store: Path, prompt: Any) -> Iterator[Traffic]:
-    tiers = StoreConfig(host_bytes=1 << 24, disk_path=store, disk_bytes=1 << 26)
-    options: dict[str, Any] = {"cold": "now", "policy": "lego:4", "cache_dir": folder, "shadow": 1.0}
-    with RagCache(speaker(), byte_level(), store=tiers, **options) as rag:
-        yield Traffic(rag, prompt)
 
 
 @pytest.fixture
 def exported(folder, tmp_path, prompt) -> dict[str, set[str]]:
-    """The labels of each exported sample."""
-    with traffic(folder, tmp_path / "kv", prompt) as made:
-        made.ask()
-        made.ask()
-        made.rag.flush()
-        text = made.metrics.render()[0].decode()
+    """The labels of each sample that an engine with two tiers, shadow mode and a query cache exports."""
+    tiers = StoreConfig(host_bytes=1 << 24, disk_path=tmp_path / "kv", disk_bytes=1 << 26)
+    options: dict[str, Any] = {"cold": "now", "policy": "lego:4", "cache_dir": folder, "shadow": 1.0}
+    with RagCache(speaker(), byte_level(), store=tiers, **options) as rag:
+        metrics, cache = PrometheusObserver(rag), CachedRetrieval[str](ProximityCache(10))
+        rag.add_query_cache(cache)
+        for question in (1, 2, 1):
+            cache.get(np.eye(64)[question], "place", lambda: [("1", "one")])
+        for _ in range(2):
+            rag.submit(prompt, max_new_tokens=3).result()
+        rag.flush()
+        text = metrics.render()[0].decode()
     labels: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -104,66 +72,3 @@ def test_queries_use_the_dashboard_s_variables() -> None:
     for title, target in TARGETS:
         assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables, title
         assert target["datasource"]["uid"] == "${datasource}"
-
-
-@contextmanager
-def prometheus(folder: Path, target: int) -> Iterator[str]:
-    """A Prometheus that scrapes a local port every second; yields its address."""
-    assert PROMETHEUS is not None
-    config = {"global": {"scrape_interval": "1s"}}
-    scrape = {"job_name": "engine", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
-    (folder / "prometheus.yml").write_text(json.dumps({**config, "scrape_configs": [scrape]}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [PROMETHEUS, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    command.append(f"--web.listen-address=127.0.0.1:{port}")
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def evaluate(address: str, query: str) -> list[float]:
-    query = query.replace("$__rate_interval", "30s").replace("$instance", ".*")
-    url = f"{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        result = json.load(answer)
-    assert result["status"] == "success", result
-    return [float(sample["value"][1]) for sample in result["data"]["result"]]
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(PROMETHEUS is None, reason="set PROMETHEUS to the path of a prometheus binary")
-def test_every_query_has_a_value_in_a_real_prometheus(folder, tmp_path, prompt) -> None:
-    with traffic(folder, tmp_path / "kv", prompt) as made:
-        server, thread = start_http_server(0, "127.0.0.1", made.metrics.registry)
-        ended = threading.Event()
-
-        def ask() -> None:
-            while not ended.wait(0.05):
-                made.ask()
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        try:
-            with prometheus(tmp_path, server.server_port) as address:
-                missing = [target["expr"] for _, target in TARGETS]
-                deadline = time.monotonic() + 90
-                while missing and time.monotonic() < deadline:
-                    time.sleep(1)
-                    with suppress(urllib.error.URLError):  # not started yet
-                        missing = [
-                            query
-                            for query in missing
-                            if not (values := evaluate(address, query)) or not all(map(math.isfinite, values))
-                        ]
-        finally:
-            ended.set()
-            asking.join()
-            server.shutdown()
-            server.server_close()
-            thread.join()
-    assert missing == []

@@ -181,8 +181,7 @@ def test_what_a_signal_raises_in_an_observer_reaches_the_caller(rag, prompt) -> 
         with pytest.raises(SystemExit):
             request.cancel()
         assert request.cancelled()
-    with pytest.raises(SystemExit):
-        rag.generate(prompt, max_new_tokens=1)
+    assert rag.generate(prompt, max_new_tokens=1).token_ids, "there the engine's thread calls it"
 
 
 def test_added_once_and_removed(rag, seen, prompt) -> None:

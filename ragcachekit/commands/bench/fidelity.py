@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rouge_score import rouge_scorer
 from tqdm.auto import tqdm
 
 import ragcachekit
@@ -20,9 +18,15 @@ from ragcachekit.commands.bench.fidelity_rows import ALONE, BASELINES, Measureme
 from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.datasets import Question, digest
 from ragcachekit.commands.engines import FULL, Engines, needs_neighbours, quantisation
-from ragcachekit.commands.question_prompts import ASK, STYLES, PromptMaker, QuestionPrompt
-from ragcachekit.commands.questions import EMBEDDING, AskSettings, Sample
-from ragcachekit.commands.text_scores import exact_match, word_f1
+from ragcachekit.commands.questions import (
+    ASK,
+    EMBEDDING,
+    STYLES,
+    AskSettings,
+    PromptMaker,
+    QuestionPrompt,
+    Sample,
+)
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.errors import PromptTooLong, RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
@@ -30,6 +34,9 @@ from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.quality.compare import Reference, exact_match, word_f1
+from ragcachekit.reports import Answer
+from ragcachekit.types import Ids
 
 POLICIES = (
     *("reuse", "lego0", "lego:4", "lego:16"),
@@ -89,22 +96,28 @@ def run(
         sample = settings.sample(needs_neighbours=any(map(needs_neighbours, settings.encoders)))
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     ways, maker = _ways(settings, model, tokenizer), PromptMaker(tokenizer, settings.prompt)
-    prompts = [maker.prompt(question) for question in sample.questions]
-    _check_lengths(sample.questions, prompts, model, settings.max_new_tokens)
+    prompts, limit = [maker.prompt(question) for question in sample.questions], settings.max_new_tokens
+    context = model.config.get_text_config().max_position_embeddings
+    if (longest := max(len(prompt.token_ids) for prompt in prompts)) + limit > context:
+        raise PromptTooLong(
+            f"a prompt has {longest} tokens; with {limit} for the answer that is more than the model's "
+            f"context ({context})"
+        )
     header = {
         "model": fingerprint(model, tokenizer, cache=settings.folder / "digests.json").digest,
         "seed": settings.seed,
         "questions": digest(sample.questions),
-        "max_new_tokens": settings.max_new_tokens,
+        "max_new_tokens": limit,
         "neighbours": settings.neighbours,
         "prompt": settings.prompt,
         "version": ragcachekit.__version__,
     }
-    with closing(Work(header, work)) as done:
+    with ExitStack() as opened:
+        done = opened.enter_context(closing(Work(header, work)))
         left = [i for i in range(len(prompts)) if (i, FULL) not in done.results]
         numbers = tqdm(left, desc="generate", unit="question", disable=not progress or not left)
         # Before the library touches the model.
-        expected = {i: _generated(model, prompts[i], settings.max_new_tokens, maker.pad) for i in numbers}
+        own = {i: _generated(model, prompts[i].token_ids, limit, maker.pad) for i in numbers}
         encoders = dict.fromkeys(way.encoder for way in ways if way != FULL)
         near = any(map(needs_neighbours, encoders))
         engines = Engines(
@@ -113,64 +126,58 @@ def run(
             encoders,
             neighbours=sample.neighbours(settings.neighbours, progress) if near else None,
             stop=maker.stop,
-            max_new_tokens=settings.max_new_tokens,
+            max_new_tokens=limit,
             cache_dir=settings.cache_dir,
         )
-        with closing(engines):
-            _ask(engines, done, sample.questions, prompts, maker, ways, expected, progress)
-        results = {way: [done.results[i, way] for i in range(len(prompts))] for way in ways}
+        opened.callback(engines.close)
+        with tqdm(total=len(prompts) * len(ways), unit="answer", disable=not progress) as bar:
+            for number, (question, prompt) in enumerate(zip(sample.questions, prompts, strict=True)):
+                todo = [way for way in ways if (number, way) not in done.results]
+                bar.update(len(ways) - len(todo))
+                if number in own and engines.answer(prompt, FULL, whole=True).token_ids != own[number]:
+                    raise RagCacheError(
+                        "full through the library differs from the model's own generate on the question "
+                        f"{question.question!r}; do not trust any figure"
+                    )
+                if todo:
+                    right, reference = engines.full(prompt, maker.answer_ids(question.answers[0]))
+                for way in todo:
+                    done.put(number, way, _measured(engines, question, prompt, way, right, reference))
+                    bar.update()
+    results = {way: [done.results[i, way] for i in range(len(prompts))] for way in ways}
     rows = quality_rows(sample.questions, results, settings.seed)
     name = "full equals the model's own generate"
     rows.append({"part": "check", "name": name, "n": len(prompts), "mismatches": 0})
     return BenchReport("fidelity", settings.model, settings.seed, tuple(rows))
 
 
-def _ask(
+def _measured(
     engines: Engines,
-    done: Work,
-    questions: Sequence[Question],
-    prompts: Sequence[QuestionPrompt],
-    maker: PromptMaker,
-    ways: Sequence[PolicyAndEncoder],
-    expected: Mapping[int, tuple[int, ...]],
-    progress: bool,
-) -> None:
-    """Measure what is not done; ``expected`` are the model's own tokens by question."""
-    left = {i: [w for w in ways if (i, w) not in done.results] for i in range(len(questions))}
-    total = sum(map(len, left.values()))
-    with tqdm(total=total, desc="fidelity", unit="answer", disable=not progress) as bar:
-        for i in (number for number, ways_left in left.items() if ways_left):
-            question, prompt = questions[i], prompts[i]
-            if i in expected and engines.answer(prompt, FULL, whole=True).token_ids != expected[i]:
-                raise RagCacheError(
-                    "full through the library differs from the model's own generate on the question "
-                    f"{question.question!r}; do not trust any figure"
-                )
-            gold = maker.answer_ids(question.answers[0])
-            right, reference = engines.full(prompt, gold)
-            for way in left[i]:
-                compared, link = engines.compare(question, prompt, way, reference)
-                answer = right if way == FULL else engines.answer(prompt, way)
-                text = answer.text.strip()
-                found = Measurement(
-                    text=text,
-                    exact_match=max(exact_match(text, one) for one in question.answers),
-                    f1=max(word_f1(text, one) for one in question.answers),
-                    agreement=float(text == right.text.strip()),
-                    agreement_rouge_l=rouge_l(text, right.text.strip()),
-                    answer_tokens=len(answer.token_ids),
-                    kl=compared.first_kl,
-                    answer_kl=compared.kl,
-                    answer_loss=compared.losses[0],
-                    gold_loss=compared.losses[1],
-                    # By definition full recomputes all that could be cached.
-                    ratio_spent=1.0 if way == FULL else link.recompute_ratio,
-                    prompt_tokens=link.prompt_tokens,
-                    recomputed_tokens=link.recomputed_tokens,
-                    reused_tokens=link.reused_tokens,
-                )
-                done.put(i, way, found)
-                bar.update()
+    question: Question,
+    prompt: QuestionPrompt,
+    way: PolicyAndEncoder,
+    right: Answer,
+    reference: Reference,
+) -> Measurement:
+    compared, link = engines.compare(question, prompt, way, reference)
+    answer = right if way == FULL else engines.answer(prompt, way)
+    text = answer.text.strip()
+    return Measurement(
+        text=text,
+        exact_match=max(exact_match(text, one) for one in question.answers),
+        f1=max(word_f1(text, one) for one in question.answers),
+        agreement=float(text == right.text.strip()),
+        answer_tokens=len(answer.token_ids),
+        kl=compared.first_kl,
+        answer_kl=compared.kl,
+        answer_loss=compared.losses[0],
+        gold_loss=compared.losses[1],
+        # By definition full recomputes all that could be cached.
+        ratio_spent=1.0 if way == FULL else link.recompute_ratio,
+        prompt_tokens=link.prompt_tokens,
+        recomputed_tokens=link.recomputed_tokens,
+        reused_tokens=link.reused_tokens,
+    )
 
 
 class Work:
@@ -223,22 +230,6 @@ class Work:
             path.write_text("".join(line + "\n" for line in (first, *lines)), encoding="utf-8")
 
 
-def rouge_l(answer: str, right: str) -> float:
-    """ROUGE-L F measure without stemming; two texts without words agree."""
-    tokenizer = _Words()
-    if not tokenizer.tokenize(answer) and not tokenizer.tokenize(right):
-        return 1.0
-    scorer = rouge_scorer.RougeScorer(["rougeL"], tokenizer=tokenizer)
-    return float(scorer.score(right, answer)["rougeL"].fmeasure)
-
-
-class _Words:
-    """Words of any script; rouge-score's own tokenizer is for ASCII."""
-
-    def tokenize(self, text: str) -> list[str]:
-        return re.findall(r"\w+", text.lower())
-
-
 def _ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[PolicyAndEncoder]:
     """The baselines, then every policy over every encoder, once each."""
     baselines = BASELINES if settings.dataset is None else (*BASELINES, ALONE)
@@ -259,27 +250,10 @@ def _ways(settings: FidelitySettings, model: Any, tokenizer: Any) -> list[Policy
     return list(out)
 
 
-def _check_lengths(
-    questions: Sequence[Question], prompts: Sequence[QuestionPrompt], model: Any, answer_tokens: int
-) -> None:
-    context = model.config.get_text_config().max_position_embeddings
-    for question, prompt in zip(questions, prompts, strict=True):
-        if len(prompt.token_ids) + answer_tokens > context:
-            raise PromptTooLong(
-                f"the question {question.question!r} has {len(prompt.token_ids)} prompt tokens; with "
-                f"{answer_tokens} for the answer that is more than the model's context ({context})"
-            )
-
-
 @torch.no_grad()
-def _generated(model: Any, prompt: QuestionPrompt, max_new_tokens: int, pad: int) -> tuple[int, ...]:
+def _generated(model: Any, token_ids: Ids, max_new_tokens: int, pad: int) -> Ids:
     """Greedy tokens of the model's own ``generate``."""
-    ids = torch.tensor([prompt.token_ids], device=model.device)
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=pad,
-    )
+    ids = torch.tensor([token_ids], device=model.device)
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     return tuple(output[0, ids.shape[1] :].tolist())

@@ -27,7 +27,7 @@ ALONE = PolicyAndEncoder("reuse", "standalone")
 ALL, QUALITY = "all", "quality"
 RECOVERED = ("kl", "answer_kl", "gold_loss", "f1")
 _MEANS = (
-    *("exact_match", "f1", "agreement", "agreement_rouge_l", "answer_tokens"),
+    *("exact_match", "f1", "agreement", "answer_tokens"),
     *("kl", "answer_kl", "answer_loss", "gold_loss"),
     *("ratio_spent", "prompt_tokens", "recomputed_tokens", "reused_tokens"),
 )
@@ -36,7 +36,7 @@ _QUALITY = (
     *("f1", "low", "high", "normalized_f1", "n"),
 )
 _AGAINST_FULL = (
-    *("policy", "encoder", "ratio_spent", "agreement", "agreement_rouge_l"),
+    *("policy", "encoder", "ratio_spent", "agreement"),
     *("kl", "answer_kl", "answer_loss", "gold_loss", "prompt_tokens", "recomputed_tokens"),
 )
 _RECOVERY = (
@@ -56,17 +56,16 @@ Row = dict[str, Any]
 class Measurement:
     """Result of one question with one policy and encoder; plain values only.
 
-    ``exact_match`` and ``f1`` are against the right answer, ``agreement`` and ``agreement_rouge_l`` against
-    that of ``full``. ``kl`` is KL(full || this) of the first token in nats, ``answer_kl`` its mean over the
-    tokens of full's answer, given those before. ``answer_loss`` and ``gold_loss`` are nats per token of
-    full's and of the right answer. ``ratio_spent`` is recomputed / cached rows over all layers.
+    ``exact_match`` and ``f1`` are against the right answer, ``agreement`` against that of ``full``.
+    ``kl`` is KL(full || this) of the first token in nats, ``answer_kl`` its mean over the tokens of full's
+    answer, given those before. ``answer_loss`` and ``gold_loss`` are nats per token of full's and of the
+    right answer. ``ratio_spent`` is recomputed / cached rows over all layers.
     """
 
     text: str
     exact_match: float
     f1: float
     agreement: float
-    agreement_rouge_l: float
     answer_tokens: int
     kl: float
     answer_kl: float

@@ -20,7 +20,7 @@ _WHOLE = 24  # characters of a word that a table keeps together however narrow t
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Rows of one bench, flat and of plain values; ``model`` says so where weights are random."""
+    """Rows of one bench, flat and of plain values; ``model`` also names random weights."""
 
     bench: str
     model: str

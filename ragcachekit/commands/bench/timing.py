@@ -144,7 +144,7 @@ class Engines:
 def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     """Measure TTFT of prompts of system text, chunks and question, per dtype and prompt size.
 
-    Every round asks once in every way, so that a drifting machine hits all alike. Beside the policies stand
+    Every round asks once in every way, so that a drifting machine hits all alike. The policies come after
     ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
     ``prefix-cache``: generate over a transformers cache of all but the question, its copy not counted.
 

@@ -275,12 +275,3 @@ async def test_json_that_is_none(client_of, content):
     async with client_of("ada") as ada:
         answer = await ada.post("/cachedContents", content=content)
         assert answer.status_code == 400
-
-
-async def test_strangers_and_large_bodies(client_of):
-    async with client_of("ada", key="rck-wrong") as stranger:
-        answer = await stranger.post("/cachedContents", json=BODY)
-        assert (answer.status_code, answer.json()["error"]["status"]) == (401, "UNAUTHENTICATED")
-    async with client_of("ada") as ada:
-        answer = await ada.post("/cachedContents", content=b" " * 100_001)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (413, 413)

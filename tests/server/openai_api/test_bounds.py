@@ -132,6 +132,13 @@ def test_every_copy_of_a_prompt_is_charged(tenants, charged):
     assert charged[-1] == 3 * usage["prompt_tokens"] + usage["completion_tokens"]
 
 
+def test_token_ids_count_before_they_are_computed(tenants, charged):
+    url, key, _ = tenants
+    body = {"model": MODEL, "prompt": [3] * 12_000, "max_tokens": 1}
+    refused = httpx.post(url + TEXT, json=body, headers={"X-API-Key": key}, timeout=LONG)
+    assert (refused.status_code, charged) == (429, [])
+
+
 def test_a_stream_is_charged_what_was_generated_also_when_it_is_left(tenants, charged):
     url, key, _ = tenants
     whole = asked(url, key, max_tokens=100, n=2)

@@ -1,0 +1,72 @@
+"""What a LlamaIndex retriever searches, and what its results depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.callbacks.base_handler import BaseCallbackHandler
+from llama_index.core.graph_stores.types import PropertyGraphStore
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.retrievers import BaseRetriever, VectorIndexRetriever
+from llama_index.core.schema import NodeWithScore
+from llama_index.core.storage.docstore import BaseDocumentStore
+from llama_index.core.storage.index_store.types import BaseIndexStore
+from llama_index.core.storage.kvstore.types import BaseKVStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryMode
+
+from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node, as_predicate, similarity
+from ragcachekit import DocumentIndex
+from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
+
+RULES = KeyRules(
+    libraries=frozenset({"llama_index", "llama_index_ragcachekit"}),
+    indexes=(
+        *(BaseIndex, BasePydanticVectorStore, BaseDocumentStore),
+        *(BaseKVStore, BaseIndexStore, PropertyGraphStore),
+    ),
+    delegating=(BasePydanticVectorStore,),
+    retrievers=(BaseRetriever,),
+    models=(BaseEmbedding, BaseLLM),
+    ignored=(CallbackManager, BaseCallbackHandler),
+)
+
+
+def is_by_embedding(retriever: BaseRetriever, embed_model: BaseEmbedding) -> bool:
+    """Whether a retriever finds the same for every question of one embedding by ``embed_model``."""
+    return (
+        type(retriever) is VectorIndexRetriever
+        and retriever._embed_model is embed_model
+        and retriever._vector_store_query_mode == VectorStoreQueryMode.DEFAULT
+        and bool(retriever._vector_store.is_embedding_query)
+        and RULES.is_library(type(retriever._vector_store))
+    )
+
+
+def own_index_of(retriever: Any) -> DocumentIndex | None:
+    """The index of a vector index's own retriever, if that is an embedded one."""
+    store = getattr(retriever, "_vector_store", None)
+    return store.client if isinstance(store, RagCacheVectorStore) else None
+
+
+def own_search(retriever: BaseRetriever, embed_model: BaseEmbedding) -> OwnSearch[NodeWithScore] | None:
+    """The search without LlamaIndex around it; None where that does more than search an embedded index."""
+    index = own_index_of(retriever)
+    if index is None or not isinstance(retriever, VectorIndexRetriever):
+        return None
+    more = retriever._node_ids, retriever._doc_ids, retriever._kwargs, retriever.object_map
+    if any(more) or not is_by_embedding(retriever, embed_model):
+        return None
+    where, metric = as_predicate(retriever._filters) if retriever._filters else None, index.metric
+
+    def found(record: Any, distance: float) -> NodeWithScore:
+        return NodeWithScore(node=as_node(record), score=similarity(metric, distance))
+
+    return OwnSearch(index, retriever._similarity_top_k, where, found)
+
+
+def filters_of(retriever: Any) -> Any:
+    """The filters of a vector index's retriever, as JSON."""
+    return None if retriever._filters is None else retriever._filters.model_dump(mode="json")

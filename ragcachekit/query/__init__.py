@@ -1,1 +1,0 @@
-"""Was a near-identical question answered by the index before? (Proximity)"""

@@ -1,1 +1,0 @@
-"""The keys of a query cache: checked, stored, and searched for the nearest."""

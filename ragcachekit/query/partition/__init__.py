@@ -1,1 +1,0 @@
-"""What a search's results depend on beside the question: the hard part of the key."""

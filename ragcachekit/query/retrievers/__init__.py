@@ -1,1 +1,0 @@
-"""What the retriever wrappers of all frameworks share."""

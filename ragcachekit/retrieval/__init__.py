@@ -1,0 +1,1 @@
+"""Vector indexes, and a cache of their results for near-identical questions (Proximity)."""

@@ -1,0 +1,135 @@
+"""Query embeddings and the distances between them: one unit per metric, zero for equal vectors.
+
+=========  =================================  ====================================================
+metric     distance of query q and key k      unit
+=========  =================================  ====================================================
+``l2``     ||q - k||                          that of the embedding (Euclidean, *not* squared)
+``cosine`` 1 - q.k / (||q|| ||k||)            none, 0 to 2; scaling q or k changes nothing
+``ip``     max(q.q, k.k) - q.k                an inner product; equal to ``cosine`` on unit vectors
+=========  =================================  ====================================================
+
+``ip`` measures what q.k lacks of the larger self-product. It is 0 only for q = k, and ||q - k||^2 <= 2 d.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ragcachekit.errors import RetrievalError
+
+Float32: TypeAlias = NDArray[np.float32]
+Float64: TypeAlias = NDArray[np.float64]
+
+METRICS = ("cosine", "ip", "l2")
+
+MAX_SQUARED_NORM = 1e37  # beyond it sums of two products overflow float32
+MIN_SQUARED_NORM = 1e-30  # below it a direction cannot be told in float32
+_UNIT_ROUNDOFF = 6e-8  # of float32
+_MIN_PRODUCT = 1e-36  # float32 products underflow below this
+_ZERO = np.zeros((), np.float32)  # an array: added in half the time of a scalar
+
+
+class Query(NamedTuple):
+    """A vector in float32 ``[dim]`` and in float64, and its squared norm."""
+
+    vector: Float32
+    wide: Float64
+    squared: float
+
+    @property
+    def bytes(self) -> bytes:
+        """Equal for equal vectors: -0.0 + 0.0 is 0.0."""
+        zeroless: Float32 = self.vector + _ZERO
+        return zeroless.tobytes()
+
+
+def check_metric(metric: str) -> str:
+    """ValueError with the known names for an unknown metric."""
+    if metric not in METRICS:
+        raise ValueError(f"unknown metric {metric!r}; known: {', '.join(METRICS)}")
+    return metric
+
+
+def as_query(embedding: ArrayLike, dim: int | None, metric: str) -> Query:
+    """An embedding ``[dim]`` (any width where that is None), checked.
+
+    TypeError for what does not hold real numbers; RetrievalError for another shape, NaN, infinity, norms
+    above 3e18, or a zero vector under cosine.
+    """
+    vector = _as_vector(embedding)
+    if vector.ndim != 1:
+        raise RetrievalError(f"expected one embedding of shape [dim], got shape {list(vector.shape)}")
+    if not vector.size:
+        raise RetrievalError("the embedding is empty")
+    if dim is not None and vector.size != dim:
+        raise RetrievalError(
+            f"the embedding has {vector.size} numbers, expected {dim}: was the embedding model changed?"
+        )
+    wide = vector.astype(np.float64)  # its squares cannot overflow, and a hit is measured with it
+    squared = product(wide, wide)  # is NaN if a number is
+    if not squared <= MAX_SQUARED_NORM:
+        if np.isfinite(vector).all():
+            raise RetrievalError("the embedding's norm exceeds 3e18; scale the embeddings down")
+        count = int((~np.isfinite(vector)).sum())
+        raise RetrievalError(f"the embedding holds {count} NaN or infinite numbers")
+    if metric == "cosine" and squared < MIN_SQUARED_NORM:
+        raise RetrievalError("the zero vector has no cosine distance; check the embedding model or use 'l2'")
+    return Query(vector, wide, squared)
+
+
+def distance(metric: str, q: Float64, k: Float64, qq: float, kk: float) -> float:
+    """The distance of two vectors in float64, with q.q and k.k given.
+
+    One key at a time: a product of a matrix rounds a row by its place among the others.
+    """
+    if metric == "l2":
+        gap = k - q  # not q.q + k.k - 2 q.k: its rounding exceeds the squared distance of near vectors
+        return math.sqrt(product(gap, gap))
+    if metric == "cosine":
+        return abs(1.0 - product(q, k) / math.sqrt(qq * kk))
+    return abs(max(kk, qq) - product(q, k))
+
+
+def candidates(
+    metric: str, products: Float32, squares: Float64, query: Query, largest: float, tolerance: float
+) -> list[int]:
+    """Rows that may be the nearest within the tolerance, as far as float32 can tell.
+
+    ``products`` are q.k of all rows in float32, ``squares`` k.k, and ``largest`` is at least the greatest of
+    those. The error of a product is bounded by (dim + 16) roundoffs of ||q|| ||k||.
+    """
+    qq, share = query.squared, (query.vector.size + 16) * _UNIT_ROUNDOFF
+    error = share * math.sqrt(qq * largest) + 1e-12 * (qq + largest) + _MIN_PRODUCT
+    if metric == "l2":
+        found, limit, error = squares + qq - 2.0 * products.astype(np.float64), tolerance**2, 2 * error
+    elif metric == "cosine":
+        found, limit = 1.0 - products / np.sqrt(squares * qq), tolerance
+        error = share + 1e-12 + _MIN_PRODUCT / math.sqrt(qq * MIN_SQUARED_NORM)
+    else:
+        found, limit = np.maximum(squares, qq) - products, tolerance
+    nearest = float(found.min())
+    if nearest > limit + error:
+        return []
+    rows: list[int] = (found <= min(nearest + 2 * error, limit + error)).nonzero()[0].tolist()
+    return rows
+
+
+def product(a: Float64, b: Float64) -> float:
+    """a.b of two float64 vectors; one routine for all, so that equal vectors give equal products."""
+    return float(a.dot(b))
+
+
+def _as_vector(embedding: ArrayLike) -> Float32:
+    try:
+        raw: NDArray[np.generic] = np.asarray(embedding)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"an embedding must be a sequence of numbers: {error}") from error
+    if raw.dtype.kind not in "fiu":
+        raise TypeError(f"an embedding must hold real numbers, not {raw.dtype}")
+    with np.errstate(over="ignore"):  # too large for float32: infinite, refused with the norm
+        vector: Float32 = raw.astype(np.float32, copy=False)
+    return vector if vector.flags.c_contiguous else np.ascontiguousarray(vector)

@@ -1,1 +1,0 @@
-"""Vector indexes, and one contract for all of them."""

@@ -1,1 +1,0 @@
-"""Documents with their vectors: text and metadata by id, filters, and persistence."""

@@ -1,0 +1,224 @@
+"""Lookup, else search, then insert."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ragcachekit
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
+from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.proximity import Entry, ProximityCache
+
+A, B, C = [1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]
+
+
+class Search:
+    """Answers with one list and counts."""
+
+    def __init__(self, *found: tuple[str, str]) -> None:
+        self.found, self.calls = list(found), 0
+
+    def __call__(self) -> list[tuple[str, str]]:
+        self.calls += 1
+        return self.found
+
+
+def make(capacity: int = 2, tolerance: float = 0.1) -> CachedRetrieval[str]:
+    return CachedRetrieval(ProximityCache(capacity, tolerance))
+
+
+def test_public_names() -> None:
+    assert ragcachekit.CachedRetrieval is CachedRetrieval
+    assert ragcachekit.ProximityCache is ProximityCache
+
+
+def test_a_miss_searches_and_a_hit_does_not() -> None:
+    retrieval, search = make(), Search(("1", "one"), ("2", "two"))
+    first = retrieval.get(A, "p", search)
+    again = retrieval.get([1.0, 0.01], "p", search)
+    assert (first.documents, first.hit, first.distance) == (("one", "two"), False, None)
+    assert (again.documents, again.hit, search.calls) == (("one", "two"), True, 1)
+    assert again.distance == pytest.approx(1 - 1 / np.hypot(1, 0.01), abs=1e-7)
+    assert first.lookup_us > 0
+
+
+def test_partitions_share_no_document_under_one_id() -> None:
+    retrieval = make()
+    retrieval.get(A, "acme", Search(("1", "acme's")))
+    assert retrieval.get(A, "other", Search(("1", "other's"))).documents == ("other's",)
+    assert retrieval.get(A, "acme", Search()).documents == ("acme's",)
+    assert retrieval.invalidate(partition=lambda partition: partition == "acme") == 1
+    assert retrieval.get(A, "other", Search()).hit
+    retrieval.check()
+
+
+def test_documents_leave_with_their_entry() -> None:
+    retrieval = make(capacity=2)
+    retrieval.get(A, "p", Search(("1", "one"), ("2", "two")))
+    retrieval.get(B, "p", Search(("2", "two"), ("3", "three")))
+    retrieval.get(C, "p", Search(("3", "three")))  # A leaves
+    retrieval.check()
+    assert retrieval.get(B, "p", Search()).documents == ("two", "three")
+    assert retrieval.invalidate(ids=["2"]) == 1
+    retrieval.check()
+    assert retrieval.clear() == 1
+    assert retrieval.stats().entries == 0
+    retrieval.check()
+
+
+def test_a_repeated_id_is_returned_as_often() -> None:
+    retrieval = make(capacity=1)
+    retrieval.get(A, "p", Search(("1", "one"), ("1", "one")))
+    assert retrieval.get(A, "p", Search()).documents == ("one", "one")
+    retrieval.get(B, "p", Search(("1", "one")))
+    retrieval.check()
+    assert retrieval.get(B, "p", Search()).documents == ("one",)
+
+
+def test_nothing_found_is_not_kept() -> None:
+    retrieval, search = make(), Search()
+    assert retrieval.get(A, "p", search).documents == ()
+    assert retrieval.get(A, "p", search).documents == ()
+    assert search.calls == 2
+
+
+def test_a_failing_search_keeps_nothing() -> None:
+    retrieval = make()
+
+    def broken() -> list[tuple[str, str]]:
+        raise ConnectionError("index down")
+
+    with pytest.raises(ConnectionError):
+        retrieval.get(A, "p", broken)
+    assert retrieval.stats().entries == 0
+    assert retrieval.get(A, "p", Search(("1", "one"))).documents == ("one",)
+
+
+def test_what_was_found_before_forget_is_not_kept_after() -> None:
+    retrieval = make()
+
+    def search() -> list[tuple[str, str]]:
+        retrieval.invalidate(ids=["1"])  # the document goes while the index is being asked
+        return [("1", "gone")]
+
+    assert retrieval.get(A, "p", search).documents == ("gone",)
+    assert retrieval.stats().entries == 0
+    assert not retrieval.get(A, "p", Search(("2", "two"))).hit
+
+
+def test_a_bad_embedding_is_searched_noted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    retrieval, search = make(), Search(("1", "one"))
+    for _ in range(2):
+        found = retrieval.get([float("nan"), 1.0], "p", search)
+        assert (found.documents, found.hit) == (("one",), False)
+        assert found.note is not None
+        assert "NaN" in found.note
+    assert search.calls == 2
+    assert retrieval.get([0.0, 0.0], "p", search).documents == ("one",)
+    assert retrieval.stats().entries == 0
+    assert [record.message.count("NaN") for record in caplog.records] == [1, 0]
+
+
+def test_texts_are_forgotten_in_their_namespace_alone() -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
+    one, other = Partition.of("one", 2), Partition.of("other", 2)
+    for partition in (one, other):
+        retrieval.get(A, partition, Search(("1", "kept"), ("2", "gone")))
+        retrieval.get(B, partition, Search(("1", "kept")))
+    assert retrieval.forget_texts("one", lambda text: text == "gone") == 1
+    assert not retrieval.get(A, one, Search()).hit
+    assert all(retrieval.get(v, p, Search()).hit for v, p in ((A, other), (B, one), (B, other)))
+    assert retrieval.forget_texts("other") == 2
+    assert retrieval.stats().entries == 1
+    retrieval.check()
+
+
+def test_what_is_handed_on_is_never_older_than_the_last_forget() -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
+    handed: list[str] = []
+    epoch = retrieval.epoch
+    assert retrieval.while_current(epoch, lambda: handed.append("before"))
+    retrieval.forget_texts("one", lambda text: False)
+    assert not retrieval.while_current(epoch, lambda: handed.append("after"))
+    assert handed == ["before"]
+
+
+def test_a_forget_waits_for_what_is_being_handed_on() -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
+    began, order = threading.Event(), list[str]()
+
+    def hand_on() -> None:
+        began.set()
+        forgetting.join(0.2)  # it cannot end before this does
+        order.append("handed on")
+
+    def forget() -> None:
+        began.wait(10)
+        retrieval.forget_texts("one")
+        order.append("forgotten")
+
+    forgetting = threading.Thread(target=forget)
+    forgetting.start()
+    assert retrieval.while_current(retrieval.epoch, hand_on)
+    forgetting.join(10)
+    assert order == ["handed on", "forgotten"]
+
+
+class Broken(ProximityCache):
+    """A query cache on a failing medium."""
+
+    def lookup(self, *_: object, **__: object) -> None:  # type: ignore[override]
+        raise OSError("gone")
+
+    def insert(self, *_: object, **__: object) -> tuple[Entry, ...]:
+        raise OSError("gone")
+
+
+def test_a_failing_cache_still_answers(caplog: pytest.LogCaptureFixture) -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(Broken(1))
+    assert retrieval.get(A, "p", Search(("1", "one"))).documents == ("one",)
+    assert "query cache failed" in caplog.text
+
+
+# Questions lie on an angle each; what the index would say to question i is documents i, i + 1.
+asks = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(asks=asks, capacity=st.integers(1, 4))
+def test_any_workload_gets_the_index_s_own_answers_at_zero_tolerance(
+    asks: list[tuple[int, int]], capacity: int
+) -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(capacity, 0.0, "l2"))
+    for question, tenant in asks:
+        expected = [(i, f"{tenant}:{i}") for i in (question, question + 1)]
+        got = retrieval.get([float(question)], tenant, lambda found=expected: found)  # type: ignore[misc]
+        assert got.documents == tuple(document for _, document in expected)
+        retrieval.check()
+        assert retrieval.stats().entries <= capacity
+
+
+def test_threads_get_their_own_documents() -> None:
+    retrieval = make(capacity=3, tolerance=0.0)
+    wrong: list[object] = []
+
+    def work(tenant: str) -> None:
+        for turn in range(200):
+            angle = float(turn % 5)
+            found = [(turn % 5, f"{tenant}{angle}")]
+            got = retrieval.get([1.0, angle], tenant, lambda found=found: found)  # type: ignore[misc]
+            if got.documents != (f"{tenant}{angle}",):
+                wrong.append((tenant, angle, got))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    retrieval.check()

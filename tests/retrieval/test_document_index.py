@@ -1,0 +1,279 @@
+"""Documents by id: what is found, replaced, deleted and refused, in memory and on disk."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragcachekit.errors import Closed, RetrievalError
+from ragcachekit.retrieval.document_storage import IndexChange
+from ragcachekit.retrieval.documents import DocumentIndex
+from ragcachekit.retrieval.index import index_names
+
+Make = Callable[..., DocumentIndex]
+
+
+def rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    path = tmp_path / "index" if request.param == "disk" else None
+
+    def build(index: str = "faiss-flat", metric: str = "l2", **options: Any) -> DocumentIndex:
+        return DocumentIndex(index, metric, path, **options)
+
+    return build
+
+
+def filled(make: Make, count: int = 20) -> DocumentIndex:
+    index = make()
+    metadatas = [{"page": i, "even": i % 2 == 0, "tags": [i, None, {"deep": 1.5}]} for i in range(count)]
+    index.add([f"d{i}" for i in range(count)], rows(count), [f"text {i} é" for i in range(count)], metadatas)
+    return index
+
+
+def test_search_returns_documents_nearest_first(make: Make) -> None:
+    keys, query = rows(20), rows(1, seed=1)[0]
+    with filled(make) as index:
+        hits = index.search(query, 5)
+        distances = np.linalg.norm(keys.astype(np.float64) - query, axis=1)
+        order = np.argsort(distances)[:5].tolist()
+        assert [hit.record.id for hit in hits] == [f"d{i}" for i in order]
+        assert [hit.score for hit in hits] == pytest.approx(distances[order].tolist())
+        assert hits[0].record.text == f"text {order[0]} é"
+        assert hits[0].record.metadata["tags"] == [order[0], None, {"deep": 1.5}]
+        assert len(index.search(query, 100)) == len(index) == 20
+        assert (index.dim, index.metric, index.version) == (8, "l2", 1)
+
+
+def test_an_empty_index_finds_nothing(make: Make) -> None:
+    with make() as index:
+        assert index.search([1.0, 2.0], 3) == []
+        assert (len(index), index.version, index.dim, index.ids, index.get(["a"])) == (0, 0, None, (), [])
+        assert index.delete(["a"]) == 0
+        index.add([], [], [])
+        assert index.version == 0
+        index.add(["a"], [[1.0, 2.0]], ["x"])
+        assert index.delete(["a"]) == 1
+        assert index.search([1.0, 2.0], 3) == []
+
+
+def test_replace_delete_and_get(make: Make) -> None:
+    with filled(make) as index:
+        with pytest.raises(ValueError, match="'d3' is in the index already; replace=True"):
+            index.add(["new", "d3"], rows(2), ["a", "b"])
+        assert index.version == 1
+        index.add(["new", "d3"], rows(2) + 50, ["a", "b"], [{"x": 1}, {}], replace=True)
+        assert [hit.record.text for hit in index.search(rows(1)[0] + 50, 2)] == ["a", "b"]
+        assert [r.text for r in index.get(["d3", "gone", "d0"])] == ["b", "text 0 é"]
+        assert index.get(["d3"])[0].metadata == {}
+        assert index.delete(["d3", "d4", "unknown", "d3"]) == 2
+        assert index.version == 3
+        assert index.get(["d3", "d4"]) == []
+        assert "d3" not in index
+        assert "d5" in index
+        assert len(index) == 19
+        assert {"d3", "d4"}.isdisjoint(hit.record.id for hit in index.search(rows(1)[0], 30))
+        assert np.array_equal(index.vectors(["d5", "d0"]), rows(20)[[5, 0]])
+        with pytest.raises(RetrievalError, match="'d3' is not in the index"):
+            index.vectors(["d3"])
+
+
+def test_ids_of_both_types_are_told_apart(make: Make) -> None:
+    with make() as index:
+        index.add([1, "1", -3], rows(3), ["int", "str", "minus"])
+        assert [r.text for r in index.get(["1", 1, -3])] == ["str", "int", "minus"]
+        assert index.ids == (1, "1", -3)
+
+
+def test_filters_go_on_until_k_are_found(make: Make) -> None:
+    query = rows(1, seed=3)[0]
+    with make() as index:
+        index.add(
+            list(range(300)), rows(300), ["t"] * 300, [{"n": i, "rare": i % 100 == 7} for i in range(300)]
+        )
+        everything = [hit.record.id for hit in index.search(query, 300)]
+        rare = [one for one in everything if one in (7, 107, 207)]
+        assert [hit.record.id for hit in index.search(query, 2, {"rare": True})] == rare[:2]
+        assert [hit.record.id for hit in index.search(query, 9, {"rare": True})] == rare
+        assert [hit.record.id for hit in index.search(query, 1, {"rare": True, "n": 107})] == [107]
+        assert index.search(query, 1, {"unknown": None}) == []
+        small = index.search(query, 4, lambda record: record.metadata["n"] < 50)
+        assert [hit.record.id for hit in small] == [i for i in everything if int(i) < 50][:4]
+        with pytest.raises(TypeError, match="mapping or a callable"):
+            index.search(query, 1, "rare")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error", "match"),
+    [
+        ({"a": {"b": {1, 2}}}, TypeError, "document 'x' .* type set is not"),
+        ({"a": [1, float("nan")]}, ValueError, "not JSON compliant"),
+        ({"a": float("inf")}, ValueError, "not JSON compliant"),
+        ({1: 2}, TypeError, "must hold JSON values"),
+        ({"a": (1,)}, TypeError, "must hold JSON values"),
+        ({"a": b"raw"}, TypeError, "type bytes is not"),
+        ("text", TypeError, "must be a mapping"),
+    ],
+)
+def test_only_json_values(make: Make, metadata: Any, error: type[Exception], match: str) -> None:
+    with filled(make) as index:
+        with pytest.raises(error, match=match):
+            index.add(["x"], rows(1), ["t"], [metadata])
+        assert (len(index), index.version) == (20, 1)
+
+
+def test_metadata_without_end_is_refused(make: Make) -> None:
+    endless: dict[str, Any] = {}
+    endless["self"] = endless
+    with make() as index, pytest.raises(ValueError, match="Circular"):
+        index.add(["x"], rows(1), ["t"], [endless])
+
+
+@pytest.mark.parametrize(
+    ("ids", "embeddings", "texts", "error", "match"),
+    [
+        (["a"], rows(1), [], ValueError, "as many texts"),
+        (["a"], rows(2), ["t"], ValueError, "1 ids for 2"),
+        (["a", "a"], rows(2), ["t", "u"], ValueError, "twice"),
+        (["a"], rows(1), [3], TypeError, "must be a str"),
+        (["a"], rows(1), "t", TypeError, "one string"),
+        (["a"], rows(1, 9), ["t"], RetrievalError, "width 8, not 9"),
+        (["a"], rows(1) * np.nan, ["t"], RetrievalError, "NaN"),
+        (["a"], rows(1)[0], ["t"], RetrievalError, "shape"),
+        ([1.5], rows(1), ["t"], TypeError, "str or int"),
+    ],
+)
+def test_a_refused_add_changes_nothing(
+    make: Make, ids: Any, embeddings: Any, texts: Any, error: type[Exception], match: str
+) -> None:
+    with filled(make) as index:
+        with pytest.raises(error, match=match):
+            index.add(ids, embeddings, texts)
+        assert (len(index), index.version) == (20, 1)
+
+
+def test_what_was_given_and_what_is_returned_are_copies(make: Make) -> None:
+    metadata = {"list": [1]}
+    with make() as index:
+        index.add(["a"], rows(1), ["t"], [metadata])
+        metadata["list"].append(2)
+        index.get(["a"])[0].metadata["list"].append(3)
+        assert index.get(["a"])[0].metadata == {"list": [1]}
+
+
+def test_listeners(make: Make) -> None:
+    told: list[IndexChange] = []
+    with filled(make) as index:
+        found: list[int] = []
+        stop = index.on_change(told.append)
+        index.on_change(lambda change: found.append(len(index.search(rows(1)[0], 99))))
+        index.add(["d1", "n"], rows(2) + 1, ["a", "b"], replace=True)
+        index.delete(["d2", "unknown"])
+        index.delete(["unknown"])
+        stop()
+        stop()
+        index.delete(["d3"])
+        assert [(c.version, c.gone) for c in told] == [(2, ("d1",)), (3, ("d2",))]
+        assert np.array_equal(told[0].embeddings, rows(2) + 1)
+        assert told[1].embeddings.shape == (0, 8)
+        assert found == [21, 20, 19]
+
+
+def test_all_listeners_are_called_when_one_fails(make: Make) -> None:
+    told: list[IndexChange] = []
+
+    def failing(change: IndexChange) -> None:
+        raise LookupError("listener")
+
+    with filled(make) as index:
+        index.on_change(failing)
+        index.on_change(told.append)
+        with pytest.raises(LookupError, match="listener"):
+            index.delete(["d1"])
+        assert (len(told), len(index)) == (1, 19)
+        assert len(index.search(rows(1)[0], 30)) == 19
+
+
+def test_after_close(make: Make) -> None:
+    index = filled(make)
+    index.close()
+    index.close()
+    with pytest.raises(Closed, match="open it again"):
+        index.search(rows(1)[0], 1)
+
+
+def test_random_operations_beside_searches(make: Make) -> None:
+    """Against a dict; each hit must be a document as it was at some time, with that document's distance."""
+    generator, vectors, held, texts = random.Random(1), rows(2_000, seed=4), {}, {}
+    failures: list[object] = []
+    done = threading.Event()
+    with make() as index:
+
+        def search(seed: int) -> None:
+            queries = rows(50, seed=seed).astype(np.float64)
+            while not done.is_set():
+                for query in queries:
+                    for record, score in index.search(query, 5):
+                        true = np.linalg.norm(vectors[int(record.text)] - query)
+                        if texts[int(record.text)] != record.id or abs(true - score) > 1e-5:
+                            failures.append((record, score))
+
+        threads = [threading.Thread(target=search, args=(seed,)) for seed in (11, 12, 13)]
+        for thread in threads:
+            thread.start()
+        for step in range(400):
+            chosen = generator.sample(range(100), 3)
+            if generator.random() < 0.4:
+                assert index.delete(chosen) == sum(held.pop(one, None) is not None for one in chosen)
+            else:
+                numbers = range(3 * step, 3 * step + 3)
+                held |= dict(zip(chosen, numbers, strict=True))
+                texts |= dict(zip(numbers, chosen, strict=True))
+                index.add(chosen, vectors[list(numbers)], [str(n) for n in numbers], replace=True)
+            assert len(index) == len(held)
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert {r.id: int(r.text) for r in index.get(range(100))} == held  # type: ignore[arg-type]
+        found = {hit.record.id: int(hit.record.text) for hit in index.search(vectors[0], 200)}
+        assert found == held
+
+
+@pytest.mark.parametrize("kind", index_names())
+@pytest.mark.parametrize("where", [None, {"rare": True}, {"rare": None}])
+def test_stages_end_in_what_search_returns(make: Make, kind: str, where: Any) -> None:
+    with make(kind) as index:
+        metadatas = [{"rare": i % 20 == 7} for i in range(200)]
+        index.add(list(range(200)), rows(200), ["t"] * 200, metadatas)
+        for query in rows(4, seed=2):
+            for k in (1, 6):
+                *earlier, last = index.search_stages(query, k, where)
+                assert last == index.search(query, k, where)
+                assert earlier if where is None else all(len(hits) <= k for hits in earlier)
+
+
+def test_stages_beside_changes(make: Make) -> None:
+    query = rows(1, seed=2)[0]
+    with filled(make) as index:
+        whole = index.search(query, 3)
+        stages = index.search_stages(query, 3)
+        next(stages)
+        index.add(["near"], query[None], ["n"])
+        assert [*stages][-1] == whole
+        stages = index.search_stages(query, 3)
+        next(stages)
+        index.delete(["near"])
+        assert [*stages] == [whole]
+        stages = index.search_stages(query, 3)
+        index.delete(index.ids)
+        assert [*stages] == [[]]

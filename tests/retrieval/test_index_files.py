@@ -1,0 +1,157 @@
+"""Saving, loading, and refusing what was altered."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragcachekit.errors import RetrievalError
+from ragcachekit.retrieval import faiss_index
+from ragcachekit.retrieval.index import VectorIndex, index_names, load_index, open_index
+
+KEYS = np.random.default_rng(5).standard_normal((40, 8)).astype(np.float32)
+IDS: list[str | int] = [f"é-{i}" if i % 2 else i for i in range(40)]
+
+
+@pytest.fixture(params=index_names())
+def index(request: pytest.FixtureRequest) -> VectorIndex:
+    made = open_index(request.param, 8, "l2")
+    made.add(IDS, KEYS)
+    return made
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(bytes(raw))
+
+
+def data_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.data"))
+
+
+def test_what_was_saved_loads_and_grows(index: VectorIndex, tmp_path: Path) -> None:
+    path = tmp_path / "index.json"
+    index.save(path)
+    loaded = load_index(path)
+    assert (loaded.kind, loaded.dim, loaded.metric, len(loaded)) == (index.kind, 8, "l2", 40)
+    for query in KEYS[:5] + 0.1:
+        assert loaded.search(query, 7) == index.search(query, 7)
+    loaded.add(["new"], KEYS[:1] + 100)
+    assert loaded.search(KEYS[0] + 100, 1).ids == ("new",)
+    assert len(loaded.search(KEYS[0], 100).ids) == 41
+
+
+def test_removed_stays_removed(index: VectorIndex, tmp_path: Path) -> None:
+    index.remove(IDS[:30])
+    index.save(tmp_path / "i")
+    loaded = load_index(tmp_path / "i")
+    assert set(loaded.search(KEYS[0], 40).ids) == set(IDS[30:])
+
+
+def test_a_flipped_bit_anywhere_is_refused(index: VectorIndex, tmp_path: Path) -> None:
+    path = tmp_path / "i"
+    index.save(path)
+    (data,) = data_files(tmp_path)
+    for file in (path, data):
+        size = file.stat().st_size
+        for at in (0, size // 3, size // 2, size - 2):
+            flip(file, at)
+            with pytest.raises(RetrievalError, match="damaged"):
+                load_index(path)
+            flip(file, at)
+    assert len(load_index(path)) == 40
+
+
+def test_a_cut_or_missing_file_is_refused(index: VectorIndex, tmp_path: Path) -> None:
+    path = tmp_path / "i"
+    with pytest.raises(RetrievalError, match="cannot read the index"):
+        load_index(path)
+    index.save(path)
+    (data,) = data_files(tmp_path)
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RetrievalError, match="damaged"):
+        load_index(path)
+    data.unlink()
+    with pytest.raises(RetrievalError, match="cannot read the index data"):
+        load_index(path)
+    path.write_text("{}")
+    with pytest.raises(RetrievalError, match="damaged or no index"):
+        load_index(path)
+
+
+def test_saving_again_leaves_two_files(index: VectorIndex, tmp_path: Path) -> None:
+    path = tmp_path / "i"
+    index.save(path)
+    index.save(path)
+    index.add(["more"], KEYS[:1] + 1)
+    index.save(path)
+    assert len(os.listdir(tmp_path)) == 2
+    assert len(load_index(path)) == 41
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_failing_disk_keeps_the_older_index(
+    index: VectorIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    path = tmp_path / "i"
+    index.save(path)
+    index.add(["more"], KEYS[:1] + 1)
+    replace, calls = os.replace, []
+
+    def failing(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == fail_at:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with pytest.raises(OSError, match="No space left"):
+            index.save(path)
+    assert len(load_index(path)) == 40
+    assert not list(tmp_path.glob("*.tmp"))
+    index.save(path)
+    assert len(load_index(path)) == 41
+
+
+def test_the_empty_index_can_be_saved(index: VectorIndex, tmp_path: Path) -> None:
+    empty = open_index(index.kind, 8, "cosine")
+    empty.save(tmp_path / "i")
+    loaded = load_index(tmp_path / "i")
+    assert (len(loaded), loaded.metric) == (0, "cosine")
+    loaded.add(["a"], KEYS[:1])
+    assert loaded.search(KEYS[0], 1).ids == ("a",)
+
+
+def test_options_survive(tmp_path: Path) -> None:
+    made = open_index("faiss-hnsw", 8, "l2", links=5, ef_search=9)
+    made.add(IDS, KEYS)
+    made.save(tmp_path / "i")
+    assert load_index(tmp_path / "i").options() == {"links": 5, "ef_construction": 200, "ef_search": 9}
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw, faiss-ivf, hnswlib"):
+        open_index("annoy", 8)
+    with pytest.raises(ValueError, match="known: cosine, ip, l2"):
+        open_index("brute", 8, "hamming")
+    with pytest.raises(ValueError, match="dim must be > 0"):
+        open_index("brute", 0)
+    with pytest.raises(TypeError, match="lnks"):
+        open_index("hnswlib", 8, lnks=4)
+    with pytest.raises(ValueError, match="links must be > 0"):
+        open_index("faiss-hnsw", 8, links=0)
+
+
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str) -> None:
+        raise ImportError(module)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ImportError, match="pip install faiss-cpu "):
+        faiss_index.FaissFlatIndex(4)

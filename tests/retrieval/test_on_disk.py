@@ -1,0 +1,347 @@
+"""A document index on disk: reopened, shared, killed, damaged."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import diskcache
+import numpy as np
+import pytest
+
+from ragcachekit.errors import RetrievalError
+from ragcachekit.json_store import JsonStore
+from ragcachekit.retrieval.document_storage import IndexChange
+from ragcachekit.retrieval.documents import DocumentIndex
+from ragcachekit.retrieval.index import VectorIndex
+
+KINDS = ["brute", "faiss-flat", "faiss-hnsw", "faiss-ivf", "hnswlib"]
+
+
+def rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
+
+
+def fill(index: DocumentIndex, start: int, stop: int) -> None:
+    ids = list(range(start, stop))
+    index.add(ids, rows(stop)[start:], [f"text {i}" for i in ids], [{"n": i} for i in ids])
+
+
+def abandon(index: DocumentIndex) -> None:
+    """Leave the files as a killed process would: without saving."""
+    index._storage.close()
+    index._closed = True
+
+
+def vector_files(path: Path) -> list[str]:
+    return sorted(file.name for file in path.glob("index-*") if not file.name.endswith(".data"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("end", [abandon, DocumentIndex.close])
+def test_what_was_acknowledged_is_there_again(tmp_path: Path, kind: str, end: Any) -> None:
+    query = rows(1, seed=9)[0]
+    for start in (0, 30, 60):
+        index = DocumentIndex(kind, "cosine", tmp_path)
+        assert len(index) == start
+        fill(index, start, start + 20)
+        fill(index, start + 20, start + 30)
+        index.add([start], rows(1, seed=start + 1), ["new"], replace=True)
+        hits = index.search(query, 12)
+        end(index)
+    with DocumentIndex(kind, "cosine", tmp_path) as again:
+        assert again.version == 9
+        assert again.search(query, 12) == hits
+        assert [record.text for record in again.get([0, 1, 60])] == ["new", "text 1", "new"]
+
+
+def test_the_log_is_bounded_and_the_file_follows(tmp_path: Path) -> None:
+    index = DocumentIndex("faiss-flat", "l2", tmp_path)
+    fill(index, 0, 900)
+    assert vector_files(tmp_path) == []
+    fill(index, 900, 1001)
+    assert vector_files(tmp_path) == ["index-2"]
+    fill(index, 1001, 20_000)
+    assert vector_files(tmp_path) == ["index-3"]
+    fill(index, 20_000, 21_500)
+    assert vector_files(tmp_path) == ["index-3"]
+    index.delete(range(1_000))
+    assert vector_files(tmp_path) == ["index-5"]
+    abandon(index)
+    with JsonStore(tmp_path / "documents") as store:
+        assert [key for key, _ in store.items() if not key.startswith("doc:")] == ["head"]
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as again:
+        assert len(again) == 20_500
+        assert again.search(rows(21_500)[21_400], 1)[0].record.id == 21_400
+
+
+CHILD = """
+import sys
+import numpy as np
+from ragcachekit.retrieval.documents import DocumentIndex
+
+index = DocumentIndex("faiss-flat", "l2", sys.argv[1])
+rows = np.random.default_rng(0).standard_normal((200_000, 8)).astype(np.float32)
+at = index.version * 400
+print("opened", at, flush=True)
+while True:
+    ids = list(range(at, at + 400))
+    index.add(ids, rows[at : at + 400], [str(i) for i in ids])
+    at += 400
+    print(at, flush=True)
+"""
+
+
+def child(path: Path, code: str = CHILD) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_process_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    """Killed at a random time, at times while it saves the vectors' file (each 1,000 documents)."""
+    generator = np.random.default_rng(7)
+    for _ in range(4):
+        with child(tmp_path) as process:
+            assert process.stdout is not None
+            acknowledged = int(process.stdout.readline().split()[1])
+            for _ in range(generator.integers(1, 5)):
+                acknowledged = int(process.stdout.readline())
+            time.sleep(generator.random() / 20)
+            process.send_signal(signal.SIGKILL)
+            rest = process.stdout.read().split("\n")
+            acknowledged = max([acknowledged, *(int(line) for line in rest[:-1])])
+        index = DocumentIndex("faiss-flat", "l2", tmp_path)
+        assert len(index) in (acknowledged, acknowledged + 400)
+        assert len(index.get(range(len(index)))) == len(index)
+        for one in generator.integers(0, len(index), 20).tolist():
+            hit = index.search(rows(200_000)[one], 1)[0]
+            assert (hit.record.id, hit.record.text, hit.score) == (one, str(one), 0.0)
+        abandon(index)
+
+
+def test_killed_within_the_first_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = DocumentIndex("brute", "l2", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonStore, "put", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fill(index, 0, 1_500)
+    assert vector_files(tmp_path) == ["index-1"]
+    assert len(index) == 0
+    abandon(index)
+    with DocumentIndex("brute", "l2", tmp_path) as again:
+        assert (len(again), again.version) == (0, 0)
+        fill(again, 0, 1_500)
+        assert len(again) == 1_500
+
+
+@pytest.mark.parametrize("count", [50, 5_000])
+def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as index:
+        fill(index, 0, 10)
+        with monkeypatch.context() as patch:
+            patch.setattr(VectorIndex, "save", full)
+            patch.setattr(type(index._storage._values), "put", full)
+            with pytest.raises(OSError, match="No space left"):
+                fill(index, 10, 10 + count)
+        assert (len(index), index.version) == (10, 1)
+        assert len(index.search(rows(1)[0], 99)) == 10
+        fill(index, 10, 10 + count)
+        assert len(index) == 10 + count
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing manifest", "missing data"])
+def test_damaged_vectors_are_rebuilt_while_the_log_has_all(tmp_path: Path, damage: str) -> None:
+    for count, whole in ((500, True), (2_000, False)):
+        path = tmp_path / str(count)
+        with DocumentIndex("faiss-flat", "l2", path) as index:
+            fill(index, 0, count - 10)
+            fill(index, count - 10, count)
+        manifest, data = sorted(path.glob("index-*"))
+        if damage == "flip":
+            raw = bytearray(data.read_bytes())
+            raw[len(raw) // 2] ^= 1
+            data.write_bytes(raw)
+        else:
+            (manifest if damage == "missing manifest" else data).unlink()
+        if whole:
+            with DocumentIndex("faiss-flat", "l2", path) as again:
+                assert again.search(rows(count)[5], 1)[0].record.text == "text 5"
+                assert len(again) == count
+                fill(again, count, count + 1)
+            with DocumentIndex("faiss-flat", "l2", path) as again:
+                assert len(again) == count + 1
+        else:
+            with pytest.raises(RetrievalError, match="add the documents again under another path"):
+                DocumentIndex("faiss-flat", "l2", path)
+
+
+def test_a_damaged_document_is_left_out(tmp_path: Path) -> None:
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as index:
+        fill(index, 0, 30)
+        nearest = [hit.record.id for hit in index.search(rows(1)[0], 5)]
+        index._storage._values.delete([f"doc:{nearest[1]}"])
+        found = [hit.record.id for hit in index.search(rows(1)[0], 4)]
+        assert found == [nearest[0], *nearest[2:]]
+        index.add([nearest[1]], rows(30)[[nearest[1]]], ["again"], replace=True)
+        assert [hit.record.id for hit in index.search(rows(1)[0], 5)] == nearest
+
+
+def test_two_kinds_on_one_new_path(tmp_path: Path) -> None:
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as one:
+        with pytest.raises(
+            ValueError, match="holds a 'faiss-flat' index of metric 'l2', not 'faiss-flat' of"
+        ):
+            DocumentIndex("faiss-flat", "ip", tmp_path)
+        fill(one, 0, 3)
+        assert len(one) == 3
+
+
+def test_an_index_that_cannot_be_read_for_a_moment_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as index:
+        fill(index, 0, 30)
+        with monkeypatch.context() as patch:
+            patch.setattr(diskcache.Cache, "get", failing)
+            for call in (lambda: index.search(rows(1)[0], 1), lambda: fill(index, 30, 40)):
+                with pytest.raises(RetrievalError, match="cannot be read"):
+                    call()
+            with pytest.raises(RetrievalError, match="cannot be read"):
+                DocumentIndex("faiss-flat", "l2", tmp_path)
+        assert len(index.get(index.ids)) == 30
+
+
+def test_lost_documents_are_no_empty_index(tmp_path: Path) -> None:
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as index:
+        fill(index, 0, 30)
+    (tmp_path / "documents" / "cache.db").write_bytes(b"no database" * 1000)
+    for _ in range(2):
+        with pytest.raises(RetrievalError, match="cannot be read; add them again under another path"):
+            DocumentIndex("faiss-flat", "l2", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"index": "hnswlib"}, "holds a 'faiss-hnsw' index"),
+        ({"metric": "cosine"}, "of metric 'l2', not 'faiss-hnsw' of 'cosine'"),
+        ({"embedder": "other"}, "holds embeddings of 'mini', not 'other'"),
+        ({"links": 9}, "was made with links=8, not 9"),
+    ],
+)
+def test_another_index_is_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    made = {"index": "faiss-hnsw", "metric": "l2", "embedder": "mini", "links": 8}
+    with DocumentIndex(path=tmp_path, **made) as index:  # type: ignore[arg-type]
+        fill(index, 0, 3)
+    with pytest.raises(ValueError, match=match):
+        DocumentIndex(path=tmp_path, **{**made, **options})
+    with DocumentIndex("faiss-hnsw", "l2", tmp_path) as again:
+        assert len(again) == 3
+
+
+def test_two_indexes_on_one_path_see_each_other(tmp_path: Path) -> None:
+    told: list[IndexChange] = []
+    with (
+        DocumentIndex("faiss-flat", "l2", tmp_path) as one,
+        DocumentIndex("faiss-flat", "l2", tmp_path) as two,
+    ):
+        fill(one, 0, 10)
+        assert len(two) == 10
+        two.on_change(told.append)
+        one.delete([3])
+        one.add([4], rows(1) + 9, ["moved"], replace=True)
+        assert [hit.record.text for hit in two.search(rows(1)[0] + 9, 1)] == ["moved"]
+        assert [(change.version, change.gone) for change in told] == [(2, (3,)), (3, (4,))]
+        assert np.array_equal(told[1].embeddings, rows(1) + 9)
+        fill(two, 10, 12)
+        assert 11 in one
+        fill(one, 12, 3_000)  # saves: the log goes
+        fill(one, 3_000, 3_001)
+        assert two.version == 6
+        assert (told[-1].gone, told[-1].embeddings, told[-1].version) == (None, None, 6)
+        assert two.search(rows(3_001)[3_000], 1)[0].record.id == 3_000
+        assert len(two) == len(one) == 3_000
+
+
+WRITER = """
+import sys
+import numpy as np
+from ragcachekit.retrieval.documents import DocumentIndex
+
+base = int(sys.argv[1].rpartition("#")[2])
+rows = np.random.default_rng(0).standard_normal((4_000, 8)).astype(np.float32)
+with DocumentIndex("hnswlib", "l2", sys.argv[1].rpartition("#")[0]) as index:
+    for at in range(base, base + 500, 25):
+        ids = list(range(at, at + 25))
+        index.add(ids, rows[ids], [f"{i}" for i in ids])
+        index.delete(ids[:5])
+        index.add(ids[5:10], rows[ids[5:10]] + 100, [f"{i} moved" for i in ids[5:10]], replace=True)
+"""
+
+
+def test_processes_write_and_read_at_once(tmp_path: Path) -> None:
+    writers = [child(Path(f"{tmp_path}#{base}"), WRITER) for base in (0, 1_000, 2_000)]
+    vectors, failures = rows(4_000), []
+    with DocumentIndex("hnswlib", "l2", tmp_path) as index:
+
+        def read() -> None:
+            while any(writer.poll() is None for writer in writers):
+                for query in rows(20, seed=5):
+                    for record, score in index.search(query, 5):
+                        moved = 100 * record.text.endswith("moved")
+                        true = np.linalg.norm(vectors[int(record.id)] + moved - query.astype(np.float64))
+                        if abs(true - score) > 1e-3:
+                            failures.append((record, score, true))
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [writer.wait() for writer in writers] == [0, 0, 0]
+        assert failures == []
+        expected = {i for i in range(3_000) if i % 1_000 < 500 and i % 25 >= 5}
+        assert set(index.ids) == expected
+        assert index.version == 3 * 20 * 3
+        assert sum(r.text.endswith("moved") for r in index.get(index.ids)) == 3 * 20 * 5
+    for writer in writers:
+        assert writer.stdout is not None
+        writer.stdout.close()
+
+
+def test_no_pickle_is_written_or_read(tmp_path: Path) -> None:
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as index:
+        fill(index, 0, 50)
+    for folder, _, names in os.walk(tmp_path):
+        for name in names:
+            assert b"\x80\x04\x95" not in (Path(folder) / name).read_bytes(), name
+
+
+def test_stages_beside_another_process(tmp_path: Path) -> None:
+    query = rows(1, seed=2)[0]
+    with (
+        DocumentIndex("faiss-flat", "l2", tmp_path) as one,
+        DocumentIndex("faiss-flat", "l2", tmp_path) as two,
+    ):
+        fill(one, 0, 100)
+        stages = two.search_stages(query, 3)
+        nearest = next(stages)[0].record.id
+        one.add([nearest], query[None] + 100, ["moved"], replace=True)
+        assert [*stages] == [one.search(query, 3)]
+        stages = two.search_stages(query, 3)
+        next(stages)
+        fill(one, 100, 2_000)
+        fill(one, 2_000, 2_010)  # the log of before is gone: the whole index is read again
+        assert [*stages] == [one.search(query, 3)]

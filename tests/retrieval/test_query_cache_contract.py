@@ -1,0 +1,198 @@
+"""What the query cache promises, with every metric and eviction."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragcachekit.errors import RetrievalError
+from ragcachekit.retrieval.proximity import Entry, ProximityCache
+
+Make = Callable[..., ProximityCache]
+IMPLEMENTATIONS = list(product([ProximityCache], ["cosine", "l2", "ip"], ["fifo", "lru"]))
+RNG = np.random.default_rng(7)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda case: f"{case[0].__name__}-{case[1]}-{case[2]}")
+def make(request: pytest.FixtureRequest) -> Make:
+    kind, metric, eviction = request.param
+
+    def build(capacity: int = 4, tolerance: float = 0.0) -> ProximityCache:
+        cache: ProximityCache = kind(capacity, tolerance, metric, eviction)
+        return cache
+
+    return build
+
+
+def rows(count: int, dim: int = 768) -> np.ndarray:
+    return RNG.standard_normal((count, dim)).astype(np.float32)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-12, 0.01])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_an_identical_vector_always_hits(make: Make, tolerance: float, scale: float) -> None:
+    cache, vectors = make(64, tolerance), rows(64) * np.float32(scale)
+    for number, vector in enumerate(vectors):
+        cache.insert(vector, [number], partition="p")
+    for number, vector in enumerate(vectors):
+        assert cache.lookup(vector.copy(), partition="p") == ((number,), 0.0)
+    cache.check()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-300, 0.01])
+def test_minus_zero_is_zero(make: Make, tolerance: float) -> None:
+    cache = make(3, tolerance)
+    cache.insert([0.0, 1.0, -0.0], ["a"], partition="p")
+    assert cache.lookup([-0.0, 1.0, 0.0], partition="p") == (("a",), 0.0)
+    cache.insert([-0.0, 1.0, 0.0], ["b"], partition="p")
+    assert cache.stats().entries == 1
+
+
+def test_at_zero_tolerance_one_bit_is_a_miss(make: Make) -> None:
+    cache, vector = make(), rows(1)[0]
+    cache.insert(vector, ["a"], partition="p")
+    other = vector.copy()
+    other[5] = np.nextafter(other[5], np.float32(9))
+    assert cache.lookup(other, partition="p") is None
+
+
+def test_an_equal_vector_wins_over_nearer_looking_ones(make: Make) -> None:
+    """Float32 cannot tell these apart: the equal one must still be found."""
+    cache, vector = make(40, 1e-3), rows(1)[0]
+    near = [vector + np.float32(1e-6) * noise for noise in rows(39)]
+    for number, key in enumerate([*near[:20], vector, *near[20:]]):
+        cache.insert(key, [number], partition="p")
+    hit = cache.lookup(vector * np.float32(1), partition="p")
+    assert hit == ((20,), 0.0)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.5])
+def test_another_partition_never_hits(make: Make, tolerance: float) -> None:
+    cache, vectors = make(64, tolerance), rows(32)
+    for number, vector in enumerate(vectors):
+        cache.insert(vector, [number], partition=("a", number % 3))
+    for number, vector in enumerate(vectors):
+        assert cache.lookup(vector, partition=("b", number % 3)) is None
+        hit = cache.lookup(vector, partition=("a", (number + 1) % 3))
+        assert hit is None or hit.ids[0] % 3 == (number + 1) % 3
+        assert cache.lookup(vector, partition=("a", number % 3)) == ((number,), 0.0)
+
+
+def test_capacity_is_shared_and_partitions_do_not_pile_up(make: Make) -> None:
+    cache = make(4)
+    for number, vector in enumerate(rows(50, 8)):
+        cache.insert(vector, [number], partition=number)
+        cache.check()
+    stats = cache.stats()
+    assert (stats.entries, stats.partitions, stats.evictions) == (4, 4, 46)
+
+
+def test_insert_returns_what_left(make: Make) -> None:
+    cache, vectors = make(2), rows(3, 8)
+    assert cache.insert(vectors[0], ["a"], partition="p") == ()
+    assert cache.insert(vectors[1], ["b"], partition="p") == ()
+    assert cache.insert(vectors[0], ["c"], partition="p") == (Entry("p", ("a",)),)  # replaced: newest
+    assert cache.insert(vectors[2], ["d"], partition="q") == (Entry("p", ("b",)),)
+    assert cache.stats().replacements == 1
+
+
+def test_values_are_ordered_and_not_aliased(make: Make) -> None:
+    cache, vector, ids = make(), rows(1)[0], ["b", 1, "a"]
+    cache.insert(vector, ids, partition="p")
+    ids.clear()
+    key = vector.copy()
+    vector[:] = 0.5
+    assert cache.lookup(key, partition="p") == (("b", 1, "a"), 0.0)
+
+
+def test_forget_and_clear(make: Make) -> None:
+    cache, vectors = make(8), rows(6, 8)
+    for number, vector in enumerate(vectors):
+        cache.insert(vector, [number], partition=number % 2)
+    gone = cache.forget(lambda entry: entry.partition == 1 or entry.ids == (2,))
+    assert {entry.ids[0] for entry in gone} == {1, 2, 3, 5}
+    cache.check()
+    assert cache.lookup(vectors[3], partition=1) is None
+    assert cache.lookup(vectors[4], partition=0) == ((4,), 0.0)
+    assert len(cache.clear()) == 2
+    assert cache.stats().entries == 0
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("embedding", "match"),
+    [
+        ([float("nan")] * 4, "NaN or infinite"),
+        ([1.0, float("inf"), 0.0, 0.0], "1 NaN or infinite"),
+        ([1e300] * 4, "NaN or infinite"),
+        ([1e25] * 4, "exceeds 3e18"),
+        ([1.0] * 5, "has 5 numbers, expected 4"),
+        ([], "empty"),
+        ([[1.0] * 4], r"shape \[1, 4\]"),
+    ],
+)
+def test_unusable_embeddings_change_nothing(make: Make, embedding: Any, match: str) -> None:
+    cache = make()
+    cache.insert([1.0, 2.0, 3.0, 4.0], ["a"], partition="p")
+    before = cache.stats()
+    with pytest.raises(RetrievalError, match=match):
+        cache.lookup(embedding, partition="p")
+    with pytest.raises(RetrievalError, match=match):
+        cache.insert(embedding, ["b"], partition="p")
+    assert cache.stats() == before
+    cache.check()
+
+
+@pytest.mark.parametrize("embedding", ["text", None, [None, 1.0], ["1", "2"], [1j, 2.0], [[1.0], [1.0, 2.0]]])
+def test_no_numbers_is_a_type_error(make: Make, embedding: Any) -> None:
+    with pytest.raises(TypeError, match="embedding must"):
+        make().lookup(embedding, partition="p")
+
+
+@pytest.mark.parametrize("ids", ["abc", [1.5], [None], [True], [b"x"]])
+def test_bad_ids_are_refused(make: Make, ids: Any) -> None:
+    cache = make()
+    with pytest.raises(TypeError, match="id"):
+        cache.insert([1.0, 2.0], ids, partition="p")
+    assert cache.stats().inserts == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int32, ">f4"])
+def test_other_number_types_are_the_same_question(make: Make, dtype: Any) -> None:
+    cache = make()
+    cache.insert(np.array([1, 2, 3], dtype), ["a"], partition="p")
+    assert cache.lookup([1.0, 2.0, 3.0], partition="p") == (("a",), 0.0)
+    strided = np.array([1, 9, 2, 9, 3, 9], np.float32)[::2]
+    assert cache.lookup(strided, partition="p") == (("a",), 0.0)
+
+
+def test_threads_lose_nothing(make: Make) -> None:
+    cache, vectors = make(16, 1e-6), rows(48, 32)
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        order = np.random.default_rng(seed).integers(0, 48, 300)
+        for number in order.tolist():
+            hit = cache.lookup(vectors[number], partition=number % 2)
+            if hit is None:
+                cache.insert(vectors[number], [number], partition=number % 2)
+            elif hit.ids != (number,):
+                failures.append((number, hit))
+            if number == 7:
+                cache.forget(lambda entry: entry.ids == (7,))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cache.check()
+    stats = cache.stats()
+    assert failures == []
+    assert stats.hits + stats.misses == 6 * 300
+    assert stats.entries <= 16

@@ -1,0 +1,200 @@
+"""Deadlines, the breaker, threads that hang: with a clock and operations in the test's own hand."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from ragcachekit.store import deadlines
+from ragcachekit.store.deadlines import DeadlineExecutor
+
+SHORT, LONG = 0.02, 60.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Hanging:
+    """An operation that ends when told to, counting how many are in it."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.inside = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+
+    def __call__(self) -> str:
+        self.inside.release()
+        self.go_on.wait(LONG)
+        self.ended.release()
+        return "late"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadlines, "THREADS", 1)
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    hanging = Hanging()
+    yield hanging
+    hanging.go_on.set()
+
+
+def threads_of(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"ragcachekit-{name}"]
+
+
+def failing() -> str:
+    raise ConnectionError("refused")
+
+
+def test_returns_what_the_operation_returns() -> None:
+    guard = DeadlineExecutor("test", LONG)
+    assert [guard.run(lambda n=n: n * n, -1) for n in range(5)] == [0, 1, 4, 9, 16]
+    assert guard.run(lambda: None, "default") is None
+    assert guard.failure is None
+
+
+@pytest.mark.parametrize("error", [ValueError, TimeoutError, SystemExit, KeyboardInterrupt, MemoryError])
+def test_no_error_reaches_the_caller(error: type[BaseException]) -> None:
+    def operation() -> str:
+        raise error("no")
+
+    guard = DeadlineExecutor("test", LONG)
+    assert guard.run(operation, "default") == "default"
+    assert guard.failure == f"{error.__name__}: no"
+    assert guard.run(lambda: "next", "default") == "next"
+
+
+def test_a_late_operation_is_given_up_and_counted(hanging: Hanging) -> None:
+    guard = DeadlineExecutor("test", SHORT)
+    assert guard.run(hanging, "default") == "default"
+    assert guard.failure == f"no answer within {SHORT} s"
+    hanging.go_on.set()
+    assert hanging.ended.acquire(timeout=LONG)
+    assert guard.run(lambda: "next", "default", LONG) == "next"
+
+
+def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(clock: Clock) -> None:
+    guard, calls = DeadlineExecutor("test", LONG), []
+
+    def operation(answer: bool) -> str:
+        calls.append(clock.now)
+        return "answer" if answer else failing()
+
+    for answer in (False, False, True, False, False, False):
+        guard.run(lambda answer=answer: operation(answer), "default")
+    assert len(calls) == 6
+    clock.now += 4.9
+    assert guard.run(lambda: operation(True), "default") == "default"
+    assert len(calls) == 6
+    clock.now += 0.2
+    assert guard.run(lambda: operation(False), "default") == "default"
+    assert len(calls) == 7
+    assert guard.run(lambda: operation(True), "default") == "default"
+    assert len(calls) == 7, "a failed trial opens it for another cool-down"
+    clock.now += 5.1
+    assert [guard.run(lambda: operation(True), "default") for _ in range(3)] == ["answer"] * 3
+
+
+def test_while_one_tries_the_others_are_refused(clock: Clock, hanging: Hanging) -> None:
+    guard = DeadlineExecutor("test", LONG)
+    assert [guard.run(failing, "failed") for _ in range(3)] == ["failed"] * 3
+    clock.now += 6
+    trial = threading.Thread(target=guard.run, args=(hanging, ""))
+    trial.start()
+    assert hanging.inside.acquire(timeout=LONG)
+    assert guard.run(lambda: "second", "refused") == "refused"
+    hanging.go_on.set()
+    trial.join()
+    assert guard.run(lambda: "third", "refused") == "third"
+
+
+def test_hanging_threads_are_bounded_and_then_everything_is_refused(
+    hanging: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "FAILURES", 10**6)
+    monkeypatch.setattr(deadlines, "THREADS", 5)
+    guard = DeadlineExecutor("bounded", SHORT)
+    assert [guard.run(hanging, "default") for _ in range(20)] == ["default"] * 20
+    assert len(threads_of("bounded")) == 5
+    assert guard.failure == "every thread hangs"
+    hanging.go_on.set()
+    for _ in range(5):
+        assert hanging.ended.acquire(timeout=LONG)
+    while guard.run(lambda: "alive", "", LONG) != "alive":
+        pass
+    guard.close()
+    assert guard.run(lambda: "closed", "refused") == "refused"
+
+
+class Owner:
+    """Whoever owns a guard, and asks it for operations of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.guard = DeadlineExecutor(name, LONG)
+
+    def operation(self) -> str:
+        return "answer"
+
+
+def test_who_is_dropped_without_close_is_freed() -> None:
+    owner = Owner("dropped")
+    assert owner.guard.run(owner.operation, "") == "answer"
+    gone = weakref.ref(owner)
+    del owner
+    for thread in threads_of("dropped"):
+        thread.join(LONG)
+    gc.collect()
+    assert threads_of("dropped") == []
+    assert gone() is None
+
+
+def test_an_operation_that_gets_no_thread_is_refused(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    guard = DeadlineExecutor("test", LONG)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        assert guard.run(lambda: 1, 0) == 0
+    assert guard.failure == "every thread hangs"
+    assert guard.run(lambda: 1, 0) == 1, "the place is free again"
+
+
+def test_an_operation_that_never_started_is_not_run_later(one_thread: None, hanging: Hanging) -> None:
+    guard = DeadlineExecutor("test", LONG)
+    ran: list[str] = []
+    first = threading.Thread(target=guard.run, args=(hanging, ""))
+    first.start()
+    assert hanging.inside.acquire(timeout=LONG)
+    assert guard.run(lambda: ran.append("queued") or "done", "default", SHORT) == "default"
+    hanging.go_on.set()
+    first.join()
+    assert guard.run(lambda: "next", "default") == "next"
+    assert ran == []
+
+
+def test_one_failure_in_three_opens_nothing() -> None:
+    breaker = deadlines.Breaker()
+    assert not any(breaker.record(number % 3 > 0) for number in range(300))

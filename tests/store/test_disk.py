@@ -1,0 +1,448 @@
+"""The disk tier alone in its folder: who may use it, what persists, order of use, quotas, layers, damage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from faults import Faults, injected
+from ragcachekit.errors import StoreError
+from ragcachekit.files import make_folder
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.base import LayerSource
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.disk_check import repair, verify
+from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.entry import EntryDamaged, encode_entry
+from store_kit import (
+    KEY,
+    agrees_with_files,
+    contents,
+    entry_size,
+    file_of,
+    filled,
+    holds,
+    key_of,
+    kv_of,
+    opened,
+)
+
+
+def left(store: DiskStore, count: int, namespace: str = "acme/docs") -> list[int]:
+    return [n for n in range(count) if key_of(n, namespace=namespace) in store]
+
+
+# -- the folder ------------------------------------------------------------------------------------------
+
+
+def test_folders_are_0700_and_files_0600_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        path = tmp_path / "parent" / "kv"
+        store = opened(path)
+        store.put(KEY, kv_of(1))
+        store.close()
+        make_folder(tmp_path / "c" / "d")
+    finally:
+        os.umask(old)
+    found = {p: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*")}
+    assert {mode for p, mode in found.items() if p.is_dir()} == {0o700}
+    assert {p.name for p in found if p.is_file()} == {"writer", "lock", file_of(path, KEY).name}
+    assert {mode for p, mode in found.items() if p.is_file()} == {0o600}
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "kv")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StoreError, match=r"belongs to uid .*choose another disk_path"):
+        opened(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(StoreError, match="chmod 700"):
+        opened(tmp_path)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("")
+    with pytest.raises(StoreError, match="is a file"):
+        opened(tmp_path / "kv")
+    with pytest.raises(StoreError, match="cannot write"):
+        opened(tmp_path / "kv" / "below")
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    notes = {"notes.txt": b"mine", "12-abc.tmp": b"also mine", "model.safetensors": b"mine too"}
+    for name, data in notes.items():
+        (tmp_path / name).write_bytes(data)
+    tmp_path.chmod(0o700)
+    store = opened(tmp_path)
+    store.put(KEY, kv_of(1))
+    assert store.forget("acme/docs") == 1
+    store.close()
+    assert {name: (tmp_path / name).read_bytes() for name in notes} == notes
+
+
+def test_files_of_former_versions_count_are_never_read_and_go(tmp_path: Path) -> None:
+    """They were named by their digest alone; a forget cannot tell whose they are."""
+    filled(tmp_path)
+    former = [tmp_path / f"{key_of(n).digest()}.safetensors" for n in (1, 8)]
+    for path in former:
+        path.write_bytes(b"of schema 5")
+        os.utime(path, (1, 1))
+    store = opened(tmp_path)
+    assert agrees_with_files(store, tmp_path)
+    assert not holds(store, 8)
+    assert {bad.name for bad in verify(tmp_path).damaged} == {path.name for path in former}
+    assert store.forget("somebody else") == 2
+    assert [path.exists() for path in former] == [False, False]
+    assert [holds(store, n) for n in range(4)] == [True] * 4
+    store.close()
+
+
+def a_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the path of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "socket": a_socket,
+    "folder": lambda path: (path / "below").mkdir(parents=True),
+    "link": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("odd", ["fifo", "folder", "link"])
+def test_what_is_no_file_under_an_entrys_name_is_a_miss(tmp_path: Path, odd: str) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    store = opened(path)
+    file_of(path, key_of(1)).unlink()
+    ODD[odd](file_of(path, key_of(1)))
+    assert store.get(key_of(1)) is None
+    assert store.open(key_of(1)) is None
+    assert [holds(store, n) for n in (0, 2, 3)] == [True] * 3
+    assert store.forget("acme/docs", frozenset(["chunk-2"])) >= 1
+    store.close()
+    again = opened(path)
+    assert [holds(again, n) for n in range(4)] == [True, False, False, True]
+    again.close()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", ["lock", "writer", f"1-{'0' * 16}.tmp"])
+def test_what_is_no_file_under_another_name_of_ours(tmp_path: Path, odd: str, name: str) -> None:
+    path, failure = tmp_path / "kv", ""
+    filled(path)
+    (path / name).unlink(missing_ok=True)
+    ODD[odd](path / name)
+    try:
+        store = opened(path)
+        assert [holds(store, n) for n in range(4)] == [True] * 4
+        store.close()
+    except StoreError as error:
+        failure = str(error)
+    assert not failure or name in failure, "which one to remove"
+
+
+# -- order of use, quotas --------------------------------------------------------------------------------
+
+
+def test_entries_and_their_order_of_use_survive_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    for number, age in enumerate((50, 10, 40, 20)):
+        os.utime(file_of(path, key_of(number)), (1e9 - age, 1e9 - age))
+    store = opened(path)
+    assert holds(store, 0)
+    store.close()
+    smaller = opened(path, 2 * entry_size(path))
+    assert left(smaller, 4) == [0, 1]
+    assert smaller.stats()[0].evictions == 2
+    assert agrees_with_files(smaller, path)
+    smaller.close()
+
+
+def test_room_is_made_before_writing(tmp_path: Path) -> None:
+    """While an entry is written, the folder exceeds the budget by no more than that entry."""
+    path, seen = tmp_path / "kv", list[int]()
+    filled(path, entries=1)
+    size = entry_size(path)
+    store = opened(path, 3 * size)
+
+    def watch(_: int) -> None:
+        seen.append(sum(p.stat().st_size for p in path.iterdir() if p.suffix in (".tmp", ".safetensors")))
+
+    with injected(Faults(path, 0, watch)):
+        for number in range(8):
+            assert store.put(key_of(number), kv_of(number))
+        assert max(seen) <= 3 * size  # a new one has its room before
+        assert store.put(key_of(7), kv_of(7))
+    assert max(seen) <= 4 * size  # one that takes an older one's place is there beside it
+    store.close()
+
+
+@pytest.fixture
+def size(tmp_path: Path) -> int:
+    filled(tmp_path / "probe", 1)
+    return entry_size(tmp_path / "probe") + 64  # names of namespaces differ in length
+
+
+def test_a_namespace_over_its_quota_loses_its_own_oldest(tmp_path: Path, size: int) -> None:
+    store = opened(tmp_path / "kv", 100 * size, quotas={"small": 3 * size, "*": 5 * size})
+    for number in range(8):
+        assert store.put(key_of(number, namespace="other"), kv_of(number))
+    for number in range(3):
+        assert store.put(key_of(number, namespace="small"), kv_of(number))
+    assert store.get(key_of(0, namespace="small")) is not None
+    assert store.put(key_of(3, namespace="small"), kv_of(3))
+    assert (left(store, 8, "small"), left(store, 8, "other")) == ([0, 2, 3], [3, 4, 5, 6, 7])
+    assert store.put(key_of(4, namespace="small"), kv_of(1, tokens=60)) is False
+    assert left(store, 8, "small") == [0, 2, 3], "what is larger than its quota harms nobody"
+    assert (store.stats()[0].evictions, store.stats()[0].failed_writes) == (4, 1)
+    assert agrees_with_files(store, tmp_path / "kv")
+    store.close()
+
+
+def test_the_budget_holds_beside_quotas(tmp_path: Path, size: int) -> None:
+    store = opened(tmp_path / "kv", 4 * size, quotas={"small": 3 * size})
+    for number in range(3):
+        store.put(key_of(number, namespace="small"), kv_of(number))
+        store.put(key_of(number, namespace="other"), kv_of(number))
+    assert (left(store, 3, "small"), left(store, 3, "other")) == ([1, 2], [1, 2])
+    store.close()
+
+
+def test_a_smaller_quota_is_enforced_at_the_next_start(tmp_path: Path, size: int) -> None:
+    store = opened(tmp_path / "kv", 100 * size)
+    for number in range(5):
+        for namespace in ("small", "other"):
+            assert store.put(key_of(number, namespace=namespace), kv_of(number))
+    store.close()
+    store = opened(tmp_path / "kv", 100 * size, quotas={"small": 2 * size})
+    assert (left(store, 5, "small"), left(store, 5, "other")) == ([3, 4], [0, 1, 2, 3, 4])
+    assert agrees_with_files(store, tmp_path / "kv")
+    store.close()
+
+
+# -- layer by layer --------------------------------------------------------------------------------------
+
+
+def source_of(store: DiskStore, number: int = 0) -> LayerSource:
+    source = store.open(key_of(number))
+    assert source is not None
+    return source
+
+
+def read(source: LayerSource) -> ChunkKV:
+    keys, values = zip(*map(source.layer, range(source.layers)), strict=True)
+    return ChunkKV(keys, values, source.start, source.sums, source.quantised)
+
+
+def test_layers_come_one_by_one_and_count_when_all_are_read(tmp_path: Path) -> None:
+    store = opened(tmp_path / "kv")
+    sums = {"attended": torch.arange(7.0)}
+    made = kv_of(3, tokens=7, layers=5)
+    kv = ChunkKV(made.keys, made.values, 9, sums, "int8")
+    assert store.put(KEY, kv)
+    source = store.open(KEY)
+    assert isinstance(source, LayerSource)
+    assert (source.tier, source.tokens, source.layers, source.start) == ("disk", 7, 5, 9)
+    assert (source.nbytes, source.quantised, source.shapes) == (kv.nbytes - 7 * 4, "int8", kv.shapes)
+    assert torch.equal(source.sums["attended"], sums["attended"])
+    got = read(source)
+    assert contents(got) == contents(kv)
+    assert store.stats()[0].hits == 0
+    source.finished(got)
+    source.finished(got)
+    assert (store.stats()[0].hits, store.stats()[0].misses) == (1, 0)
+    source.close()
+    source.close()
+    with pytest.raises(OSError, match="Bad file"):
+        source.layer(0)
+    store.close()
+
+
+def test_what_is_closed_early_is_neither_hit_nor_miss(tmp_path: Path) -> None:
+    filled(tmp_path / "kv", 1)
+    store = opened(tmp_path / "kv")
+    source = source_of(store)
+    source.layer(0)
+    source.close()
+    assert (store.stats()[0].hits, store.stats()[0].misses) == (0, 0)
+    assert store.open(key_of(9)) is None
+    assert store.stats()[0].misses == 1
+    store.close()
+
+
+def test_an_entry_that_is_forgotten_meanwhile_is_read_to_its_end(tmp_path: Path) -> None:
+    filled(tmp_path / "kv", 1)
+    store = opened(tmp_path / "kv")
+    source = source_of(store)
+    assert store.forget("acme/docs") == 1
+    assert contents(read(source)) == contents(kv_of(0))
+    source.close()
+    store.close()
+
+
+def test_threads_read_the_same_and_other_entries_at_once(tmp_path: Path) -> None:
+    store = opened(tmp_path / "kv", 1 << 30)
+    made = [kv_of(number, tokens=3000 + 7 * number, layers=3) for number in range(3)]
+    for number, kv in enumerate(made):
+        assert store.put(key_of(number), kv)
+    expected, wrong = [contents(kv) for kv in made], list[object]()
+
+    def work(worker: int) -> None:
+        try:
+            for step in range(6):
+                number = (worker + step) % 3
+                source = source_of(store, number)
+                if contents(read(source)) != expected[number]:
+                    wrong.append((worker, step))
+                source.close()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    store.close()
+
+
+@pytest.mark.parametrize("tokens", [40, 9000])
+def test_an_entry_keeps_no_more_memory_than_it_counts(tokens: int, tmp_path: Path) -> None:
+    store = opened(tmp_path / "kv", 1 << 30)
+    assert store.put(KEY, kv_of(1, tokens=tokens))
+    found = store.get(KEY)
+    assert found is not None
+    tensors = (*found.kv.keys, *found.kv.values)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(storages.values()) == found.kv.nbytes
+    store.close()
+
+
+# -- damage ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [0, 60, 300, -1])
+def test_a_flipped_byte_is_a_counted_miss_and_the_file_goes(tmp_path: Path, where: int) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    data = bytearray(file_of(path, key_of(1)).read_bytes())
+    data[where] ^= 4
+    store = opened(path)
+    file_of(path, key_of(1)).write_bytes(bytes(data))
+    assert [holds(store, n) for n in range(4)] == [True, False, True, True]
+    assert store.stats()[0].damaged == 1
+    assert not file_of(path, key_of(1)).exists()
+    assert agrees_with_files(store, path)
+    assert store.put(key_of(1), kv_of(1))
+    assert holds(store, 1)
+    store.close()
+
+
+def test_damage_after_the_header_ends_the_reading_and_the_entry(tmp_path: Path) -> None:
+    filled(tmp_path / "kv", 2)
+    store, path = opened(tmp_path / "kv"), file_of(tmp_path / "kv", key_of(0))
+    path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    source = source_of(store)
+    assert torch.equal(source.layer(0)[0], kv_of(0).keys[0])
+    with pytest.raises(EntryDamaged, match="layer 1"):
+        source.layer(1)
+    source.close()
+    assert not path.exists()
+    stats = store.stats()[0]
+    assert (stats.damaged, stats.misses, stats.hits, stats.entries) == (1, 1, 0, 1)
+    store.close()
+
+
+def test_a_damaged_file_goes_only_if_it_was_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    store, other = opened(path), opened(path)
+    damaged = file_of(path, key_of(1))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    source = source_of(store, 1)
+    assert other.put(key_of(1), kv_of(1))
+    with pytest.raises(EntryDamaged):
+        source.layer(source.layers - 1)
+    source.close()
+    assert store.stats()[0].damaged == 1
+    assert holds(other, 1)
+    store.close()
+    other.close()
+
+
+def test_a_file_of_another_key_is_a_miss(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    filled(path, entries=2)
+    theirs = key_of(1, namespace="globex/docs")
+    store = opened(path)
+    file_of(path, key_of(1)).rename(file_of(path, theirs))
+    assert store.get(theirs) is None
+    assert store.get(key_of(1)) is None
+    assert store.stats()[0].damaged == 1
+    store.close()
+
+
+def test_a_file_deleted_by_hand_is_a_miss_and_no_longer_counts(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    filled(path)
+    store = opened(path)
+    file_of(path, key_of(1)).unlink()
+    assert not holds(store, 1)
+    assert store.stats()[0].damaged == 0
+    assert agrees_with_files(store, path)
+    store.close()
+
+
+def test_a_copied_folder_is_a_store(tmp_path: Path) -> None:
+    """The files are all there is: sums and locks are made anew."""
+    filled(tmp_path / "kv")
+    (tmp_path / "copy").mkdir(mode=0o700)
+    for name in entry_files(tmp_path / "kv"):
+        shutil.copy2(tmp_path / "kv" / name, tmp_path / "copy" / name)
+    store = opened(tmp_path / "copy")
+    assert [holds(store, n) for n in range(4)] == [True] * 4
+    assert agrees_with_files(store, tmp_path / "copy")
+    assert set(store.keys()) == {key_of(n) for n in range(4)}
+    store.close()
+
+
+def test_verify_finds_and_repair_drops_what_is_damaged(tmp_path: Path) -> None:
+    filled(tmp_path)
+    file_of(tmp_path, key_of(2)).write_bytes(b"".join(encode_entry(key_of(2), kv_of(2)))[:-1])
+    (tmp_path / f"1-{'0' * 16}.tmp").write_bytes(b"left by a killed writer")
+    seen = list[tuple[int, int]]()
+    found = verify(tmp_path, lambda done, total: seen.append((done, total)))
+    assert (found.entries, [bad.name for bad in found.damaged]) == (4, [file_of(tmp_path, key_of(2)).name])
+    assert (found.unreadable, found.orphans) == ((), 1)
+    assert seen[-1] == (found.nbytes, found.nbytes)
+    done = repair(tmp_path)
+    assert (done.damaged, done.orphans, done.entries) == (found.damaged, 1, 3)
+    assert verify(tmp_path).damaged == ()
+    store = opened(tmp_path)
+    assert [holds(store, n) for n in range(4)] == [True, True, False, True]
+    assert agrees_with_files(store, tmp_path)
+    store.close()

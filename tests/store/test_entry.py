@@ -1,0 +1,383 @@
+"""One entry as bytes: any safetensors reader opens it, and no altered byte gets through."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.disk_check import verify
+from ragcachekit.store.entry import (
+    SCHEMA,
+    EntryDamaged,
+    EntryHeader,
+    decode_entry,
+    encode_entry,
+    encode_header,
+    entry_name,
+    read_header,
+    read_key,
+)
+from ragcachekit.types import KVKey
+from store_kit import KEY, contents, file_of, holds, key_of, kv_of, opened, read_entry
+
+SUMS = {"attended": torch.arange(4.0), "inter": torch.arange(6.0).reshape(2, 3)}
+KV = ChunkKV(kv_of(1).keys + kv_of(2, heads=3).keys, kv_of(3).values + kv_of(4, heads=3).values, 3, SUMS)
+
+
+def image_of(key: KVKey, kv: ChunkKV) -> bytes:
+    return b"".join(encode_entry(key, kv))
+
+
+def written(folder: Path, key: KVKey, kv: ChunkKV) -> Path:
+    path = folder / entry_name(key)
+    path.write_bytes(image_of(key, kv))
+    return path
+
+
+def decoded(image: bytes, key: KVKey = KEY) -> ChunkKV | None:
+    """What the bytes give where they are not in a file; None for damage."""
+    try:
+        return decode_entry(memoryview(image), key)
+    except EntryDamaged:
+        return None
+
+
+def is_damaged(path: Path, data: bytes) -> bool:
+    path.write_bytes(data)
+    try:
+        read_entry(path, KEY)
+    except EntryDamaged:
+        return decoded(data) is None
+    return False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_safetensors_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> None:
+    kv = kv_of(1, dtype=dtype, start=3)
+    with safe_open(written(tmp_path, KEY, kv), framework="pt") as file:
+        assert set(file.keys()) == {"k.0", "k.1", "v.0", "v.1"}
+        theirs = ChunkKV(
+            tuple(file.get_tensor(f"k.{n}") for n in range(2)),
+            tuple(file.get_tensor(f"v.{n}") for n in range(2)),
+            3,
+        )
+        meta = file.metadata()
+    assert contents(theirs) == contents(kv)
+    assert meta["schema"] == SCHEMA
+    entry = json.loads(meta["entry"])
+    assert entry["key"] == [KEY.fingerprint, KEY.namespace, KEY.chunk_id, KEY.encoding, *KEY.context]
+    assert (entry["start"], entry["quantised"]) == (3, "")
+
+
+KINDS = {
+    "small, all alike": kv_of(1),
+    "large, all alike": kv_of(2, tokens=700, heads=8, width=64),
+    "bf16": kv_of(3, dtype=torch.bfloat16),
+    "fp8": kv_of(4).each(lambda tensor: tensor.to(torch.float8_e4m3fn)),
+    "out of order": kv_of(5, tokens=8).each(lambda tensor: tensor.transpose(1, 2)),
+    "learns": kv_of(7).each(lambda tensor: tensor.clone().requires_grad_()),
+    "no tokens": kv_of(1, tokens=0),
+    "layers differ in shape and type": ChunkKV(
+        (torch.randn(1, 3, 1).to(torch.bfloat16), torch.randn(2, 3, 8)),
+        (torch.randn(1, 3, 5), torch.randn(2, 3, 4).to(torch.float16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kv", KINDS.values(), ids=KINDS)
+def test_every_kind_of_tensors_is_written_in_order_and_sealed(tmp_path: Path, kv: ChunkKV) -> None:
+    """Layer by layer, keys first, and a CRC of each layer."""
+    layers = [
+        b"".join(bytes(t.detach().contiguous().view(torch.uint8).numpy()) for t in pair)
+        for pair in zip(kv.keys, kv.values, strict=True)
+    ]
+    data = image_of(KEY, kv)
+    assert data.endswith(b"".join(layers))
+    length = int.from_bytes(data[:8], "little")
+    assert (8 + length) % 64 == 0
+    assert 8 + length + sum(map(len, layers)) == len(data)
+    entry = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["entry"])
+    assert entry["crcs"] == "".join(f"{google_crc32c.value(layer):08x}" for layer in layers)
+    plain = kv.each(torch.Tensor.detach)
+    assert contents(read_entry(written(tmp_path, KEY, kv), KEY)) == contents(plain)
+    assert contents(decode_entry(memoryview(data), KEY)) == contents(plain)
+
+
+def test_sums_come_back_and_are_sealed(tmp_path: Path) -> None:
+    path = written(tmp_path, KEY, KV)
+    for read in (read_entry(path, KEY), decode_entry(memoryview(path.read_bytes()), KEY)):
+        assert contents(read) == contents(KV)
+        assert sorted(read.sums) == sorted(SUMS)
+        assert all(torch.equal(read.sums[name], tensor) for name, tensor in SUMS.items())
+    raw = bytearray(path.read_bytes())
+    for at in range(len(raw) - sum(t.nbytes for t in SUMS.values()), len(raw)):
+        raw[at] ^= 1
+        assert is_damaged(path, bytes(raw))
+        raw[at] ^= 1
+
+
+def test_names_beyond_ascii(tmp_path: Path) -> None:
+    key = KVKey("f", 'münchen/"docs"\n\0', "✓", context=("𝕏",))
+    path = written(tmp_path, key, kv_of(1))
+    assert contents(read_entry(path, key)) == contents(kv_of(1))
+    assert read_key(path) == key
+
+
+def test_a_type_that_cannot_be_stored_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"complex64.*cast it"):
+        encode_entry(key_of(1), kv_of(1, dtype=torch.complex64))
+
+
+# -- damage ----------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_any_byte_is_found(tmp_path: Path) -> None:
+    """Two bits of every byte, header included; bit 5 changes the case of hex digits and JSON letters."""
+    path = written(tmp_path, KEY, kv_of(1, tokens=1, heads=1, width=4))
+    good, rng, missed = path.read_bytes(), random.Random(3), []
+    with path.open("r+b", buffering=0) as file:  # in place: writing the whole file each time is slow
+        for place, byte in enumerate(good):
+            for bit in (5, rng.choice((0, 1, 2, 3, 4, 6, 7))):
+                os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), place)
+                try:
+                    read_entry(path, KEY)
+                except EntryDamaged:
+                    continue
+                missed.append((place, bit))
+            os.pwrite(file.fileno(), bytes([byte]), place)
+    assert missed == []
+    assert path.read_bytes() == good
+
+
+def test_noise_cuts_and_additions_are_found(tmp_path: Path) -> None:
+    path, rng = written(tmp_path, KEY, kv_of(1, tokens=64, layers=6)), random.Random(7)
+    good = path.read_bytes()
+    for _ in range(150):
+        start = rng.randrange(len(good))
+        noise = rng.randbytes(min(rng.randint(1, 600), len(good) - start))
+        if noise != good[start : start + len(noise)]:
+            assert is_damaged(path, good[:start] + noise + good[start + len(noise) :])
+    for end in [0, 1, 7, 8, 9, 60, 200, len(good) - 1, *rng.sample(range(len(good)), 30)]:
+        assert is_damaged(path, good[:end])
+    assert is_damaged(path, good + b"\0")
+    assert is_damaged(path, good[:-100] + image_of(KEY, kv_of(2, tokens=64, layers=6))[-100:])
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**31, 2**63, 2**64 - 1])
+def test_absurd_header_lengths(tmp_path: Path, length: int) -> None:
+    assert is_damaged(tmp_path / "entry", length.to_bytes(8, "little") + b"{}" * 100)
+
+
+@pytest.mark.parametrize("field", ["fingerprint", "namespace", "chunk_id", "encoding", "context"])
+def test_a_whole_file_under_another_name_is_damage(tmp_path: Path, field: str) -> None:
+    other = KVKey(**{**vars(KEY), field: ("other",) if field == "context" else "other"})
+    renamed = written(tmp_path, KEY, kv_of(1)).rename(tmp_path / entry_name(other))
+    with pytest.raises(EntryDamaged, match="another key"):
+        read_entry(renamed, other)
+    with pytest.raises(EntryDamaged, match="another key"):
+        read_key(renamed)
+    with pytest.raises(EntryDamaged, match="another key"):
+        decode_entry(memoryview(image_of(KEY, kv_of(1))), other)
+
+
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
+    os.symlink(written(tmp_path, KEY, kv_of(1)), tmp_path / "link")
+    with pytest.raises(OSError, match="link"):
+        read_entry(tmp_path / "link", KEY)
+
+
+def test_the_key_is_read_from_the_first_bytes() -> None:
+    image = image_of(KEY, kv_of(1))
+
+    def head(nbytes: int) -> KVKey:
+        part = image[:nbytes]
+        return read_header(lambda at, count: part[at : at + count], len(image))[0].key
+
+    assert head(len(image) - 100) == KEY
+    with pytest.raises(EntryDamaged):
+        head(100)
+
+
+# -- headers that nobody wrote, under a CRC that is right ------------------------------------------------
+
+
+def crafted(meta: str, body: bytes) -> bytes:
+    """An entry whose header has this ``__metadata__`` and a CRC that is right for it."""
+    text = f'{{"__metadata__":{meta}}}'.encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    raw = bytearray(len(text).to_bytes(8, "little") + text)
+    place = raw.index(b'"crc32c":"') + 10
+    raw[place : place + 8] = b"00000000"
+    raw[place : place + 8] = b"%08x" % google_crc32c.value(bytes(raw))
+    return bytes(raw) + body
+
+
+def sealed(entry: Any, body: bytes, schema: str = SCHEMA) -> bytes:
+    text = entry if isinstance(entry, str) else json.dumps(entry)
+    return crafted(
+        json.dumps({"crc32c": "0" * 8, "schema": schema, "entry": text}, separators=(",", ":")), body
+    )
+
+
+def is_a_miss(folder: Path, image: bytes, key: KVKey) -> None:
+    """Through every method that reads headers, with an entry beside it that must not be touched."""
+    store, path = opened(folder), file_of(folder, key)
+    assert store.put(key_of(7), kv_of(7))
+    for ask in (store.get, store.open):
+        path.write_bytes(image)
+        assert ask(key) is None
+        assert not path.exists()
+    path.write_bytes(image)
+    assert [bad.name for bad in verify(folder).damaged] == [path.name]
+    assert store.forget(key.namespace, frozenset({"nothing"})) == 1
+    assert not path.exists()
+    assert holds(store, 7)
+    store.close()
+    assert decoded(image, key) is None
+
+
+BODY = bytes(512)
+SIMPLE = {
+    "key": ["weights-1", "acme/docs", "chunk-1", "standalone"],
+    "start": None,
+    "quantised": "",
+    "layers": [[1, "F32", [2, 4, 8], "F32", [2, 4, 8]]],
+    "crcs": f"{google_crc32c.value(BODY):08x}",
+    "sums": [],
+}
+"""Two tensors ``[2, 4, 8]`` of zeros in float32."""
+
+
+def shaped(keys: Any, values: Any = (2, 4, 8), count: Any = 1) -> dict[str, Any]:
+    return {**SIMPLE, "layers": [[count, "F32", keys, "F32", values]]}
+
+
+HUGE = 2**31 - 1
+CASES: dict[str, tuple[Any, bytes]] = {
+    "float dims": (shaped([2.0, 4, 8]), BODY),
+    "bool dims": (shaped([True, 4, 8], [3, 4, 8]), BODY),
+    "negative dims": (shaped([-2, 4, -8]), BODY),
+    "overlap": (shaped([-2, 4, 8], [4, 4, 8]), BODY[:256]),
+    "string shape": (shaped("abc", "abc"), BODY),
+    "infinite dims": (json.dumps(SIMPLE).replace("[2, 4, 8]", "[Infinity, 4, 8]"), BODY),
+    "two dims": (shaped([2, 3], [2, 3]), bytes(48)),
+    "four dims": (shaped([2, 3, 8, 1], [2, 3, 8, 1]), bytes(384)),
+    "tokens differ": (shaped([2, 3, 8], [2, 4, 8]), bytes(448)),
+    "sizes that overflow": ({**shaped([HUGE, 0, HUGE], [HUGE, 0, HUGE], 9), "crcs": "0" * 72}, b""),
+    "huge zero dims": ({**shaped([10**30, 0, 8], [2, 0, 8]), "crcs": "0" * 8}, b""),
+    "sums that overflow": ({**SIMPLE, "sums": [["a", "F32", [HUGE] * 4 + [0], "0" * 8]]}, BODY),
+    "huge count": (shaped([2, 4, 8], count=10**12), BODY),
+    "float count": (shaped([2, 4, 8], count=1.0), BODY),
+    "bool count": (shaped([2, 4, 8], count=True), BODY),
+    "no layers": ({**SIMPLE, "layers": [], "crcs": ""}, b""),
+    "a crc too few": ({**SIMPLE, "crcs": ""}, BODY),
+    "crc a number": ({**SIMPLE, "crcs": 7}, BODY),
+    "crc no hex": ({**SIMPLE, "crcs": "x" * 8}, BODY),
+    "negative sum": ({**SIMPLE, "sums": [["a", "F32", [-4], "0" * 8]]}, BODY[:496]),
+    "twice the same sum": (
+        {**SIMPLE, "sums": [["a", "F32", [0], "0" * 8], ["a", "F32", [0], "0" * 8]]},
+        BODY,
+    ),
+    "sums out of order": ({**SIMPLE, "sums": [["b", "F32", [0], "0" * 8], ["a", "F32", [0], "0" * 8]]}, BODY),
+    "unhashable name": ({**SIMPLE, "sums": [[["a"], "F32", [0], "0" * 8]]}, BODY),
+    "surrogate name": ({**SIMPLE, "sums": [["\ud800", "F32", [0], "0" * 8]]}, BODY),
+    "unknown dtype": ({**SIMPLE, "sums": [["a", "F99", [0], "0" * 8]]}, BODY),
+    "deep": ("[" * 200_000, BODY),
+    "a number": ("7", BODY),
+    "a list": ("[]", BODY),
+    "key of numbers": ({**SIMPLE, "key": ["weights-1", 7, "chunk-1", "standalone"]}, BODY),
+    "short key": ({**SIMPLE, "key": ["weights-1"]}, BODY),
+    "surrogate key": ({**SIMPLE, "key": ["weights-1", "\ud800", "chunk-1", "standalone"]}, BODY),
+    "negative start": ({**SIMPLE, "start": -1}, BODY),
+    "start false": ({**SIMPLE, "start": False}, BODY),
+    "start a string": ({**SIMPLE, "start": "3"}, BODY),
+    "quantised a list": ({**SIMPLE, "quantised": []}, BODY),
+}
+
+
+@pytest.mark.parametrize(("entry", "body"), CASES.values(), ids=CASES)
+def test_a_crafted_header_is_a_miss(tmp_path: Path, entry: Any, body: bytes) -> None:
+    assert decoded(sealed(SIMPLE, BODY), key_of(1)) is not None, "the frame itself is right"
+    is_a_miss(tmp_path, sealed(entry, body), key_of(1))
+
+
+@pytest.mark.parametrize(
+    "meta", ["[" * 200_000, '{"crc32c":"00000000"}', '{"crc32c":"00000000","schema":"6"}']
+)
+def test_metadata_without_an_entry_is_a_miss(tmp_path: Path, meta: str) -> None:
+    head = "" if "crc32c" in meta else '{"crc32c":"00000000","x":'
+    is_a_miss(tmp_path, crafted(head + meta, BODY), key_of(1))
+
+
+def test_an_entry_of_another_schema_is_a_miss(tmp_path: Path) -> None:
+    is_a_miss(tmp_path, sealed(SIMPLE, BODY, "5"), key_of(1))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in nested data."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for name, item in inside for place in places(item, (*path, name)))]
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-3, 9), st.floats(), st.text(max_size=4),
+    st.sampled_from(["\ud800", "F16", "F32", "NaN", "", "0", -1, 2**31, 2**63, 10**30]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_a_mutated_header_under_a_new_crc_is_a_miss_or_an_entry(tmp_path: Path, data: st.DataObject) -> None:
+    """Whoever makes a right CRC may write another entry, but never one that is read in another shape."""
+    image = image_of(KEY, KV)
+    end = 8 + int.from_bytes(image[:8], "little")
+    entry = json.loads(json.loads(image[8:end])["__metadata__"]["entry"])
+    mutated = copy.deepcopy(entry)
+    place = data.draw(st.sampled_from([p for p in places(mutated) if p]), "place")
+    owner: Any = mutated
+    for step in place[:-1]:
+        owner = owner[step]
+    how = data.draw(st.sampled_from(["value", "nest", "remove", "double"]), "how")
+    if how == "nest":
+        owner[place[-1]] = [owner[place[-1]]]
+    elif how == "remove":
+        del owner[place[-1]]
+    elif how == "double" and isinstance(owner, list):
+        owner.insert(place[-1], owner[place[-1]])
+    else:
+        owner[place[-1]] = data.draw(VALUES, "value")
+    found = decoded(sealed(mutated, image[end:]), KEY)
+    if found is None:
+        if json.dumps({**mutated, "crcs": 0}) != json.dumps({**entry, "crcs": 0}):
+            is_a_miss(tmp_path, sealed(mutated, image[end:]), KEY)
+    else:
+        assert contents(found)[1:] == contents(KV)[1:], "only start, kind and names of sums can differ"
+
+
+def test_what_describes_no_chunk_kv_is_not_written_by_accident() -> None:
+    spec = (torch.uint8, (2, 3))
+    header = encode_header(EntryHeader(KEY, None, "", ((spec, spec),), (0,), ()))
+    with pytest.raises(EntryDamaged, match="schema"):
+        read_header(lambda at, count: (header + bytes(12))[at : at + count], len(header) + 12)

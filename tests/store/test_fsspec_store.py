@@ -1,0 +1,512 @@
+"""The bulk tier on folders and on file systems that fail or hang when told to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+from test_store_machine import BUDGET as FEW
+from test_store_machine import KEYS, StoreMachine
+
+from ragcachekit.errors import StoreError
+from ragcachekit.store import deadlines
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.entry import encode_entry
+from ragcachekit.store.fsspec_store import FsspecBackend, FsspecStore
+from ragcachekit.store.memory import HostStore
+from ragcachekit.store.remote import RemoteStore
+from ragcachekit.store.seal import OVERHEAD
+from ragcachekit.store.tiered import TieredStore
+from ragcachekit.types import KVKey
+from redis_kit import KEY_BYTES, forget_at_last
+from store_kit import KEY, contents, key_of, kv_of
+
+BUDGET = 1 << 20
+SHORT = 0.05
+ONE = OVERHEAD + sum(map(len, encode_entry(key_of(0), kv_of(0))))
+
+
+def opened(path: Path, budget: int = BUDGET, **changes: Any) -> FsspecStore:
+    return FsspecStore(path.as_uri(), budget, **({"key": KEY_BYTES, "deadline": 20.0} | changes))
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("*/*.kv"))
+
+
+def interrupted(base: type, before: Callable[[str], None]) -> Any:
+    """A file system that calls ``before`` with the name of each operation on objects."""
+
+    def method(name: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before(name)
+            return getattr(base, name)(self, *args, **kwargs)
+
+        return call
+
+    names = ["cat_file", "pipe_file", "rm_file", "find", "exists"]
+    names += ["mv"] if "mv" in vars(base) else []
+    return type("Interrupted", (base,), {name: method(name) for name in names} | {"cachable": False})()
+
+
+def store_on(fs: Any, root: str, deadline: float = 20.0, budget: int = BUDGET) -> RemoteStore:
+    backend = FsspecBackend(fs, root, budget, {}, deadline)
+    return RemoteStore("bulk", backend, key=KEY_BYTES, deadline=deadline, budget=budget)
+
+
+class Fails:
+    """Raises for the operations named, while there are any."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __call__(self, name: str) -> None:
+        if name in self.names:
+            raise OSError(f"{name} fails")
+
+
+class Hangs:
+    """Keeps the operations named waiting until told to go on."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.go_on = threading.Event()
+        self.inside = threading.Event()
+
+    def __call__(self, name: str) -> None:
+        if name in self.names:
+            self.inside.set()
+            self.go_on.wait(60)
+
+
+@pytest.fixture
+def hangs() -> Iterator[Hangs]:
+    hangs = Hangs()
+    yield hangs
+    hangs.go_on.set()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it fails, the service is asked again."""
+    monkeypatch.setattr(deadlines, "FAILURES", 10_000)
+
+
+def test_one_file_per_entry_in_a_folder_of_our_own(tmp_path: Path) -> None:
+    store = opened(tmp_path / "kv")
+    for number in range(3):
+        store.put(key_of(number), kv_of(number))
+    store.put(key_of(0, namespace="globex/docs"), kv_of(1))
+    found = files(tmp_path / "kv")
+    assert {path.stem for path in found} == {
+        key.digest() for key in (*map(key_of, range(3)), key_of(0, namespace="globex/docs"))
+    }
+    assert len({path.parent for path in found}) == 2
+    assert list((tmp_path / "kv" / "tmp").iterdir()) == []
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+def test_a_later_process_finds_the_entries_and_drops_the_oldest(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    for number in range(5):
+        first.put(key_of(number), kv_of(number))
+        (path,) = tmp_path.glob(f"*/{key_of(number).digest()}.kv")
+        os.utime(path, (1_000 + number, 1_000 + number))
+    first.close()
+    second = opened(tmp_path, 3 * ONE)
+    assert [key_of(number) in second for number in range(5)] == [False, False, True, True, True]
+    found = second.get(key_of(4))
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(4))
+    assert second.stats()[0].nbytes == sum(path.stat().st_size for path in files(tmp_path)) <= 3 * ONE
+
+
+def test_entries_of_another_process_are_read_counted_and_forgotten(tmp_path: Path) -> None:
+    ours, theirs = opened(tmp_path), opened(tmp_path)
+    assert theirs.put(KEY, kv_of(1))
+    assert ours.stats()[0].entries == 0
+    assert ours.get(KEY) is not None
+    assert ours.stats()[0].entries == 1
+    assert theirs.put(key_of(5), kv_of(1))
+    assert theirs.put(key_of(6), kv_of(1))
+    assert ours.forget(KEY.namespace, frozenset({"chunk-5"})) == 1
+    assert ours.forget(KEY.namespace, frozenset({"neighbour"})) == 1
+    assert theirs.get(KEY) is None
+    assert theirs.get(key_of(5)) is None
+    assert theirs.get(key_of(6)) is not None
+
+
+def test_forgetting_drops_entries_whose_header_is_too_long_to_be_read(tmp_path: Path) -> None:
+    context = tuple(f"neighbour-{number:064d}" for number in range(1_200))
+    long = key_of(1, context=context)
+    opened(tmp_path).put(long, kv_of(1))
+    opened(tmp_path).put(key_of(2), kv_of(2))
+    assert opened(tmp_path).forget("acme/docs", frozenset({context[-1]})) == 1
+    assert [path.stem for path in files(tmp_path)] == [key_of(2).digest()]
+
+
+def test_a_namespace_stays_within_its_quota(tmp_path: Path) -> None:
+    store = opened(tmp_path, quotas={"small": 2 * ONE, "*": 4 * ONE})
+    for number in range(8):
+        for namespace in ("small", "other"):
+            assert store.put(key_of(number, namespace=namespace), kv_of(number))
+    kept = {ns: [n for n in range(8) if key_of(n, namespace=ns) in store] for ns in ("small", "other")}
+    assert kept == {"small": [6, 7], "other": [4, 5, 6, 7]}
+
+
+def test_temporary_files_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    old, young = tmp_path / "tmp" / "old", tmp_path / "tmp" / "young"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 7200, time.time() - 7200))
+    opened(tmp_path)
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["young"]
+
+
+def test_a_rename_that_fails_leaves_no_entry_and_no_temporary_file(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path))
+    assert store.put(KEY, kv_of(1))
+    fails.names = {"mv"}
+    assert not store.put(KEY, kv_of(2))
+    assert not store.put(key_of(3), kv_of(3))
+    assert store.stats()[0].failed_writes == 2
+    assert (store.get(KEY), store.stats()[0].entries) == (None, 0)
+    assert files(tmp_path) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.usefixtures("patient")
+def test_every_operation_may_fail(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(MemoryFileSystem, fails), str(tmp_path))
+    assert store.put(KEY, kv_of(1))
+    fails.names = {"cat_file", "pipe_file", "rm_file", "find", "exists"}
+    assert store.get(KEY) is None
+    assert not store.put(key_of(2), kv_of(2))
+    assert KEY not in store
+    with pytest.raises(StoreError, match="forget again: OSError: find fails"):
+        store.forget(KEY.namespace)
+    fails.names = set()
+    store.forget(KEY.namespace)
+    assert store.get(KEY) is None
+    assert MemoryFileSystem().find(str(tmp_path)) == []
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_cannot_be_deleted_still_counts(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path), budget=3 * ONE)
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(3))
+    fails.names = {"rm_file"}
+    assert not any(store.put(key_of(number), kv_of(number)) for number in range(3, 7))
+    assert sum(path.stat().st_size for path in files(tmp_path)) == store.stats()[0].nbytes == 3 * ONE
+    fails.names = set()
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(7, 10))
+    assert sorted(path.stem for path in files(tmp_path)) == sorted(key_of(n).digest() for n in range(7, 10))
+
+
+def test_one_object_that_cannot_be_deleted_does_not_stop_the_others(tmp_path: Path) -> None:
+    class Kept(LocalFileSystem):
+        cachable = False
+
+        def rm_file(self, path: str) -> None:
+            if key_of(0).digest() in path:
+                raise PermissionError("kept")
+            super().rm_file(path)
+
+    (tmp_path / "kv").mkdir()
+    with_all = opened(tmp_path / "kv")
+    assert all(with_all.put(key_of(number), kv_of(number)) for number in range(3))
+    (first,) = tmp_path.glob(f"kv/*/{key_of(0).digest()}.kv")
+    os.utime(first, (1_000, 1_000))
+    store = store_on(Kept(), str(tmp_path / "kv"), budget=2 * ONE)
+    assert [store.put(key_of(number), kv_of(number)) for number in (3, 4, 5)] == [True, False, True]
+    assert {path.stem for path in files(tmp_path / "kv")} == {key_of(0).digest(), key_of(5).digest()}
+
+
+def test_a_half_written_object_that_cannot_be_deleted_counts(tmp_path: Path) -> None:
+    class Half(MemoryFileSystem):
+        cachable = False
+        well = True
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            super().pipe_file(path, value, **options)
+            if not self.well:
+                raise OSError("the answer was lost")
+
+        def rm_file(self, path: str) -> None:
+            if not self.well:
+                raise OSError("no connection")
+            super().rm_file(path)
+
+    fs, root = Half(), str(tmp_path)
+    store = store_on(fs, root)
+    assert store.put(KEY, kv_of(0))
+    fs.well = False
+    assert not store.put(key_of(1), kv_of(1))
+    fs.well = True
+    assert len(fs.find(root)) == 2
+    assert store.stats()[0].nbytes == sum(fs.size(path) for path in fs.find(root))
+
+
+def test_a_forget_that_fails_half_way_says_so_and_is_finished_by_the_next(tmp_path: Path) -> None:
+    left = [2]
+
+    def before(name: str) -> None:
+        if name == "rm_file":
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError("rm_file fails once")
+
+    store = store_on(interrupted(LocalFileSystem, before), str(tmp_path))
+    for number in range(5):
+        store.put(key_of(number), kv_of(number))
+    with pytest.raises(StoreError, match="rm_file fails once"):
+        store.forget("acme/docs")
+    assert len(files(tmp_path)) == 1, "the one that stays keeps no other"
+    assert store.forget("acme/docs") == 1
+    assert files(tmp_path) == []
+
+
+def test_an_object_that_cannot_be_read_stops_no_forget(tmp_path: Path) -> None:
+    bad = key_of(0).digest()
+
+    class Unreadable(LocalFileSystem):
+        cachable = False
+
+        def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
+            if bad in path:
+                raise OSError(errno.EIO, "input/output error")
+            return super().cat_file(path, *args, **options)
+
+    writer = opened(tmp_path)
+    assert all(writer.put(key_of(number), kv_of(number)) for number in range(4))
+    assert writer.put(key_of(9, namespace="globex"), kv_of(9))
+    store = store_on(Unreadable(), str(tmp_path))
+    assert store.forget("acme/docs", frozenset({"chunk-2"})) == 2, "it may be about that chunk"
+    assert [key_of(number) in writer for number in range(4)] == [False, True, False, True]
+    assert store.get(key_of(9, namespace="globex")) is not None
+
+
+def test_an_object_that_cannot_be_deleted_is_an_error_of_its_forget_alone(tmp_path: Path) -> None:
+    class Kept(LocalFileSystem):
+        cachable = False
+
+        def rm_file(self, path: str) -> None:
+            if key_of(0).digest() in path:
+                raise PermissionError("kept")
+            super().rm_file(path)
+
+    store = store_on(Kept(), str(tmp_path))
+    assert all(store.put(key_of(number), kv_of(number)) for number in range(4))
+    assert store.put(key_of(9, namespace="globex"), kv_of(9))
+    for _ in range(5):
+        with pytest.raises(StoreError, match="forget again: PermissionError: kept"):
+            store.forget("acme/docs")
+    assert [path.stem for path in files(tmp_path)].count(key_of(0).digest()) == 1
+    assert len(files(tmp_path)) == 2
+    assert store.forget("globex") == 1
+
+
+@pytest.mark.parametrize("chunk_ids", [frozenset({"chunk-1"}), frozenset({"neighbour"}), None])
+def test_entries_of_a_failed_forget_are_misses_until_one_succeeds(
+    tmp_path: Path, chunk_ids: frozenset[str] | None
+) -> None:
+    fails = Fails()
+    host, bulk = HostStore(BUDGET), store_on(interrupted(LocalFileSystem, fails), str(tmp_path))
+    store = TieredStore([host, bulk])
+    forgotten, other = key_of(1, context=("neighbour",)), key_of(2, context=("other",))
+    elsewhere = key_of(1, namespace="globex")
+    every = (forgotten, other, elsewhere)
+    assert all(store.put(key, kv_of(1)) for key in every)
+    fails.names = {"rm_file"}
+    with pytest.raises(StoreError, match="forget again: OSError: rm_file fails"):
+        store.forget("acme/docs", chunk_ids)
+    fails.names = set()
+    served = [False, chunk_ids is not None, True]
+    assert [store.get(key) is not None for key in every] == served
+    assert [key in store for key in every] == served
+    assert forgotten not in host
+    assert not bulk.put(forgotten, kv_of(2))
+    assert store.forget("acme/docs", frozenset({"chunk-3"})) == 0
+    assert store.get(forgotten) is None, "that was another chunk"
+    store.forget("acme/docs", chunk_ids)
+    assert [path.stem for path in files(tmp_path)].count(forgotten.digest()) == 0
+    assert store.put(forgotten, kv_of(3))
+    assert store.get(forgotten) is not None
+
+
+def test_an_unconfirmed_forget_of_everything_needs_another_one_of_everything(tmp_path: Path) -> None:
+    fails = Fails()
+    store = store_on(interrupted(LocalFileSystem, fails), str(tmp_path))
+    assert store.put(KEY, kv_of(1))
+    fails.names = {"rm_file"}
+    with pytest.raises(StoreError, match="rm_file fails"):
+        store.forget(KEY.namespace)
+    fails.names = set()
+    assert store.forget(KEY.namespace, frozenset({KEY.chunk_id})) == 1
+    assert not store.put(KEY, kv_of(1))
+    store.forget(KEY.namespace)
+    assert store.put(KEY, kv_of(1))
+    assert store.get(KEY) is not None
+
+
+def test_a_forget_reads_each_header_once(tmp_path: Path) -> None:
+    read = []
+    writer = opened(tmp_path)
+    assert all(writer.put(key_of(number), kv_of(number)) for number in range(5))
+    store = store_on(interrupted(LocalFileSystem, read.append), str(tmp_path))
+    assert store.put(key_of(5), kv_of(5))
+    for number in (1, 5, 9):
+        store.forget("acme/docs", frozenset({f"chunk-{number}"}))
+    assert read.count("cat_file") == 5
+    assert [key_of(number) in writer for number in range(6)] == [True, False, True, True, True, False]
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path: Path, hangs: Hangs) -> None:
+    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT)
+    while not store.put(KEY, kv_of(1)):
+        pass
+    hangs.names = {"cat_file"}
+    assert store.get(KEY) is None
+    hangs.names = set()
+    while store.get(KEY) is None:
+        pass
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_write_that_ends_after_its_forget_does_not_stay(tmp_path: Path, hangs: Hangs) -> None:
+    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT)
+    hangs.names = {"mv"}
+    assert not store.put(KEY, kv_of(1))
+    assert hangs.inside.is_set()
+    with pytest.raises(StoreError, match="an earlier write has not ended"):
+        store.forget(KEY.namespace)
+    hangs.go_on.set()
+    forget_at_last(store, KEY.namespace)
+    assert store.get(KEY) is None
+    assert files(tmp_path) == []
+
+
+class ForgottenWhileSaved(FsspecBackend):
+    """Another caller forgets the entry just before it would be written."""
+
+    store: RemoteStore
+
+    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
+        self.store.forget(key.namespace)
+        return super().save(key, blob, wanted)
+
+
+def test_a_forget_that_overtakes_a_write_wins(tmp_path: Path) -> None:
+    backend = ForgottenWhileSaved(LocalFileSystem(), str(tmp_path), BUDGET, {}, 20.0)
+    backend.store = store = RemoteStore("bulk", backend, key=KEY_BYTES, deadline=20.0, budget=BUDGET)
+    assert not store.put(KEY, kv_of(1))
+    assert files(tmp_path) == []
+
+
+def test_writers_of_one_folder_keep_each_to_its_own_budget(tmp_path: Path) -> None:
+    one, two = opened(tmp_path, 3 * ONE), opened(tmp_path, 3 * ONE)
+    for number in range(6):
+        assert one.put(key_of(number, namespace="one"), kv_of(number))
+        assert two.put(key_of(number, namespace="two"), kv_of(number))
+    assert [one.stats()[0].nbytes, two.stats()[0].nbytes] == [3 * ONE] * 2
+    assert len(files(tmp_path)) == 6
+    found = one.get(key_of(5, namespace="two"))
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(5))
+    assert one.stats()[0].nbytes == 3 * ONE, "what another process wrote evicts nothing of ours"
+    third = opened(tmp_path, 3 * ONE)
+    assert third.stats()[0].nbytes == sum(path.stat().st_size for path in files(tmp_path)) == 3 * ONE
+
+
+def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="openssl"):
+        opened(tmp_path, key=None)
+    with pytest.raises(ValueError, match="Protocol not known"):
+        FsspecStore("nosuchthing://bucket", BUDGET, key=KEY_BYTES, deadline=1.0)
+    fsspec.register_implementation(
+        "absent", "no_such_module.FileSystem", clobber=True, errtxt="Install absentfs"
+    )
+    with pytest.raises(StoreError, match=r"absentfs.*pip install"):
+        FsspecStore("absent://bucket", BUDGET, key=KEY_BYTES, deadline=1.0)
+
+
+# -- any sequence of operations, against a dict ----------------------------------------------------------
+
+keys = st.sampled_from(KEYS)
+FS = fsspec.filesystem("memory")
+
+
+class FsspecMachine(StoreMachine):
+    def open(self) -> KVStore:
+        if FS.exists("/machine"):
+            FS.rm("/machine", recursive=True)
+        return self.opened()
+
+    def opened(self, key: bytes = KEY_BYTES) -> KVStore:
+        return FsspecStore("memory://machine", FEW, key=key, deadline=20)
+
+    def objects(self) -> dict[str, int]:
+        """Digest → size, as they lie there."""
+        found = FS.find("/machine", detail=True)
+        return {path.rpartition("/")[2].removesuffix(".kv"): info["size"] for path, info in found.items()}
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = self.opened()
+
+    @rule(draw=st.randoms(use_true_random=False), key=keys)
+    def damage_and_read(self, draw: random.Random, key: KVKey) -> None:
+        found = [path for path in FS.find("/machine") if key.digest() in path]
+        if found:
+            blob = bytearray(FS.cat_file(found[0]))
+            place = draw.randrange(len(blob))
+            blob[place] ^= 1 << draw.randrange(8)
+            others = [FS.cat_file(path) for path in FS.find("/machine") if path != found[0]]
+            FS.pipe_file(found[0], draw.choice([bytes(blob), bytes(blob[:place]), b"", *others]))
+            assert self.store.get(key) is None
+            if key in self.store:  # one that seems to be another deployment's stays; its sizes must agree
+                self.store.forget(key.namespace)
+                self.model = {k: kv for k, kv in self.model.items() if k.namespace != key.namespace}
+
+    @rule(key=keys)
+    def another_deployment_never_hits(self, key: KVKey) -> None:
+        other = self.opened(b"the key of somebody else")
+        assert other.get(key) is None
+        other.close()
+
+    @invariant()
+    def sums_are_those_of_the_objects(self) -> None:
+        if hasattr(self, "store"):
+            sizes = self.objects()
+            (stats,) = self.store.stats()
+            assert (stats.entries, stats.nbytes) == (len(sizes), sum(sizes.values()))
+
+
+TestFsspecMachine = FsspecMachine.TestCase
+TestFsspecMachine.settings = settings(
+    max_examples=20,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)

@@ -1,0 +1,129 @@
+"""Which files a loader keeps open: those of handles that somebody has, and not all the process may have."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+
+import pytest
+
+from loading_kit import WAIT, Gate, SlowStore, start
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.loader import Loader
+from store_kit import key_of, kv_of
+
+
+def filled(store, entries):
+    for number in range(entries):
+        assert store.put(key_of(number), kv_of(number))
+    return store
+
+
+def opened(loader, *numbers):
+    return [loader.open(key_of(number)).kv for number in numbers]
+
+
+@pytest.fixture
+def store():
+    return filled(SlowStore(), 8)
+
+
+@pytest.fixture
+def loader(store):
+    with_threads = Loader(store)
+    yield with_threads
+    with_threads.close()
+
+
+def closed(store):
+    return [source.closed for source in store.sources]
+
+
+def test_the_file_of_a_dropped_handle_is_closed_with_the_next_call(store, loader):
+    first, second = opened(loader, 0, 1)
+    again = loader.open(key_of(0)).kv
+    del first
+    assert closed(store) == [False, False]
+    del again
+    assert loader.open(key_of(9)) is None
+    assert closed(store) == [True, False]
+    loader.release([second])
+    assert closed(store) == [True, True]
+
+
+def test_of_the_disk_no_descriptor_is_left(tmp_path):
+    def descriptors():
+        names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(name).startswith(str(tmp_path)) for name in names if os.path.exists(name))
+
+    loader = Loader(filled(DiskStore(tmp_path, 1 << 20), 3))
+    handles = opened(loader, 0, 1, 2)
+    assert descriptors() == 3
+    handles.clear()
+    loader.release([])
+    assert descriptors() == 0
+    loader.close()
+
+
+def test_an_entry_that_was_dropped_is_opened_anew(store, loader):
+    opened(loader, 0)
+    kv = start(loader, key_of(0)).kv
+    assert closed(store)[0]
+    assert len(store.sources) == 2
+    assert kv.layer(0)[0].equal(kv_of(0).keys[0])
+    opened(loader, 1)
+    loader.prefetch([key_of(1)])
+    assert loader.flush(WAIT)
+    assert {key.chunk_id for key, _ in store.finished} == {"chunk-0", "chunk-1"}  # by two readers
+
+
+def test_a_handle_dropped_while_its_layer_is_read_is_closed_behind_it():
+    gate = Gate()
+    store = filled(SlowStore(gate), 1)
+    loader = Loader(store)
+    kv = start(loader, key_of(0)).kv
+    assert gate.reached.wait(WAIT)
+    del kv
+    assert closed(store) == [False]
+    gate.open()
+    assert loader.flush(WAIT)
+    loader.close()
+    assert closed(store) == [True]
+
+
+def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(store, loader):
+    """A handle in a cycle goes at any moment: here while this thread, or another one, holds the lock."""
+    for meanwhile in (lambda: gc.collect(), lambda: in_another_thread(gc.collect)):
+        cycle = [*opened(loader, 0, 1)]
+        cycle.append(cycle)
+        del cycle
+        with loader._changed:
+            seen = []
+            for load in loader._active:
+                meanwhile()
+                seen.append(load.key)
+            assert seen == [key_of(0), key_of(1)]
+        assert loader.open(key_of(2)) is not None
+        loader.release([])
+        assert all(closed(store)), "the last one too: nobody kept it"
+
+
+def in_another_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
+def test_no_more_files_than_half_of_what_the_process_may_open(store, loader, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (6, 1024))
+    handles = opened(loader, 0, 1, 2)
+    assert loader.open(key_of(3)) is None
+    assert loader.open(key_of(0)) is not None, "it is open"
+    assert closed(store) == [False, False, False, True]
+    handles.pop()
+    assert loader.open(key_of(3)) is not None
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert all(loader.open(key_of(number)) for number in range(8))

@@ -1,0 +1,51 @@
+"""The bulk tier on S3, as far as moto has it; for machines with ``ragcachekit[s3]`` and ``moto[server]``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+
+from ragcachekit.store.fsspec_store import FsspecStore
+from redis_kit import KEY_BYTES
+from store_kit import contents, key_of, kv_of
+
+pytest.importorskip("s3fs", reason="needs ragcachekit[s3]")
+moto = pytest.importorskip("moto.server", reason="needs moto[server], which brings forty packages")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+def test_entries_of_two_processes_on_s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    bucket = f"bucket-{secrets.token_hex(4)}"
+    fs = s3fs.S3FileSystem(endpoint_url=endpoint)
+    fs.mkdir(bucket)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": endpoint})
+    one, two = (FsspecStore(f"s3://{bucket}/kv", 10_000, key=KEY_BYTES, deadline=20.0) for _ in range(2))
+    assert all(one.put(key_of(number), kv_of(number)) for number in range(9))
+    there = [number for number in range(9) if key_of(number) in two]
+    assert there == list(range(9 - len(there), 9))
+    assert 3 <= len(there) <= 8
+    found = two.get(key_of(8))
+    assert found is not None
+    assert contents(found.kv) == contents(kv_of(8))
+    assert two.forget("acme/docs", frozenset({"chunk-8"})) == 1
+    assert one.get(key_of(8)) is None
+    assert two.forget("acme/docs") == len(there) - 1
+    assert [path for path in fs.find(f"{bucket}/kv") if path.endswith(".kv")] == []
+    one.close()
+    two.close()

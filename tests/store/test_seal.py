@@ -1,0 +1,95 @@
+"""Sealed entries: every flipped bit, every cut, other names, other keys; and where the key comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragcachekit.store.entry import EntryDamaged, decode_entry, encode_entry
+from ragcachekit.store.seal import OVERHEAD, OtherKey, Seal
+from store_kit import KEY, contents, key_of, kv_of
+
+SECRET = b"sixteen bytes...and more"
+DIGEST = KEY.digest()
+
+
+def sealed(seed: int = 1) -> bytes:
+    return bytes(Seal(SECRET).sealed(DIGEST, encode_entry(KEY, kv_of(seed))))
+
+
+def test_what_is_sealed_comes_back_byte_for_byte() -> None:
+    sums = {"attended": torch.arange(3.0), "odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2)}
+    for kv in (kv_of(1), kv_of(2, dtype=torch.bfloat16, start=7), replace(kv_of(3), sums=sums)):
+        kv = replace(kv, quantised="int8")
+        blob = Seal(SECRET).sealed(DIGEST, encode_entry(KEY, kv))
+        found = decode_entry(Seal(SECRET).opened(DIGEST, blob), KEY)
+        assert contents(found) == contents(kv)
+        assert found.quantised == "int8"
+        assert {name: t.tolist() for name, t in found.sums.items()} == {
+            name: t.tolist() for name, t in kv.sums.items()
+        }
+
+
+def test_the_seal_is_an_hmac_over_name_and_entry() -> None:
+    blob, image = sealed(), b"".join(encode_entry(KEY, kv_of(1)))
+    assert blob[OVERHEAD:] == image
+    assert (
+        blob[OVERHEAD - 32 : OVERHEAD]
+        == hmac.new(SECRET, blob[:8] + DIGEST.encode() + image, hashlib.sha256).digest()
+    )
+    assert SECRET not in blob
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    blob, rng = sealed(), random.Random(0)
+    places = [*range(OVERHEAD), *rng.sample(range(OVERHEAD, len(blob)), 600)]
+    for place in places:
+        damaged = bytearray(blob)
+        damaged[place] ^= 1 << rng.randrange(8)
+        with pytest.raises(EntryDamaged):
+            Seal(SECRET).opened(DIGEST, damaged)
+
+
+def test_every_cut_and_addition_is_noticed() -> None:
+    blob = sealed()
+    for end in [*range(OVERHEAD + 2), *range(OVERHEAD + 2, len(blob), 7)]:
+        with pytest.raises(EntryDamaged):
+            Seal(SECRET).opened(DIGEST, blob[:end])
+    with pytest.raises(EntryDamaged):
+        Seal(SECRET).opened(DIGEST, blob + b"\0")
+
+
+def test_a_valid_entry_under_another_name_is_damage() -> None:
+    with pytest.raises(EntryDamaged):
+        Seal(SECRET).opened(key_of(2).digest(), sealed())
+    with pytest.raises(EntryDamaged, match="another key"):
+        decode_entry(Seal(SECRET).opened(DIGEST, sealed()), key_of(2))
+
+
+def test_another_key_is_told_from_damage() -> None:
+    with pytest.raises(OtherKey):
+        Seal(SECRET + b"!").opened(DIGEST, sealed())
+
+
+def test_the_key_comes_as_bytes_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAG_KEY", "0123456789abcdef")
+    assert Seal("RAG_KEY").opened(DIGEST, Seal(b"0123456789abcdef").sealed(DIGEST, [b"entry"])) == b"entry"
+    for bad in (None, "RAG_KEY_THAT_IS_NOT_SET", b"short", ""):
+        with pytest.raises(ValueError, match="openssl rand -hex 32"):
+            Seal(bad)
+    monkeypatch.setenv("RAG_KEY", "short")
+    with pytest.raises(ValueError, match="fewer than 16"):
+        Seal("RAG_KEY")
+
+
+def test_no_message_repeats_the_key() -> None:
+    mistaken = "deadbeefdeadbeefdeadbeefdeadbeef"  # the key itself where a name is wanted
+    with pytest.raises(ValueError, match="not set") as caught:
+        Seal(mistaken)
+    assert mistaken not in str(caught.value)
+    assert SECRET.decode() not in repr(Seal(SECRET))
