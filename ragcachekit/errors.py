@@ -1,7 +1,7 @@
 """Exceptions of the library.
 
 Bad arguments raise :class:`ValueError` or :class:`TypeError`; a bad state raises a subclass of
-:class:`RagCacheError`. :class:`Cancelled` is no error and stands apart.
+:class:`RagCacheError`. :class:`Cancelled` is no error.
 """
 
 from __future__ import annotations

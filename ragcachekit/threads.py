@@ -213,7 +213,7 @@ class DaemonPool:
             thread.start()
         except RuntimeError as error:
             self._threads.discard(thread)
-            log.warning("%s: no thread to be had: %s", self._name, error)
+            log.warning("%s: could not start a thread: %s", self._name, error)
         except BaseException:  # interrupted: if it runs all the same, it adds itself
             self._threads.discard(thread)
             raise

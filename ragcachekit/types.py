@@ -98,7 +98,7 @@ class KVKey:
       part.
     - ``encoding``: How the chunk was encoded: ``standalone``, ``sinks:4``, ``system``, ``prefix``; with a
       suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
-    - ``context``: Ids of the segments that the chunk was encoded behind, in order. ``forget`` follows them.
+    - ``context``: Ids of the segments that the chunk was encoded after, in order. ``forget`` follows them.
     """
 
     fingerprint: str

@@ -60,7 +60,7 @@ _HOPPER = {
     4: {64: Config(64, 32, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 2)},
 }
 _HOPPER_POINTERS = {
-    2: {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2)},
+    2: {64: Config(128, 128, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2)},
     4: _HOPPER[4],
 }
 _OTHER = {  # within 99 KiB, the smallest shared memory

@@ -60,8 +60,8 @@ class BackgroundEncoder:
         # Written in ``forgets.storing``:
         self.misses = MissCounts()
         self._refused: dict[KVKey, None] = {}
-        worker = worker or BackgroundWorker()
-        self._jobs = worker.queue(self._encode_queued, MAX_WAITING, pause)
+        self.worker = worker or BackgroundWorker()
+        self._jobs = self.worker.queue(self._encode_queued, MAX_WAITING, pause)
 
     def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> None:
         """Encode and store in the caller's thread; ``done`` is called with each entry's token count.

@@ -67,8 +67,8 @@ class InPromptEncoder:
         sums = ContextSums([segments_of(item) for item in summed])
         cache = SummingCache(sums) if summed else DynamicCache()
         encoding = run[0].encoding
-        length = prefill(self._model, [(*encoding.behind, *run[0].token_ids)], encoding.length, cache)
-        stretches = [Stretch(0, len(item.encoding.behind), stop_of(item)) for item in run]
+        length = prefill(self._model, [(*encoding.before, *run[0].token_ids)], encoding.length, cache)
+        stretches = [Stretch(0, len(item.encoding.before), stop_of(item)) for item in run]
         sides = extract(cache.layers, stretches, self._rope, length)
         found = dict(zip(map(id, summed), sums.sums if summed else (), strict=True))
         return [ChunkKV(*kv, None, found.get(id(item), {})) for kv, item in zip(sides, run, strict=True)]
@@ -79,14 +79,14 @@ def _serves(first: Missing, item: Missing) -> bool:
     one, other = first.key, item.key
     if (one.fingerprint, one.namespace, one.encoding) != (other.fingerprint, other.namespace, other.encoding):
         return False
-    whole = (*first.encoding.behind, *first.token_ids)
-    return whole[: stop_of(item)] == (*item.encoding.behind, *item.token_ids)
+    whole = (*first.encoding.before, *first.token_ids)
+    return whole[: stop_of(item)] == (*item.encoding.before, *item.token_ids)
 
 
 class AverageEncoder:
-    """Encodes a chunk behind every context of its :class:`AverageEncoding`, and takes the mean.
+    """Encodes a chunk after every context of its :class:`AverageEncoding`, and takes the mean.
 
-    Chunks that stand behind each other share forwards: four chunks take four, one per rotation.
+    Chunks that are encoded after each other share forwards: four chunks take four, one per rotation.
     """
 
     def __init__(self, in_prompts: InPromptEncoder) -> None:
@@ -97,9 +97,9 @@ class AverageEncoder:
     ) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item with its KV, keys without RoPE, and the ``sensitivity`` of its tokens.
 
-        ``plain`` are the same chunks behind the system text alone, as :func:`takes_along` found them.
+        ``plain`` are the same chunks after the system text alone, as :func:`takes_along` found them.
         """
-        alone = {(item.token_ids, item.encoding.behind): item for item in plain}
+        alone = {(item.token_ids, item.encoding.before): item for item in plain}
         for _, block in groupby(items, _block_of):
             yield from self._together({item.token_ids: item for item in block}, alone)
 
@@ -110,16 +110,16 @@ class AverageEncoder:
         samples = (
             _behind(item, group)
             for (ids, item) in items.items()
-            for group in _groups(item, (ids, item.encoding.behind) in alone)
+            for group in _groups(item, (ids, item.encoding.before) in alone)
         )
 
         def is_plain(sample: Missing) -> bool:
-            return sample.encoding.behind == items[sample.token_ids].encoding.behind
+            return sample.encoding.before == items[sample.token_ids].encoding.before
 
         for sample, kv in self._in_prompts.encode(samples, summed=is_plain):
             own = items[sample.token_ids]
             if is_plain(sample):
-                plain = alone.pop((own.token_ids, own.encoding.behind), None)
+                plain = alone.pop((own.token_ids, own.encoding.before), None)
                 if plain is not None:
                     yield plain, replace(kv, sums={"attended": kv.sums["attended"]})
                 if () not in _encoding(own).groups:
@@ -130,9 +130,9 @@ class AverageEncoder:
 
 
 def takes_along(items: Iterable[Missing], plain: Iterable[Missing]) -> list[Missing]:
-    """Those of ``plain`` that the forwards for ``items`` compute as well: each chunk stands first in one."""
-    firsts = {(item.token_ids, item.encoding.behind) for item in items}
-    return [item for item in plain if (item.token_ids, item.encoding.behind) in firsts]
+    """Those of ``plain`` that the forwards for ``items`` compute as well: each chunk is first in one."""
+    firsts = {(item.token_ids, item.encoding.before) for item in items}
+    return [item for item in plain if (item.token_ids, item.encoding.before) in firsts]
 
 
 class _Mean:
@@ -168,11 +168,11 @@ class _Mean:
 
 def _block_of(item: Missing) -> tuple[Ids, frozenset[Ids]]:
     """The system text, and all chunks of its contexts and itself."""
-    return item.encoding.behind, frozenset((item.token_ids, *_encoding(item).neighbours))
+    return item.encoding.before, frozenset((item.token_ids, *_encoding(item).neighbours))
 
 
 def _groups(item: Missing, is_plain: bool) -> Iterable[tuple[Ids, ...]]:
-    """The groups of chunks to encode it behind; ``is_plain``: behind none as well."""
+    """The groups of chunks to encode it after; ``is_plain``: after none as well."""
     groups = _encoding(item).groups
     return dict.fromkeys(((), *groups)) if is_plain else groups
 
@@ -181,7 +181,7 @@ def _behind(item: Missing, group: tuple[Ids, ...]) -> Missing:
     """The item as the forward of a prompt computes it after these chunks."""
     encoding = _encoding(item)
     lengths = [len(ids) + len(encoding.joint) for ids in group]
-    lengths = [len(encoding.behind), *lengths] if encoding.behind else lengths
+    lengths = [len(encoding.before), *lengths] if encoding.before else lengths
     rows = InPromptEncoding(encoding.name, encoding.context(group), segments=tuple(lengths))
     return Missing(item.key, item.token_ids, rows)
 

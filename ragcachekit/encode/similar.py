@@ -1,4 +1,4 @@
-"""The encoder ``similar:n``: a chunk behind other chunks' KV (FusionRAG section 3.1, eq. 10)."""
+"""The encoder ``similar:n``: a chunk after other chunks' KV (FusionRAG section 3.1, eq. 10)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import behind_text
+from ragcachekit.plan.encodings import system_encoding
 from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.reports import LinkReport
@@ -24,15 +24,15 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
 
 
 def ingredients(item: Missing) -> list[tuple[int, Missing]]:
-    """Start positions and entries of the context that ``item`` is encoded behind.
+    """Start positions and entries of the context that ``item`` is encoded after.
 
-    These are the system text as ``prefix``, then each neighbour behind that text alone, as ``system``
+    These are the system text as ``prefix``, then each neighbour after that text alone, as ``system``
     (without a text: ``standalone``). Empty for encodings other than ``similar:n``.
     """
     encoding = item.encoding
     if not isinstance(encoding, NeighbourEncoding):
         return []
-    system, out, at = encoding.behind, [], 0
+    system, out, at = encoding.before, [], 0
     if system:
         out.append((0, _entry(item, system, Encoding(ENCODING_PREFIX))))
         at = len(system)
@@ -45,7 +45,7 @@ def ingredients(item: Missing) -> list[tuple[int, Missing]]:
 def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing]:
     """``missing`` after the entries that go with it and that ``store`` lacks, each once.
 
-    Of ``similar:n`` these are its context; of ``average:n`` the chunk behind the system text alone, which is
+    Of ``similar:n`` these are its context; of ``average:n`` the chunk after the system text alone, which is
     exact where the chunk is a prompt's first.
     """
     missing = list(missing)
@@ -57,7 +57,7 @@ def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing
 
 
 class NeighbourEncoder:
-    """Encodes chunks behind the KV of a system text and of other chunks.
+    """Encodes chunks after the KV of a system text and of other chunks.
 
     The neighbours do not attend to each other: each is its own ``system`` encoding, rotated to its place.
     The chunk's rows run in one linked forward over them. Neighbours that ``store`` lacks are encoded for
@@ -117,13 +117,13 @@ def sensitivity(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) 
 
 
 def alone(item: Missing, ids: tuple[int, ...]) -> Missing:
-    """A chunk behind the system text of ``item`` alone, or behind nothing."""
-    return _entry(item, ids, behind_text(item.encoding.behind))
+    """A chunk after the system text of ``item`` alone, or after nothing."""
+    return _entry(item, ids, system_encoding(item.encoding.before))
 
 
 def _entry(item: Missing, ids: tuple[int, ...], encoding: Encoding) -> Missing:
     """An entry of the same model, namespace and epoch as ``item``."""
     key = item.key
-    context = (chunk_id(encoding.behind, key.namespace),) if encoding.behind else ()
+    context = (chunk_id(encoding.before, key.namespace),) if encoding.before else ()
     own = KVKey(key.fingerprint, key.namespace, chunk_id(ids, key.namespace), encoding.name, context)
     return Missing(own, ids, encoding, item.epoch)

@@ -49,7 +49,7 @@ class ChunkEncoder:
             raise ValueError("an empty chunk has no KV; drop it before encoding")
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i]))
         while order:
-            batch = self._take(order, chunks, len(encoding.behind))
+            batch = self._take(order, chunks, len(encoding.before))
             kvs = self._forward([chunks[i] for i in batch], encoding)[::-1]
             self._token_bytes = -(-kvs[-1].nbytes // kvs[-1].tokens)
             for index in batch:
@@ -66,10 +66,10 @@ class ChunkEncoder:
 
     @torch.no_grad()
     def _forward(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> list[ChunkKV]:
-        before = len(encoding.behind)
+        before = len(encoding.before)
         spans = [(before, before + len(chunk)) for chunk in chunks]
         cache = self._new_cache(spans)
-        prompts = [(*encoding.behind, *chunk) for chunk in chunks]
+        prompts = [(*encoding.before, *chunk) for chunk in chunks]
         length = prefill(self._model, prompts, encoding.length, cache)
         exact = encoding.name == ENCODING_PREFIX
         stretches = [Stretch(row, *span) for row, span in enumerate(spans)]

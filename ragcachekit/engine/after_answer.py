@@ -128,7 +128,7 @@ class Pending:
             items = [item for item in own.items if item.encoding.name != ENCODING_PREFIX]
             chunks = frozenset(item.key.chunk_id for item in items)
         beginnings = [plan.token_ids] if turns else []
-        if plan.beginning is not None and (stop := _first_new(plan.beginning.match)):
+        if plan.prefix_match is not None and (stop := _first_new(plan.prefix_match.match)):
             beginnings.append(plan.token_ids[:stop])
         namespace = plan.request.namespace if plan.request is not None else ""
         until = time.monotonic() + max(MIN_WAIT, generated.prefill or 0.0)
@@ -254,12 +254,12 @@ class RowCapture:
     def _keep_exact(self, generated: Generated) -> None:
         plan = generated.plan
         match = with_answer(plan, generated.token_ids, self._rope)
-        if self.tree is None or plan.beginning is None or match is None:
+        if self.tree is None or plan.prefix_match is None or match is None:
             return
         kvs = captured(plan, match, generated.cache, self._rope)
-        new = len(plan.token_ids) - plan.beginning.tokens
+        new = len(plan.token_ids) - plan.prefix_match.tokens
         with self._forgets.storing_in_tree:
-            if not self._forgot(generated, plan.beginning.members):
+            if not self._forgot(generated, plan.prefix_match.members):
                 self.tree.insert(match, kvs, new=new)
         turns = self.tree.turns
         if not turns.budget:
@@ -269,7 +269,7 @@ class RowCapture:
             return
         with self._forgets.storing_in_tree:
             if not self._forgot(generated, turn.members):
-                turns.keep(turn, plan.beginning.epoch)
+                turns.keep(turn, plan.prefix_match.epoch)
 
     def _forgot(self, generated: Generated, chunk_ids: Iterable[str]) -> bool:
         request, forgets = generated.plan.request, self._forgets

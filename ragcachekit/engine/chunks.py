@@ -1,4 +1,4 @@
-"""What an engine is given as chunks and told to forget: registered, ordered, prefetched, encoded, dropped."""
+"""The chunks of an engine: registered, ordered, prefetched, encoded and forgotten."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from ragcachekit.types import KVKey, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
-NOT_KEPT = (
-    "could not be kept, as the store is too small, full or failing (failed_writes in stats() says where)"
-)
+NOT_KEPT = "could not be kept, as the store is too small, full or failing (see failed_writes in stats())"
 
 _Item = TypeVar("_Item")
 
@@ -49,18 +47,19 @@ class Chunks:
         self.registering = Lock()  # held while a forget ends
         self._warned = False
 
-    def register(self, texts: Sequence[str], namespace: str, sources: Sequence[str | None] | None) -> int:
+    def register(self, texts: Iterable[str], namespace: str, sources: Sequence[str | None] | None) -> int:
         """Search prompts for these texts; returns how many can be found."""
-        since = self._parts.forgets.now()
+        since = self._parts.forgets.now()  # before the texts are read: what gives them may forget
+        texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
         return self._unless_forgotten(self._parser.register, texts, namespace, since)
 
     def order(
-        self, document: str, texts: Sequence[str], starts: Sequence[int] | None, namespace: str
+        self, document: str, texts: Iterable[str], starts: Sequence[int] | None, namespace: str
     ) -> None:
         """Note which chunks of a document follow each other."""
-        since = self._parts.forgets.now()
+        since, texts = self._parts.forgets.now(), strings(texts, "texts")
         if starts is not None and len(starts) != len(texts):
             raise ValueError(f"{len(starts)} starts for {len(texts)} texts")
         places = dict(zip(reversed(texts), reversed(starts), strict=True)) if starts is not None else None
@@ -71,18 +70,19 @@ class Chunks:
 
         self._unless_forgotten(note, texts, namespace, since)
 
-    def prefetch(self, chunks: Sequence[str], namespace: str, system: str | None) -> None:
+    def prefetch(self, chunks: Iterable[str], namespace: str, system: str | None) -> None:
         """Begin to load chunks from slow tiers, in the background."""
         since, policy = self._parts.forgets.now(), self._parts.choose_policy(None, namespace).policy
+        chunks = strings(chunks, "chunks")
         texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
         self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
         if policy.reads_cache:
-            find = self._planner.prefetch_keys
-            self._parts.loads.prefetch(lambda: find(chunks, namespace, policy, system))
+            find, given = self._planner.prefetch_keys, chunks
+            self._parts.loads.prefetch(lambda: find(given, namespace, policy, system))
 
     def encode(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         namespace: str,
         system: str | None,
         prompt: PromptLike | None,
@@ -93,6 +93,7 @@ class Chunks:
         encoder, since = self._parts.background_encoder, self._parts.forgets.now()
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
+        texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
         if prompt is not None:
@@ -133,7 +134,7 @@ class Chunks:
     def forget(
         self, namespace: str, ids: Iterable[str] | None = None, texts: Iterable[str] | None = None
     ) -> int:
-        """Drop chunks and texts, and KV that was computed behind them, from all tiers; with neither, all."""
+        """Drop chunks and texts, and KV that was computed after them, from all tiers; with neither, all."""
         if ids is None and texts is None:
             self._forget_results(namespace, None)
             return self._forget(namespace, None, ())
@@ -256,7 +257,7 @@ class Chunks:
         return from_tree + from_store
 
     def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
-        """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded behind."""
+        """Ids of chunks and texts that hold a forgotten text, alone or with what they were encoded after."""
         parser, store = self._parser, self._parts.store
         found = {
             chunk_id(parser.chunk_ids(text), namespace)
@@ -267,7 +268,7 @@ class Chunks:
         if system is not None and within.within(system):
             found.add(chunk_id(system, namespace))
         keys, unlisted = list(store.keys()), max((record.entries for record in store.stats()), default=0)
-        # Those with the shortest context first: their ids account for what stands behind them.
+        # Those with the shortest context first: their ids account for entries encoded after them.
         for key in sorted((key for key in keys if key.namespace == namespace), key=lambda k: len(k.context)):
             if not concerns(key, namespace, gone | found) and _may_hold(store, key, within):
                 found.add(whole_id(key.chunk_id))

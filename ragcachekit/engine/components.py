@@ -118,20 +118,27 @@ class EngineComponents:
         backoff = partial(Backoff, self.active)
 
         def encoder_over(
-            store: KVStore, stored: Callable[[KVKey, ChunkKV], object], forgets: ForgetEpochs
+            store: KVStore,
+            stored: Callable[[KVKey, ChunkKV], object],
+            forgets: ForgetEpochs,
+            worker: BackgroundWorker,
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
             parts = encoder, store, unchanged, near, InPromptEncoder(model, rope), stored, forgets
-            return BackgroundEncoder(*parts, settings.encode_after, self.background, backoff)
+            return BackgroundEncoder(*parts, settings.encode_after, worker, backoff)
 
-        self.background_encoder = encoder_over(self.store, self.planner.note_stored, self.forgets)
+        stored = self.planner.note_stored
+        self.background_encoder = encoder_over(self.store, stored, self.forgets, self.background)
         self.generator = Generator(model, rope, self.parser, rope.context)
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):
             shadow = ShadowConfig(shadow or 0.0)
         self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, self.background, backoff)
         self.budgets = Budgets(folder, self.fingerprint, self.planner.encodings(open_policy("full")).name)
-        private = partial(encoder_over, stored=lambda *_: None, forgets=ForgetEpochs())
+
+        def private(store: KVStore) -> BackgroundEncoder:  # whose worker goes with it
+            return encoder_over(store, lambda *_: None, ForgetEpochs(), BackgroundWorker())
+
         check = PolicyCheck(model, rope, self.planner, private)
         wait, given = self.active.wait_for_none, settings.encoder
         parts = self.parser, self.planner, check, self.background, wait
@@ -139,7 +146,7 @@ class EngineComponents:
         self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
     def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy that a budget or ``auto`` stands for."""
+        """The concrete policy of a budget or of ``auto``."""
         if isinstance(policy, Auto):
             return self.auto.resolve(namespace)
         return self.budgets.resolve(policy, namespace)

@@ -30,7 +30,7 @@ ADVICE = {
     "truncated": "raise the limit that cuts it (context window, prompt helper), or retrieve fewer chunks",
     "beginning missing": "leave the text before the split as it is, or register what the prompt holds",
     "both ends missing": "register what the prompt holds: a compressor or window took a part of it",
-    "cut into pieces": "something stands in between: put metadata before the text, and do not split it again",
+    "cut into pieces": "other text is in between: put metadata before the text, and do not split it again",
     "altered": f"words differ: {_UNALTERED}",
     "absent": "it is not in this prompt: look at k, filters, a reranker, or a limit that drops documents",
 }
@@ -42,7 +42,7 @@ class ChunkDiagnosis(Report):
     """What became of one document in a prompt.
 
     - ``number``: Its place among the documents, from 1; ``text`` is its beginning.
-    - ``why``: ``found``, or a key of :data:`ADVICE`; ``advice`` says what to change.
+    - ``why``: ``found``, or a key of :data:`ADVICE`; ``advice`` is what to change.
     - ``document``, ``prompt``: Characters around the first difference, in the document and in the prompt.
     """
 

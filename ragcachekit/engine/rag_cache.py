@@ -189,7 +189,8 @@ class RagCache:
             For an option that neither generate nor the model takes; it names the nearest one.
         RuntimeError
             In the engine's own thread, as in a streamer or a callback.
-        PromptTooLong, GenerationNotSupported, Closed, DeadlineExceeded
+        PromptTooLong, GenerationNotSupported, Closed, DeadlineExceeded, EngineError
+            See :meth:`Request.result`.
         """
         self.queue.refuse_own_thread()
         return self.submit(
@@ -246,7 +247,7 @@ class RagCache:
 
         Of waiting requests those with more of their prompt cached come first, and namespaces get equal shares
         of the computed tokens (:class:`ragcachekit.QueueConfig`). Other arguments are those of
-        :meth:`generate`. Beam search runs alone, and the report says so.
+        :meth:`generate`. Beam search runs alone; the report has a note.
 
         Parameters
         ----------
@@ -397,9 +398,9 @@ class RagCache:
         """Search prompts for these texts as chunks; costs no model work.
 
         ``sources`` names the document of each text, for ``companions="same-source"``; None where it is not
-        known. Returns how many can be found (texts too short to be told apart are left out).
+        known. Returns how many can be found (very short texts are left out).
         """
-        return self.chunks.register(strings(texts, "texts"), self._checked(namespace), sources)
+        return self.chunks.register(texts, self._checked(namespace), sources)
 
     def order(
         self,
@@ -422,7 +423,7 @@ class RagCache:
         starts : sequence of int, optional
             Place of each chunk, such as its first character; else they follow what is known already.
         """
-        self.chunks.order(document, strings(texts, "texts"), starts, self._checked(namespace))
+        self.chunks.order(document, texts, starts, self._checked(namespace))
 
     def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
         """Take chunks out of the order of their documents: no chunk is encoded after them any more.
@@ -444,7 +445,7 @@ class RagCache:
             Text before the prompt's first chunk, for encoders that need it; default is the last one used in
             the namespace.
         """
-        self.chunks.prefetch(strings(chunks, "chunks"), self._checked(namespace), system)
+        self.chunks.prefetch(chunks, self._checked(namespace), system)
 
     def encode(
         self,
@@ -489,8 +490,7 @@ class RagCache:
         ModelChanged
             If the model changed since this object was made.
         """
-        namespace = self._checked(namespace)
-        return self.chunks.encode(strings(texts, "texts"), namespace, system, prompt, sources, progress)
+        return self.chunks.encode(texts, self._checked(namespace), system, prompt, sources, progress)
 
     def forget(
         self,

@@ -418,7 +418,7 @@ class CacheAwareOrder(Generic[T]):
             del self._lines[namespace]
             if not self._lines:  # nobody waits: nobody has had too much
                 self._starts, self._now = {}, 0.0
-            # Where a namespace that is idle would start now anyway, its tag says nothing.
+            # Where a namespace that is idle would start now anyway, its tag carries no information.
             elif len(self._starts) > 2 * len(self._lines) + 64:
                 kept = self._starts.items()
                 self._starts = {n: at for n, at in kept if n in self._lines or at > self._now}

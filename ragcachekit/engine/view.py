@@ -18,7 +18,7 @@ from ragcachekit.reports.base import folded_html
 COLOURS = {"exact": "#b7e4c7", "approximate": "#fff1a8", "recomputed": "#ffcf9e", "computed": "#d6e4ff"}
 """Background of a piece by how its KV was had."""
 
-_CONTEXT = 4  # tokens before a segment that it is decoded behind, for its leading space
+_CONTEXT = 4  # tokens before a segment that it is decoded after, for its leading space
 Decode = Callable[[Sequence[int]], str]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.attention_sums import AttentionSums
-from ragcachekit.forward.batch.attention import attend_each
-from ragcachekit.forward.batch.cache import BatchRows
-from ragcachekit.forward.cache import LinkRows
 from ragcachekit.forward.tagged_keys import tag_of, untagged
-from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 PREFIX = "ragcachekit_"
@@ -83,13 +78,10 @@ def _forward_over(before: str) -> Callable[..., Any]:
             raise_if_cancelled()
         query, key, value = untagged(query), untagged(key), untagged(value)
         if tag is not None:
-            options = _options(module, query, **kwargs)
-            if isinstance(tag, LinkRows):
-                return _linked(module, query, key, value, tag, options), None
-            if isinstance(tag, BatchRows):
-                return attend_each(query, key, tag, options), None
-            if isinstance(tag, AttentionSums):
-                tag.observe(query, key, options)
+            layer = int(getattr(module, "layer_idx", 0))
+            out = tag.attend(layer, query, key, value, _options(module, query, **kwargs))
+            if out is not None:
+                return out, None
         result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
             module, query, key, value, attention_mask, **kwargs
         )
@@ -139,22 +131,3 @@ def _options(
         softcap=softcap,
         sinks=s_aux if s_aux is not None else getattr(module, "sinks", None),
     )
-
-
-def _linked(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rows: LinkRows,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attention of a linked forward, ``[1, rows, heads, value_head_dim]``."""
-    positions: Sequence[int] = rows.positions
-    if len(positions) > query.shape[2]:
-        # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
-        positions = positions[-query.shape[2] :]
-    if rows.observer is not None:
-        rows.observer.observe(int(module.layer_idx), query[0], key[0], positions, options)
-    out = dispatch.sparse_attention(query[0], key[0], value[0], positions, options)
-    return out.transpose(0, 1).contiguous()[None]

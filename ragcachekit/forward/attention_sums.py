@@ -32,6 +32,17 @@ class AttentionSums:
         """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
         return [{"attended": attended.cpu()} for attended in self._attended]
 
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        """Add one layer; the model's own attention computes it."""
+        self.observe(query, key, options)
+
     def observe(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
         for item, (start, stop) in enumerate(self._stretches):

@@ -14,6 +14,7 @@ from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit.policies.base import AttentionObserver
 from ragcachekit.store.load import Pair
 from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.dispatch import AttentionOptions
 
 MakeLayer = Callable[[], Pair]
 """Gives one layer's keys and values ``[1, kv_heads, slots, head_dim]`` with every kept row in its place.
@@ -40,6 +41,24 @@ class LinkRows:
     def of(cls, positions: Sequence[int], observer: AttentionObserver | None = None) -> LinkRows:
         """Rows at ascending ``positions``."""
         return cls(dispatch.Rows(tuple(positions)), observer)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Row i over the keys up to its position; see :class:`~ragcachekit.forward.tagged_keys.KeyTag`."""
+        positions: Sequence[int] = self.positions
+        if len(positions) > query.shape[2]:
+            # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
+            positions = positions[-query.shape[2] :]
+        if self.observer is not None:
+            self.observer.observe(layer, query[0], key[0], positions, options)
+        out = dispatch.sparse_attention(query[0], key[0], value[0], positions, options)
+        return out.transpose(0, 1).contiguous()[None]
 
 
 class LinkedLayer(DynamicLayer):  # type: ignore[misc]

@@ -114,15 +114,17 @@ def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> Buffers:
     shapes, turns = pieces[0].kv.shapes, rope.turns.on(device, tokens)
 
     def make(index: int) -> Pair:
-        layer, sides = stored.take(index), list[torch.Tensor]()
-        for number, (dtype, (heads, _, dim)) in enumerate(shapes[index]):
-            out = torch.empty(1, heads, tokens, dim, dtype=dtype, device=device)
+        layer = stored.take(index)
+        keys, values = (
+            torch.empty(1, heads, tokens, dim, dtype=dtype, device=device)
+            for dtype, (heads, _, dim) in shapes[index]
+        )
+        for number, out in enumerate((keys, values)):
             parts = [layer[id(p.kv)] for p in pieces]
             own = [part[number][:, p.rows] for part, p in zip(parts, pieces, strict=True)]
             scales = [_scale(part, number, p.rows) for part, p in zip(parts, pieces, strict=True)]
             place_pieces(out[0], own, places, rope.rotations(index, turns)[number], scales)
-            sides.append(out)
-        return sides[0], sides[1]
+        return keys, values
 
     makers = (cache(partial(make, index)) for index in range(len(shapes)))
     return Buffers(tuple(makers), tuple(keys[0] for keys, _ in shapes))

@@ -35,14 +35,14 @@ _EXACT_IN_PLACE = (ENCODING_PREFIX, "standalone", "system")
 
 def segments_of(item: Missing) -> tuple[int, ...]:
     """Lengths of the segments that a chunk is encoded behind, and of the chunk itself."""
-    encoding, behind = item.encoding, len(item.encoding.behind)
+    encoding, behind = item.encoding, len(item.encoding.before)
     before = encoding.segments if isinstance(encoding, InPromptEncoding) else (behind,) * (behind > 0)
     return (*before, len(item.token_ids))
 
 
 def stop_of(item: Missing) -> int:
     """Position after the chunk's last token in its prompt."""
-    return len(item.encoding.behind) + len(item.token_ids)
+    return len(item.encoding.before) + len(item.token_ids)
 
 
 def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
@@ -58,8 +58,8 @@ def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
         for item in plan.missing
         if (item.encoding.name in _EXACT_IN_PLACE or isinstance(item.encoding, InPromptEncoding))
         and stop_of(item) <= last
-        and plan.token_ids[: stop_of(item)] == (*item.encoding.behind, *item.token_ids)
-        and computed.issuperset(range(len(item.encoding.behind), stop_of(item)))
+        and plan.token_ids[: stop_of(item)] == (*item.encoding.before, *item.token_ids)
+        and computed.issuperset(range(len(item.encoding.before), stop_of(item)))
     )
 
 
@@ -72,7 +72,7 @@ class OwnRows(SummingObserver):
         place = {row: number for number, row in enumerate(plan.rows)}
         self._sums = _PrefillSums(
             [segments_of(item) for item in items],
-            [place[len(item.encoding.behind)] for item in items],
+            [place[len(item.encoding.before)] for item in items],
             len(plan.rows),
         )
         super().__init__(self._sums)
@@ -101,7 +101,7 @@ class OwnRows(SummingObserver):
         out = []
         for item, sums in zip(self.items, self._sums.sums, strict=True):
             is_prefix = item.encoding.name == ENCODING_PREFIX
-            at = Stretch(0, len(item.encoding.behind), stop_of(item))
+            at = Stretch(0, len(item.encoding.before), stop_of(item))
             (kv,) = extract(cache.layers, [at], None if is_prefix else rope, self._length)
             kept = sums if item.encoding.name == IN_PROMPT else {"attended": sums["attended"]}
             out.append((item, ChunkKV(*kv, 0 if is_prefix else None, kept)))
@@ -169,9 +169,9 @@ def with_answer(plan: LinkPlan, answer: Sequence[int], rope: Rope) -> Match | No
 
     ``answer`` are the generated ids; the KV of the last one was not computed.
     """
-    if plan.beginning is None:
+    if plan.prefix_match is None:
         return None
-    match = plan.beginning.match
+    match = plan.prefix_match.match
     if rope.depends_on_length:
         return match
     rest = (*plan.token_ids, *answer[:-1])[sum(step.tokens for step in match.path) :]
@@ -209,9 +209,9 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
     are approximate.
     """
-    beginning = plan.beginning
+    match = plan.prefix_match
     rows = (*plan.token_ids, *answer[:-1])
-    if beginning is None or rope.depends_on_length or not _holds(cache, len(rows)):
+    if match is None or rope.depends_on_length or not _holds(cache, len(rows)):
         return None
     sides = [side[0, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
     if sum(t.numel() * t.element_size() for t in sides) > most:
@@ -220,11 +220,11 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     traces = (whole_id(name) for chunk in plan.placed for name in chunk.context)
     (copied,) = extract(cache.layers, [Stretch(0, 0, len(rows))])
     return Turn(
-        beginning.match.root,
+        match.match.root,
         rows,
         ChunkKV(*copied, 0),
         len(rows) if exact == len(plan.token_ids) else exact,
-        beginning.members.union(traces),
+        match.members.union(traces),
     )
 
 

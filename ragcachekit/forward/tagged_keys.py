@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+from ragcachekit_kernels.dispatch import AttentionOptions
+
+
+class KeyTag(Protocol):
+    """What a cache layer hands to the attention that reads its keys."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor | None:
+        """Attention ``[batch, rows, heads, value_head_dim]``; None where the model's own computes it.
+
+        ``query`` is ``[batch, heads, rows, head_dim]``, ``key`` and ``value`` are ``[batch, kv_heads, tokens,
+        head_dim]``.
+        """
 
 
 class TaggedKeys(torch.Tensor):
@@ -15,7 +35,7 @@ class TaggedKeys(torch.Tensor):
     its keys from it, JetMoe repeats them. The tag lives as long as these tensors, one layer's attention.
     """
 
-    tag: Any = None
+    tag: KeyTag | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,14 +47,14 @@ class TaggedKeys(torch.Tensor):
         return out
 
 
-def tagged(tensor: torch.Tensor, tag: Any) -> torch.Tensor:
+def tagged(tensor: torch.Tensor, tag: KeyTag) -> torch.Tensor:
     """The same memory, with ``tag``; the tensor itself stays untagged."""
     out = tensor.as_subclass(TaggedKeys)
     out.tag = tag
     return out
 
 
-def tag_of(tensor: torch.Tensor) -> Any:
+def tag_of(tensor: torch.Tensor) -> KeyTag | None:
     """The tag of ``tensor``, or None."""
     return tensor.tag if isinstance(tensor, TaggedKeys) else None
 

@@ -12,8 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from ragcachekit.forward.batch.decode import decode
-from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.batch import RequestKV, decode
 from ragcachekit.forward.own_rows import MOST_HELD, OwnRows
 from ragcachekit.generate.batch_check import why_not_together
 from ragcachekit.generate.hooks import FirstScores, StopStrings

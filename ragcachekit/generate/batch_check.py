@@ -9,8 +9,7 @@ from transformers import DynamicCache
 
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.agreement import compare, tolerance_for
-from ragcachekit.forward.batch.decode import decode
-from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.batch import RequestKV, decode
 
 PROMPTS, STEPS = (17, 12), 3
 """Tokens of the check's prompts, beyond the windows of test models, and of what is decoded after each."""

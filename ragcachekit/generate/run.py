@@ -234,7 +234,7 @@ def _linked(
     model: Any, rope: Rope, plan: LinkPlan, ahead: bool, beams: int, capture: bool, whole: bool
 ) -> _Linked:
     # Where the knowledge tree captures an ordinary prefill, too.
-    whole = beams == 1 and (whole or plan.beginning is not None)
+    whole = beams == 1 and (whole or plan.prefix_match is not None)
     if ahead:
         inputs, plan = _run_ahead(model, rope, plan, repeats=beams)
         return _Linked(_whole(inputs, whole), plan, ahead=True)

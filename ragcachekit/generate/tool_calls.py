@@ -19,7 +19,7 @@ def _new_id() -> str:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of the tool ``name``; ``error`` says why ``text`` between the tags is none, if it is none."""
+    """A call of the tool ``name``; ``error`` is why ``text`` between the tags is none."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Encodings: what a chunk is encoded behind."""
+"""Encodings: what a chunk is encoded after."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ragcachekit.types import Ids
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a chunk is encoded behind.
+    """What a chunk is encoded after.
 
-    ``name``: ``standalone``, ``sinks:n``, ``system`` or ``prefix``. ``behind``: token ids before the chunk,
+    ``name``: ``standalone``, ``sinks:n``, ``system`` or ``prefix``. ``before``: token ids before the chunk,
     whose KV is dropped. ``length``: use the frequencies of a prompt of this many tokens (longrope); 0 for the
     chunk's own.
     """
 
     name: str
-    behind: Ids = ()
+    before: Ids = ()
     length: int = 0
 
 
 @dataclass(frozen=True)
 class NeighbourEncoding(Encoding):
-    """Encoding ``similar:n``: after ``behind`` (the system text) and, in parallel, neighbours.
+    """Encoding ``similar:n``: after ``before`` (the system text) and, in parallel, neighbours.
 
-    ``neighbours`` are token ids, the least similar first; at least one. ``joint`` stands before the chunk.
+    ``neighbours`` are token ids, the least similar first; at least one. ``joint`` is before the chunk.
     """
 
     neighbours: tuple[Ids, ...] = ()
@@ -34,9 +34,9 @@ class NeighbourEncoding(Encoding):
 
 @dataclass(frozen=True)
 class AverageEncoding(Encoding):
-    """Encoding ``average:n``: the mean of encodings after ``behind`` and each of ``groups``.
+    """Encoding ``average:n``: the mean of encodings after ``before`` and each of ``groups``.
 
-    ``neighbours`` are token ids of n other chunks; ``joint`` stands after each of them.
+    ``neighbours`` are token ids of n other chunks; ``joint`` is after each of them.
     """
 
     neighbours: tuple[Ids, ...] = ()
@@ -44,20 +44,20 @@ class AverageEncoding(Encoding):
 
     @property
     def groups(self) -> tuple[tuple[Ids, ...], ...]:
-        """What stands before the chunk: the last neighbour, the last two, ... all; of one, also nothing."""
+        """What precedes the chunk: the last neighbour, the last two, ... all; of one, also nothing."""
         count = len(self.neighbours)
         return tuple(self.neighbours[first:] for first in range(count - (count > 1), -1, -1))
 
     def context(self, group: tuple[Ids, ...]) -> Ids:
         """All token ids before the chunk."""
-        return (*self.behind, *(token for ids in group for token in (*ids, *self.joint)))
+        return (*self.before, *(token for ids in group for token in (*ids, *self.joint)))
 
 
 @dataclass(frozen=True)
 class InPromptEncoding(Encoding):
     """Encoding ``in-prompt``: after all that preceded the chunk in a real prompt.
 
-    ``segments`` are the lengths of the segments in ``behind``.
+    ``segments`` are the lengths of the segments in ``before``.
     """
 
     segments: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ PER_TOKEN = frozenset({"attended", "outward", SENSITIVITY})
 """Names in ``sums`` of tensors whose last dimension are the chunk's tokens."""
 
 TOKEN_IDS = "token_ids"
-"""Name in ``sums`` of the ids of the chunk's tokens behind all that it was encoded behind."""
+"""Name in ``sums`` of the ids of the chunk's tokens after all that it was encoded after."""
 
 
 def token_ids_of(sums: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
@@ -61,7 +61,7 @@ class ChunkKV:
       segment before it; ``intra`` ``[layers]``, attention to itself; ``outward`` ``[tokens]``, attention of
       each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of these segments.
       For ``similar:n`` KV, ``sensitivity`` ``[layers, tokens]``: the norm of the difference between a token's
-      values and those behind the system text alone. ``token_ids``: what ``forget`` looks for texts in.
+      values and those after the system text alone. ``token_ids``: what ``forget`` looks for texts in.
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _SOURCE = ("revision", "cache_dir", "token", "trust_remote_code", "local_files_only", "subfolder")
-"""Options of ``from_pretrained`` that say where files come from, the tokenizer's as well."""
+"""Options of ``from_pretrained`` for the source of files, the tokenizer's as well."""
 
 
 def default_cache_dir() -> Path:

@@ -33,9 +33,9 @@ class Wanted:
     """A cacheable segment of a prompt; ``exact``: its KV is exact at ``start``.
 
     ``before`` are the ids of all preceding segments, texts too, in order. Where the encoder is
-    ``average:n``: ``average`` is the key of the chunk's mean KV behind any chunks, ``plain`` that of its KV
-    behind the system text alone, and ``in_place`` that of the rows that this prompt computes if it must.
-    Of a chunk that stands in the prompt in part, ``whole`` is all of it: its rows from number ``first`` on
+    ``average:n``: ``average`` is the key of the chunk's mean KV after any chunks, ``plain`` that of its KV
+    after the system text alone, and ``in_place`` that of the rows that this prompt computes if it must.
+    Of a chunk that is in the prompt in part, ``whole`` is all of it: its rows from number ``first`` on
     serve as well, and it is what is encoded.
     """
 
@@ -53,14 +53,14 @@ class Wanted:
 
     @property
     def to_encode(self) -> Wanted:
-        """All of the chunk, which serves wherever it stands; of rows that are exact here, just these."""
+        """All of the chunk, which serves at any place; of rows that are exact here, just these."""
         if self.whole is None or self.exact or isinstance(self.encoding, InPromptEncoding):
             return self
         return self.whole
 
 
 class _Place(NamedTuple):
-    """Where a segment stands: what precedes it in its prompt of ``length`` tokens."""
+    """What precedes a segment in its prompt of ``length`` tokens."""
 
     start: int
     length: int
@@ -120,7 +120,7 @@ class Encodings:
         self._joint = joint
 
     @property
-    def behind_system(self) -> bool:
+    def needs_system(self) -> bool:
         """Whether chunks are encoded after the prompt's system text."""
         return self.name in ("system", IN_PROMPT) or self.neighbours > 0
 
@@ -156,7 +156,7 @@ class Encodings:
     ) -> Wanted:
         """A segment with its key; ``name`` is its id."""
         rope, start, names = self._rope, place.start, tuple(place.names)
-        width = len(encoding.behind)
+        width = len(encoding.before)
         # The ids of preceding segments: hashing them again for every chunk adds up.
         known = names if encoding.name == IN_PROMPT else None
         key = self.key(ids, encoding, context, place.fingerprint, place.namespace, place.length, known, name)
@@ -201,7 +201,7 @@ class Encodings:
         if want.exact:
             return want
         if isinstance(want.encoding, AverageEncoding):
-            plain, context = behind_text(system), (system,) if system else ()
+            plain, context = system_encoding(system), (system,) if system else ()
             own = self.key(
                 want.token_ids, plain, context, key.fingerprint, key.namespace, length, None, key.chunk_id
             )
@@ -229,8 +229,8 @@ class Encodings:
             return AverageEncoding(self.name, system, 0, near, self._joint), (system, *near)
         if near:
             return NeighbourEncoding(self.name, system, 0, near, self._joint), (system, *near)
-        if self.behind_system and system:
-            return behind_text(system), (system,)
+        if self.needs_system and system:
+            return system_encoding(system), (system,)
         if self.sinks and self._bos is not None:
             return Encoding(self.name, (self._bos,) * self.sinks), ()
         return Encoding("standalone"), ()
@@ -256,8 +256,8 @@ class Encodings:
         return filled[0].token_ids
 
 
-def behind_text(system: Ids) -> Encoding:
-    """The encoding behind a system text alone; ``standalone`` without one."""
+def system_encoding(system: Ids) -> Encoding:
+    """The encoding after a system text alone; ``standalone`` without one."""
     return Encoding("system", system) if system else Encoding("standalone")
 
 

@@ -41,7 +41,7 @@ class Missing:
         """Token ids of all that the KV is computed from: the context, then the chunk."""
         near, joint = getattr(self.encoding, "neighbours", ()), getattr(self.encoding, "joint", ())
         between = (token for ids in near for token in (*ids, *joint))
-        return (*self.encoding.behind, *between, *self.token_ids)
+        return (*self.encoding.before, *between, *self.token_ids)
 
     @property
     def id_bytes(self) -> int:
@@ -106,9 +106,9 @@ class LinkPlan:
         return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
 
     @property
-    def beginning(self) -> PrefixMatch | None:
+    def prefix_match(self) -> PrefixMatch | None:
         """The prompt's match in the knowledge tree; None without a tree."""
-        return None if self.request is None else self.request.beginning
+        return None if self.request is None else self.request.prefix_match
 
     @property
     def loads(self) -> tuple[LoadingKV, ...]:
@@ -164,7 +164,7 @@ def miss_reason(request: PromptRequest) -> str:
         return request.fallback
     if not request.policy.reads_cache:
         return f"policy {request.policy.name} computes everything"
-    known = request.beginning
+    known = request.prefix_match
     if known is not None and known.match.path:
         return "first request with this beginning, or it was evicted"
     if known is None and not request.wanted:

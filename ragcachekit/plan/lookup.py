@@ -70,7 +70,7 @@ class Fetch:
         self._lost: frozenset[KVKey] = frozenset()
 
     def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
-        """The entry under ``key`` for that many tokens; loads from slow tiers have not begun.
+        """The entry under ``key`` for that many tokens; loads from slow tiers have not started.
 
         ``weight`` is its usefulness, for eviction.
         """
@@ -145,7 +145,7 @@ class Fetch:
 def find_entries(wanted: Sequence[Wanted], fetch: Fetch, pool: VariantPool) -> list[Entry | None]:
     """For every wanted chunk the entry of exactly its context, else the best one of another, or None.
 
-    For a chunk that stands in the prompt in part, rows of the whole chunk serve where none of just that part
+    For a chunk that is in the prompt in part, rows of the whole chunk serve where none of just that part
     are stored, or only a prompt's own rows.
     """
     entries = []
@@ -169,7 +169,7 @@ def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
         pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
         pool.used(entry.key, want.before)
     elif entry is None or (want.in_place and not isinstance(want.encoding, AverageEncoding)):
-        # A chunk whose companions are not known is named as behind the system text alone.
+        # A chunk whose companions are not known is named as after the system text alone.
         return _average(want, fetch, pool.averages) or entry or _plain(want, fetch)
     return entry
 
@@ -184,7 +184,7 @@ def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
 
 
 def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | None:
-    """Mean KV behind other chunks, or a prompt's own rows; the latter are to be replaced by a mean."""
+    """Mean KV after other chunks, or a prompt's own rows; the latter are to be replaced by a mean."""
     key = averages.find(want.average) if want.average is not None else None
     if key is None:
         return None
@@ -197,7 +197,7 @@ def _average(want: Wanted, fetch: Fetch, averages: StoredAverages) -> Entry | No
 
 
 def _plain(want: Wanted, fetch: Fetch) -> Entry | None:
-    """KV behind the system text alone, until the mean is stored."""
+    """KV after the system text alone, until the mean is stored."""
     found = fetch.get(want.plain, len(want.token_ids)) if want.plain is not None else None
     return Entry(want.plain, found, renew=True) if want.plain is not None and found is not None else None
 

@@ -30,16 +30,16 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     """
     if not request.reads_cache:
         return plain_plan(request)
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     lost = frozenset(without)
     fetch, ids = request.fetch.without(lost), request.token_ids
     serving = _serving(request)
     entries = find_entries(request.wanted, fetch, variants)
-    if request.beginning is not None:
+    if request.prefix_match is not None:
         entries = [entry if serves else None for entry, serves in zip(entries, serving, strict=True)]
     decision = _decision(request, fetch, entries, len(ids))
     parts = _parts(request, decision, entries, ids)
-    report = _report(request, parts, len(ids), (time.perf_counter() - begun) * 1e3)
+    report = _report(request, parts, len(ids), (time.perf_counter() - started_at) * 1e3)
     useful = {want.key for want, serves in zip(request.wanted, serving, strict=True) if serves}
     useful |= {
         key
@@ -71,14 +71,14 @@ def _serving(request: PromptRequest) -> list[bool]:
     """
     if not isinstance(request.policy, ExactPolicy):
         return [True] * len(request.wanted)
-    no_tree = request.beginning is None
+    no_tree = request.prefix_match is None
     return [want.exact and (no_tree or want.encoding.name == ENCODING_PREFIX) for want in request.wanted]
 
 
 def _decision(request: PromptRequest, fetch: Fetch, entries: Sequence[Entry | None], total: int) -> Decision:
-    wanted, beginning = request.wanted, request.beginning
+    wanted, match = request.wanted, request.prefix_match
     found = sum(len(want.token_ids) for want, entry in zip(wanted, entries, strict=True) if entry)
-    new = total - found - (beginning.tokens if beginning is not None else 0)
+    new = total - found - (match.tokens if match is not None else 0)
 
     def use(number: int) -> RowCost:
         entry = entries[number]
@@ -101,12 +101,12 @@ class _Parts:
 def _parts(request: PromptRequest, decision: Decision, found: Sequence[Entry | None], ids: Ids) -> _Parts:
     """The looked-up segments in order; what was ``found`` and skipped is not missing."""
     lengths = tuple(len(segment.token_ids) for segment in request.segments if segment.token_ids)
-    out, beginning = _Parts([], [], {}, [], [], []), request.beginning
-    if beginning is not None:
-        out.placed += beginning.placed
-        out.uses += beginning.uses
-        out.pieces += [Piece(kv.start or 0, kv) for kv in beginning.kvs]
-        out.sources += beginning.sources
+    out, match = _Parts([], [], {}, [], [], []), request.prefix_match
+    if match is not None:
+        out.placed += match.placed
+        out.uses += match.uses
+        out.pieces += [Piece(kv.start or 0, kv) for kv in match.kvs]
+        out.sources += match.sources
     for want, entry, stored in zip(request.wanted, decision.entries, found, strict=True):
         if stored is None or (entry is not None and entry.renew):
             item = want.to_encode
@@ -153,7 +153,7 @@ def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) 
         for piece, source in zip(parts.pieces, parts.sources, strict=True)
         if source.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
     }
-    known = request.beginning
+    known = request.prefix_match
     prefix = parts.uses[:1] if _begins_with_prefix(request.segments, parts.uses) else []
     load_ms += known.ms if known is not None else 0.0
     return LinkReport(
@@ -182,7 +182,7 @@ def _begins_with_prefix(segments: Sequence[TokenSegment], uses: Sequence[ChunkUs
 def _selected(plan: LinkPlan, request: PromptRequest) -> LinkPlan:
     """The plan with its rows, and with the policy if that selects during the forward."""
     length, policy = len(plan.token_ids), request.policy
-    # A past turn may hold the beginning of the question: those rows do not run again.
+    # A past turn may hold the start of the question: those rows do not run again.
     begin = max([_end_of_chunks(request.segments), *(piece.stop for piece in plan.pieces)])
     question = tuple(range(begin, length)) or (length - 1,)
     if isinstance(policy, GuidedPolicy) and any(not chunk.is_exact for chunk in plan.placed):

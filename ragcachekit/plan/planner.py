@@ -102,7 +102,7 @@ class Planner:
         name = policy.encoder or self._encoder or "standalone"
         if name == IN_PROMPT and self.neighbours.chunk_sources is not None:
             raise ValueError(
-                "the encoder 'in-prompt' keeps chunks behind whatever stood before them, which "
+                "the encoder 'in-prompt' keeps chunks as they were after any other chunks, which "
                 "companions='same-source' rules out; use 'average:3' or 'system' with it"
             )
         by_document = not name.startswith("average")
@@ -214,7 +214,7 @@ class Planner:
         out = []
         for number, ids in enumerate(chunks):
             encoding, context = encodings.encoding(ids, before)
-            width = len(encoding.behind) + len(ids)
+            width = len(encoding.before) + len(ids)
             if not ids:
                 raise ValueError(f"chunk {number} is empty; drop it before encoding")
             if width > self.context:
@@ -272,7 +272,7 @@ class Planner:
             self.last_prompts.forget(namespace)
 
     def _system_ids(self, encodings: Encodings, system: str | None, namespace: str) -> Ids:
-        if not encodings.behind_system:
+        if not encodings.needs_system:
             return ()
         known = self.last_prompts.last(namespace) if system is None else self._parser.system_ids(system)
         if known is None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ragcachekit.model.encoding import Encoding
-from ragcachekit.plan.encodings import IN_PROMPT, Encodings, behind_text
+from ragcachekit.plan.encodings import IN_PROMPT, Encodings, system_encoding
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id
@@ -114,7 +114,7 @@ def prefetch_keys(
             behind = (chunk_id(system, namespace),)
             mean = variants.averages.find(replace(key, context=behind))
             is_first = len(before) == bool(system)
-            plain = replace(key, encoding=behind_text(system).name, context=behind if system else ())
+            plain = replace(key, encoding=system_encoding(system).name, context=behind if system else ())
             key = plain if mean is None or is_first else mean
         keys.append(fits[0].key if fits else key)
         before.append(key.chunk_id)

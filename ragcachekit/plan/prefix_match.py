@@ -105,12 +105,12 @@ class PrefixMatcher:
         namespace: str,
     ) -> PrefixMatch:
         """Look up a prompt; ``wanted`` are all its cacheable segments."""
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         epoch = self.tree.turns.epoch
         match = self._match(*self.place(segments, wanted, fingerprint, namespace))
         past, former = self._past(match, segments, namespace)
         members = former.union(whole_id(i) for want in wanted for i in (*want.before, want.key.chunk_id))
-        ms = (time.perf_counter() - begun) * 1e3
+        ms = (time.perf_counter() - started_at) * 1e3
         return PrefixMatch(match, ms, past, members, epoch)
 
     def place(

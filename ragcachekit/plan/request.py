@@ -28,8 +28,8 @@ class PromptRequest:
     policy: SelectionPolicy
     encoder: str
     namespace: str
-    wanted: tuple[Wanted, ...] = ()  # cacheable segments after the beginning
-    beginning: PrefixMatch | None = None  # in the knowledge tree, if there is one
+    wanted: tuple[Wanted, ...] = ()  # cacheable segments after the prefix match
+    prefix_match: PrefixMatch | None = None  # with the knowledge tree, if there is one
     fetch: Fetch = field(default_factory=lambda: Fetch(NullStore()))
     label: str = ""  # name of the policy in the report, if not its own (budget:0.05 -> lego:4)
     notes: tuple[str, ...] = ()  # for the report
@@ -60,9 +60,9 @@ class PromptRequest:
         """
         if tree is None:
             return replace(self, fetch=fetch)
-        beginning = tree.read(self.segments, self.wanted, fingerprint, self.namespace)
-        wanted = tuple(want for want in self.wanted if want.start >= beginning.tokens)
-        return replace(self, wanted=wanted, beginning=beginning, fetch=fetch)
+        match = tree.read(self.segments, self.wanted, fingerprint, self.namespace)
+        wanted = tuple(want for want in self.wanted if want.start >= match.tokens)
+        return replace(self, wanted=wanted, prefix_match=match, fetch=fetch)
 
     def with_note(self, note: str) -> Self:
         """This request with another note for the report."""
@@ -131,5 +131,5 @@ class Estimator:
         try:
             return self._store.in_memory(key)
         except Exception:  # a user's own store
-            log.warning("a store could not say what is in memory", exc_info=True)
+            log.warning("a store failed to report what is in memory", exc_info=True)
             return False

@@ -56,7 +56,7 @@ class StoredAverages:
     """Keys of stored entries by model, namespace, chunk and system text, the latest of each; thread safe.
 
     The chunks that take part in a mean are chosen when it is encoded, and may be others in the next process.
-    ``allow`` says of a key whether its entry may serve.
+    ``allow`` returns whether the entry of a key may serve.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class StoredAverages:
         with self._lock:
             replaced = self._keys.pop(_averaged(key), None)
             self._keys[_averaged(key)] = key
-            if len(self._keys) > MAX_AVERAGES:  # a store does not tell what it evicts
+            if len(self._keys) > MAX_AVERAGES:  # a store does not report what it evicts
                 del self._keys[next(iter(self._keys))]
         return replaced if replaced != key else None
 

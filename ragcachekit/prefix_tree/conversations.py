@@ -15,7 +15,7 @@ from ragcachekit.prefix_tree.base import Root
 from ragcachekit.store.base import Counters, StoreStats
 from ragcachekit.store.forgets import ForgottenTexts
 
-LEAST_TOKENS = 16
+MIN_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""
 
 _Tokens = npt.NDArray[np.int64]
@@ -67,15 +67,15 @@ class Turns:
         self._counters = Counters("tree:turns")
 
     def longest(self, root: Root, token_ids: Sequence[int]) -> Past | None:
-        """Turn with the longest beginning in common, the latest of several; None below ``LEAST_TOKENS``."""
+        """Turn with the longest beginning in common, the latest of several; None below ``MIN_TOKENS``."""
         if not self.budget:
             return None
         asked = np.array(token_ids, np.int64)
         with self._lock:
             turns = ((n, known) for n, (turn, known) in self._turns.items() if turn.root == root)
             tokens, best = max(((_common(known, asked), n) for n, known in turns), default=(0, 0))
-            self._counters.count("hits" if tokens >= LEAST_TOKENS else "misses")
-            if tokens < LEAST_TOKENS:
+            self._counters.count("hits" if tokens >= MIN_TOKENS else "misses")
+            if tokens < MIN_TOKENS:
                 return None
             self._turns.move_to_end(best)
             return Past(self._turns[best][0], tokens)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
-PIECE = 16  # characters that stand in a prompt by no accident
+PIECE = 16  # characters that are in a prompt by no accident
 PRESENT = 0.3  # share of the characters in such pieces; below it the document is not there
 
 _WORD = re.compile(r"\s*\S*")
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """``text[start:end]`` stands in the prompt at ``at``."""
+    """``text[start:end]`` is in the prompt at ``at``."""
 
     start: int
     end: int
@@ -80,11 +80,11 @@ def _whole_change(text: str, prompt: str) -> str | None:
 
 
 def _pieces(text: str, prompt: str) -> list[_Piece]:
-    """Parts of ``text`` that stand in ``prompt``, from left to right, the longest first part each."""
+    """Parts of ``text`` that are in ``prompt``, from left to right, the longest first part each."""
     found, start = list[_Piece](), 0
     while len(text) - start >= PIECE:
         if text[start : start + PIECE] in prompt:
-            # Every beginning of a part that stands in the prompt stands there, too.
+            # Every beginning of a part that is in the prompt is in it, too.
             lengths = range(1, len(text) - start + 1)
             end = start + bisect_left(lengths, True, key=lambda n: text[start : start + n] not in prompt)
             found.append(_Piece(start, end, prompt.index(text[start:end])))

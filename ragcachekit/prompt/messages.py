@@ -116,7 +116,7 @@ def _block_segment(block: object) -> Segment:
 
 def _with_content(message: Message, content: Sequence[Segment]) -> dict[str, Any]:
     if message["content"] is None:
-        return dict(message)  # templates tell a missing content (tool calls) from an empty one
+        return dict(message)  # for templates, a missing content (tool calls) is not an empty one
     return {**message, "content": "".join(s.text or "" for s in content)}
 
 

@@ -29,7 +29,7 @@ PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, which a chat template renders."""
 
-_CERTAIN = "chat messages tell them from the template's own for certain"
+_CERTAIN = "only chat messages separate them from the template's own for certain"
 
 AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given; the joined text has other ids"
 

@@ -123,7 +123,7 @@ class ChunkRegistry:
             refused = namespace in self._refused
         if self.texts(namespace):
             why = (
-                f"no chunk registered in namespace {namespace!r} stands verbatim in the prompt: cut, in "
+                f"no chunk registered in namespace {namespace!r} occurs verbatim in the prompt: cut, in "
                 "another case, re-wrapped, or with a word that runs on, a chunk is not recognised; put the "
                 "texts into the prompt as they are (LangChain: format_docs), or register what the chain makes"
             )

@@ -9,7 +9,7 @@ from itertools import groupby
 from ragcachekit.prompt.registry import ChunkRegistry, Match, Matches
 from ragcachekit.types import Chunk, Ids, Segment, Text, chunk_id, part_id
 
-PART = "begin in the prompt and do not stand there whole"
+PART = "are in the prompt only in part"
 """Of the note on chunks that were cut or altered."""
 
 

@@ -1,4 +1,4 @@
-"""Special-token strings in retrieved texts: plain text wherever such a text stands in a prompt.
+"""Special-token strings in retrieved texts: plain text wherever such a text is in a prompt.
 
 A chunk that is found is tokenised without special tokens. A document that a chain cut, re-cased or joined
 to other text is fixed text, as the template's own control tokens are.

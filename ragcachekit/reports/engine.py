@@ -54,8 +54,8 @@ class EncodingStats(Report):
 
     - ``missed_tokens``: Computed in place by the requests that missed them.
     - ``captured_tokens``: Of these, stored as they were computed.
-    - ``encoded_tokens``: Computed once more to be stored, behind an answer or by ``encode``; the text that
-      they are encoded behind is not counted.
+    - ``encoded_tokens``: Computed once more to be stored, after an answer or by ``encode``; the text that
+      they are encoded after is not counted.
     """
 
     missed_tokens: int = 0

@@ -14,7 +14,7 @@ class ChunkUse(Report):
     - ``source``: Its tier (``host``, ``disk``), that of the knowledge tree (``tree:host``: its tokens then
       include the fixed text in front of it), or ``computed``.
     - ``recomputed``: Rows that the policy recomputed.
-    - ``exact``: Stands behind exactly what it was encoded behind (as the prompt's first text does).
+    - ``exact``: Comes after exactly the text that it was encoded after (as the prompt's first text does).
     """
 
     chunk_id: str
@@ -33,7 +33,7 @@ class LinkReport(Report):
     """What one prompt reused, recomputed, loaded and saved.
 
     - ``prompt_tokens``: Rows of the whole prompt.
-    - ``exact_tokens``: Rows reused exactly (the prefix, chunks behind exactly their encoding context).
+    - ``exact_tokens``: Rows reused exactly (the prefix, chunks after exactly their encoding context).
     - ``approximate_tokens``: Rows reused from chunk KV and not recomputed: the approximation.
     - ``recomputed_tokens``: Cached rows that the policy recomputed.
     - ``computed_tokens``: Rows with nothing cached: the question, fixed text, missing chunks.
@@ -45,8 +45,8 @@ class LinkReport(Report):
     - ``load_ms``, ``wait_ms``: Milliseconds of look-ups and reads from slow tiers, and how many of them the
       request waited for.
     - ``loaded_bytes``: Bytes from slow tiers.
-    - ``tree_tokens``: Rows of the beginning from the knowledge tree, all exact; chunks behind it are
-      approximate unless ``chunks`` says exact.
+    - ``tree_tokens``: Rows of the beginning from the knowledge tree, all exact; chunks after it are
+      approximate unless ``chunks`` has them as exact.
     - ``fallback``: Why the prompt was prefilled in full, if it was.
     - ``notes``: Damaged entries, why no chunk was found, and the like.
     - ``neighbours``: Where the chunks' neighbours come from, with the number of chunks: ``document order``,

@@ -12,7 +12,7 @@ from threading import Lock
 
 from ragcachekit.types import KVKey, whole_id
 
-LEAST_OVERLAP = 3
+MIN_OVERLAP = 3
 """Characters of a forgotten text with which a kept beginning may end: fewer say nothing of it."""
 
 
@@ -60,7 +60,7 @@ class ForgottenTexts:
     def _start(self, text: str) -> int | None:
         places = [place for one in self._texts if (place := text.find(one)) >= 0]
         for one in self._texts:
-            sizes = range(min(len(one), len(text)), LEAST_OVERLAP - 1, -1)
+            sizes = range(min(len(one), len(text)), MIN_OVERLAP - 1, -1)
             places += [len(text) - size for size in sizes if text.endswith(one[:size])][:1]
         return min(places, default=None)
 
@@ -69,8 +69,8 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-MOST_NAMES = 100_000
-MOST_TEXTS = 64  # forgets of texts
+MAX_NAMES = 100_000
+MAX_TEXTS = 64  # forgets of texts
 
 
 @dataclass
@@ -85,7 +85,7 @@ class ForgetEpochs:
 
     Work takes :meth:`now` before its first lookup, and stores a result inside ``storing`` if nothing it
     depends on was forgotten since. A forget is added inside ``storing`` and ``storing_in_tree`` when it has
-    reached every tier. :data:`MOST_NAMES` names and the texts of :data:`MOST_TEXTS` forgets of one namespace
+    reached every tier. :data:`MAX_NAMES` names and the texts of :data:`MAX_TEXTS` forgets of one namespace
     are remembered; beyond that the whole namespace counts as forgotten, which costs work in progress.
     """
 
@@ -123,12 +123,12 @@ class ForgetEpochs:
                 known.texts.clear()
             if within is not None:
                 known.texts.append((epoch, within))
-            while len(known.texts) > MOST_TEXTS:
+            while len(known.texts) > MAX_TEXTS:
                 known.whole = max(known.whole, known.texts.popleft()[0])
             for name in names or ():
                 known.last[name] = epoch
                 known.last.move_to_end(name)
-            while len(known.last) > MOST_NAMES:
+            while len(known.last) > MAX_NAMES:
                 known.whole = max(known.whole, known.last.popitem(last=False)[1])
             self._epoch = epoch
 

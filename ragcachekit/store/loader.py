@@ -28,7 +28,7 @@ BYTES_IN_FLIGHT = 1 << 30
 SHARE_OF_FILES = 0.5
 """Part of the process's open files that a loader may use."""
 
-MOST_STUCK = 4
+MAX_STUCK = 4
 """Threads that may hang in a read (a dead mount) and be replaced."""
 
 CLOSE_SECONDS = 5.0
@@ -70,7 +70,7 @@ class Loader:
             raise ValueError("threads and bytes_in_flight must be at least 1, and the deadline > 0 seconds")
         self._store, self._observe = store, observe
         self._threads, self._deadline, self._most_prefetched = threads, deadline, bytes_in_flight
-        self._pool = DaemonPool("ragcachekit-load", threads, MOST_STUCK)
+        self._pool = DaemonPool("ragcachekit-load", threads, MAX_STUCK)
         self._changed = Condition()  # guards everything below and in the loads
         self._jobs: set[Job] = set()  # submitted, not finished and not given up
         self._active: list[Load] = []  # opened and not read to the end
@@ -231,7 +231,7 @@ class Loader:
         """
         load = self._findable.get(key)
         usable = not (self._closed or self._pool.hopeless)
-        if load is None and usable and len(self._active) < most_open():
+        if load is None and usable and len(self._active) < max_open():
             load = Load(key, source, self._changed, self._replace_readers)
             self._active.append(load)
             if forgets == self._forgets:
@@ -309,7 +309,7 @@ class Loader:
         self._active = [other for other in self._active if other is not load]
 
 
-def most_open() -> float:
+def max_open() -> float:
     """Number of files that a loader may have open."""
     if sys.platform == "win32":
         return 256

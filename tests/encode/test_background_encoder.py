@@ -72,9 +72,9 @@ def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
     background_encoder.now(items)
     assert stored(store) == [2]
     background_encoder.later(items[:2])
-    assert background_encoder.flush(WAIT)
+    assert background_encoder.worker.flush(WAIT)
     assert stored(store) == [2]
-    background_encoder.close()
+    background_encoder.worker.close()
 
 
 def test_a_miss_before_a_forgetting_does_not_count_after_it():
@@ -85,9 +85,9 @@ def test_a_miss_before_a_forgetting_does_not_count_after_it():
     new = background_encoder.forgets.now()
     for epoch, expected in ((old, []), (new, []), (new, [0])):
         background_encoder.later([missing(0, epoch)])
-        assert background_encoder.flush(WAIT)
+        assert background_encoder.worker.flush(WAIT)
         assert stored(store) == expected
-    background_encoder.close()
+    background_encoder.worker.close()
 
 
 def test_what_names_no_epoch_is_from_before_every_forgetting():
@@ -98,7 +98,7 @@ def test_what_names_no_epoch_is_from_before_every_forgetting():
         pass
     background_encoder.now([missing(0)])
     assert stored(store) == []
-    background_encoder.close()
+    background_encoder.worker.close()
 
 
 def test_other_chunks_and_namespaces_are_not_concerned():
@@ -109,7 +109,7 @@ def test_other_chunks_and_namespaces_are_not_concerned():
     background_encoder.forgets.add("another")
     background_encoder.now([item])
     assert stored(store) == [0]
-    background_encoder.close()
+    background_encoder.worker.close()
 
 
 def test_what_waits_and_was_not_forgotten_is_stored():
@@ -122,8 +122,8 @@ def test_what_waits_and_was_not_forgotten_is_stored():
     with forgetting(background_encoder, store, frozenset(["chunk-0"])):
         pass
     gate.set()
-    assert background_encoder.flush(WAIT)
-    background_encoder.close()
+    assert background_encoder.worker.flush(WAIT)
+    background_encoder.worker.close()
     assert stored(store) == [1]
 
 
@@ -137,8 +137,8 @@ def test_what_is_missed_again_while_the_forgotten_is_encoded_is_stored():
         pass
     background_encoder.later([missing(0, background_encoder.forgets.now())])
     gate.set()
-    assert background_encoder.flush(WAIT)
-    background_encoder.close()
+    assert background_encoder.worker.flush(WAIT)
+    background_encoder.worker.close()
     assert stored(store) == [0]
 
 
@@ -153,7 +153,7 @@ def test_nothing_is_stored_while_something_is_forgotten():
         assert stored(store) == []
     thread.join(WAIT)
     assert stored(store) == [1]
-    background_encoder.close()
+    background_encoder.worker.close()
 
 
 def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
@@ -184,11 +184,11 @@ def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog)
         patch.setattr(threading.Thread, "start", refuse)
         background_encoder.later([missing(0)])
     assert "can't start new thread" in caplog.text
-    assert background_encoder.flush(0)
+    assert background_encoder.worker.flush(0)
     background_encoder.later([missing(0), missing(1)])
-    assert background_encoder.flush(WAIT)
+    assert background_encoder.worker.flush(WAIT)
     assert stored(store) == [0, 1]
-    background_encoder.close()
+    background_encoder.worker.close()
 
 
 def test_what_finds_no_place_in_the_queue_is_said(caplog, monkeypatch):
@@ -206,9 +206,9 @@ def test_what_finds_no_place_in_the_queue_is_said(caplog, monkeypatch):
     background_encoder.later([missing(1)])
     background_encoder.later([missing(2), missing(3)])
     go.set()
-    assert background_encoder.flush(WAIT)
+    assert background_encoder.worker.flush(WAIT)
     assert stored(store) == [0, 1]
     assert [record.message for record in caplog.records] == [
         "2 missing chunks are not encoded: 1 requests wait"
     ]
-    background_encoder.close()
+    background_encoder.worker.close()

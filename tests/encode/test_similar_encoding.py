@@ -46,7 +46,7 @@ def encoded(name, item, store=None):
     background_encoder(name, store).now([item])
     kv = store.get(item.key).kv
     assert kv.start is None
-    start = len(item.encoding.behind) + sum(map(len, item.encoding.neighbours))
+    start = len(item.encoding.before) + sum(map(len, item.encoding.neighbours))
     angles = described(name).angles(torch.arange(start, start + kv.tokens), start + kv.tokens)
     keys = [described(name).place(i, k, k, angles)[0] for i, k in enumerate(kv.keys)]
     return keys, kv.values, kv.sums["attended"]

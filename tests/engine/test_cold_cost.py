@@ -5,7 +5,7 @@ import torch
 
 from engine_kit import EXACT, PROMPT, RecordingStore, chunk, ids, rag_for, text
 from families import greedy, off, plain, prefill
-from ragcachekit import Chunk, Prompt, Text
+from ragcachekit import Prompt
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.types import chunk_id
 
@@ -16,10 +16,6 @@ KINDS = {
     "prefix and system": (EXACT, "system"),
     "standalone": (Prompt([chunk(40, 2), text(6, 4)]), "standalone"),
 }
-
-
-def question(*facts):
-    return Prompt([Text(SYSTEM), *map(Chunk, facts), Text("\nWhere?")])
 
 
 def sides(kv):

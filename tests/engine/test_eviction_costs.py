@@ -62,10 +62,6 @@ def test_the_tree_hears_of_the_profile_that_was_measured_later(tmp_path):
         assert stored_profile(tmp_path, rag.fingerprint, rag.model) is not None
 
 
-def first_chunk(rag: RagCache, prompt: Prompt) -> str:
-    return rag_ids(rag, prompt.segments[1])
-
-
 def rag_ids(rag: RagCache, segment) -> str:
     return chunk_id(segment.token_ids, rag.namespace)
 

@@ -32,14 +32,14 @@ def test_no_chunk_is_registered(rag, prompt) -> None:
 def test_no_registered_chunk_stands_in_the_prompt(rag, prompt) -> None:
     rag.encode([ONE])
     (note,) = rag.link(prompt).report.notes
-    assert note.startswith("no chunk registered in namespace 'default' stands verbatim in the prompt")
+    assert note.startswith("no chunk registered in namespace 'default' occurs verbatim in the prompt")
 
 
 @pytest.mark.parametrize("change", [str.lower, lambda text: f"x{text}", lambda text: text.replace(" ", "\n")])
 def test_registered_chunks_that_were_altered(rag, change) -> None:
     rag.register([ONE, TWO])
     (note,) = rag.link(f"Context:\n{change(ONE)}\n\nWhere?").report.notes
-    assert note.startswith("no chunk registered in namespace 'default' stands verbatim in the prompt")
+    assert note.startswith("no chunk registered in namespace 'default' occurs verbatim in the prompt")
 
 
 @pytest.mark.parametrize(

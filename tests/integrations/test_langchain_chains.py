@@ -127,7 +127,7 @@ def test_the_report_says_that_the_chain_altered_the_chunks(retriever, rag):
     inputs = {"context": retriever | _joined | str.lower, "input": RunnablePassthrough()}
     message = (inputs | PROMPT | ChatRagCache(cache=rag, max_tokens=2)).invoke(FIRST)
     (note,) = message.response_metadata["ragcachekit"]["link"]["notes"]
-    assert note.startswith("no chunk registered in namespace 'default' stands verbatim in the prompt")
+    assert note.startswith("no chunk registered in namespace 'default' occurs verbatim in the prompt")
     plain = {"context": retriever | _joined, "input": RunnablePassthrough()}
     message = (plain | PROMPT | ChatRagCache(cache=rag, max_tokens=2)).invoke(FIRST)
     assert message.response_metadata["ragcachekit"]["link"]["notes"] == ()

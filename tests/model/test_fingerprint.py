@@ -90,7 +90,7 @@ def test_one_bit_of_the_weights_file_counts(saved) -> None:
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, {"rope", "config"}),
         ({"rms_norm_eps": 1e-5}, {"config"}),
         ({"hidden_act": "gelu"}, {"config"}),
-        ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}, {"layout", "config", "rope"}),
+        ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}, {"config", "rope"}),
         ({"use_cache": False, "bos_token_id": 7, "architectures": ["X"]}, set()),
     ],
 )

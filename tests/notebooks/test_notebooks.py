@@ -102,7 +102,7 @@ def shows_a_choice(shown: list[str]) -> None:
 
 
 def shows_the_faults(shown: list[str]) -> None:
-    assert "stands verbatim in the prompt" in shown[1]
+    assert "occurs verbatim in the prompt" in shown[1]
     assert shown[2].count("printed as Python") >= 2
     for why in ("HTML-escaped", "whitespace", "not registered"):
         assert why in shown[3], why

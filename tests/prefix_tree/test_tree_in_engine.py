@@ -155,7 +155,7 @@ def test_everything_in_the_tree_is_what_a_full_prefill_of_its_path_computes(name
         rag.generate_batch([prompts[0], prompts[3]], max_new_tokens=3)
         for prompt in prompts:
             full = prefill(oracle(name, len(ids(prompt))), ids(prompt))
-            found = rag.plan(rag.prepare(prompt)).beginning.match.found
+            found = rag.plan(rag.prepare(prompt)).prefix_match.match.found
             known.append(len(found))
             for reused in found:
                 rows = slice(reused.kv.start, reused.kv.start + reused.kv.tokens)

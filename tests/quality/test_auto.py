@@ -328,7 +328,7 @@ def test_a_prompt_like_those_to_come_shows_what_stands_before_chunks(make, alone
 
 def test_a_prompt_that_shows_nothing_is_refused(make):
     rag = make()
-    with pytest.raises(ValueError, match=r"prompt= has no chunk: no chunk registered .* stands verbatim"):
+    with pytest.raises(ValueError, match=r"prompt= has no chunk: no chunk registered .* occurs verbatim"):
         rag.encode(TEXTS, prompt=f"{SYSTEM}and no text of these")
     with pytest.raises(ValueError, match="system= or prompt=, not both"):
         rag.encode(TEXTS, prompt=prompt(0), system=SYSTEM)

@@ -25,7 +25,7 @@ def test_a_chunk_and_what_was_encoded_behind_it():
 
 @pytest.mark.parametrize("most", [1, 100])
 def test_the_whole_namespace(most, monkeypatch):
-    monkeypatch.setattr(forget_epochs, "MOST_NAMES", most)
+    monkeypatch.setattr(forget_epochs, "MAX_NAMES", most)
     forgets = ForgetEpochs()
     forgets.add(SPACE, {"chunk-1"})
     since = forgets.now()
@@ -49,7 +49,7 @@ def test_texts_whatever_whitespace_stands_around_them(given):
 
 
 def test_beyond_its_bound_more_counts_as_forgotten_and_never_less(monkeypatch):
-    monkeypatch.setattr(forget_epochs, "MOST_NAMES", 3)
+    monkeypatch.setattr(forget_epochs, "MAX_NAMES", 3)
     forgets = ForgetEpochs()
     for number in range(6):
         forgets.add(SPACE, {f"chunk-{number}"})

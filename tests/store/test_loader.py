@@ -389,7 +389,7 @@ def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
 
 
 def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
-    monkeypatch.setattr(loader_module, "MOST_STUCK", 2)
+    monkeypatch.setattr(loader_module, "MAX_STUCK", 2)
     hanging = Hanging(closing, 0, 1, 2, threads=1)
     for number in range(3):
         hanging.hang(number)

@@ -15,20 +15,8 @@ from torch import nn
 from ragcachekit.model.identity.guard import adapter_values
 from ragcachekit.model.identity.weights_digest import FileDigests, hash_tensor, source_digest, state_digest
 
-KV_SCHEMA = 5  # version of stored KV; raised when KV is stored in another form or computed otherwise
+KV_SCHEMA = 6  # version of stored KV; raised when KV is stored in another form or computed otherwise
 
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "no_rope_layers")
-_LAYOUT = (
-    "model_type",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "sliding_window",
-    "layer_types",
-    "attn_logit_softcapping",
-)
 _TOKENIZER = (
     "bos_token",
     "all_special_tokens",
@@ -90,7 +78,6 @@ def fingerprint(
         If the weights cannot be read (offloaded to the meta device, opaque tensor types).
     """
     config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     adapter = _adapter(model)
     parts = {
         "schema": str(KV_SCHEMA),
@@ -98,10 +85,9 @@ def fingerprint(
         "weights": _weights(model, source if adapter == "none" else None, cache),
         "adapter": adapter,
         "tokenizer": _tokenizer(tokenizer),
-        "rope": _digest([_fields(text, _ROPE), _rotary_buffers(model)]),
+        "rope": _digest(_rotary_buffers(model)),
         "dtype": _dtypes(model),
         "quantization": _quantization(model, config),
-        "layout": json.dumps(_fields(text, _LAYOUT), sort_keys=True),
         "config": _digest(_without(_plain(config), _is_harmless)),
     }
     return Fingerprint(_digest(parts), parts)
@@ -135,7 +121,13 @@ def _tokenizer(tokenizer: Any) -> str:
         content = {k: v for k, v in content.items() if k not in ("padding", "truncation")}
     else:
         content = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else None
-    return _digest([type(tokenizer).__qualname__, content, _fields(tokenizer, _TOKENIZER)])
+    return _digest(
+        [
+            type(tokenizer).__qualname__,
+            content,
+            {name: _plain(getattr(tokenizer, name, None)) for name in _TOKENIZER},
+        ]
+    )
 
 
 def _rotary_buffers(model: nn.Module) -> dict[str, str]:
@@ -163,17 +155,6 @@ def _quantization(model: nn.Module, config: Any) -> str:
     if settings is None and quantizer is None:
         return "none"
     return _digest([type(quantizer).__qualname__, _plain(settings)])
-
-
-def _fields(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: _plain(_field(owner, name)) for name in names}
-
-
-def _field(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name, None)
-    except RuntimeError:  # Gemma 4: sizes differ by kind of layer
-        return [getattr(layer, name, None) for layer in owner.per_layer_config]
 
 
 def _plain(value: Any) -> Any:

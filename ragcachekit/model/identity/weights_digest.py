@@ -101,14 +101,18 @@ def state_digest(model: nn.Module) -> str:
 
 
 def hash_tensor(hasher: Any, tensor: torch.Tensor, name: str = "tensor") -> None:
-    """Feed a tensor's bytes (row-major) to ``hasher``, in pieces of at most ``PIECE_BYTES`` or one row."""
+    """Feed a tensor's bytes (row-major) to ``hasher``, in pieces of at most ``PIECE_BYTES``.
+
+    A tensor that is not contiguous is copied as a whole first.
+    """
     if tensor.is_meta:
         raise ModelNotSupported(
             f"{name} is on the meta device: load the whole model into memory, not offloaded"
         )
     try:
-        for piece in _pieces(tensor.detach()):
-            hasher.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+        flat, size = tensor.detach().reshape(-1), max(1, PIECE_BYTES // tensor.element_size())
+        for start in range(0, flat.numel(), size):
+            hasher.update(flat[start : start + size].cpu().view(torch.uint8).numpy())
     except (RuntimeError, TypeError, NotImplementedError) as error:
         kind = type(tensor).__name__
         raise ModelNotSupported(
@@ -153,17 +157,6 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     if not pointer:
         return (id(tensor),)
     return (pointer, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if tensor.is_contiguous():
-        tensor = tensor.view(-1)
-    if not tensor.numel():
-        return
-    row_bytes = tensor.element_size() * (tensor.numel() // tensor.shape[0])
-    rows = max(1, PIECE_BYTES // row_bytes)
-    for start in range(0, tensor.shape[0], rows):
-        yield tensor[start : start + rows].reshape(-1)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

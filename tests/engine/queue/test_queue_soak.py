@@ -26,7 +26,7 @@ from ragcachekit import (
     StoreConfig,
 )
 from ragcachekit.engine.request import Request
-from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.batch import RequestKV
 from ragcachekit.forward.cache import LinkedCache
 from ragcachekit.generate.batch import Decoding
 from soak_kit import figures

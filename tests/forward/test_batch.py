@@ -8,12 +8,9 @@ from transformers import DynamicCache
 
 from families import build, off, plain, prefill, tokens
 from ragcachekit.errors import ModelNotSupported
+from ragcachekit.forward import batch
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.batch import request_kv
-from ragcachekit.forward.batch.attention import attend_each
-from ragcachekit.forward.batch.cache import BatchCache, BatchRows
-from ragcachekit.forward.batch.decode import decode
-from ragcachekit.forward.batch.request_kv import RequestKV
+from ragcachekit.forward.batch import BatchCache, BatchRows, RequestKV, attend_each, decode
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -69,7 +66,7 @@ def test_keys_that_are_not_those_of_the_cache_are_refused():
 
 
 def test_rows_survive_the_growth_of_a_buffer(monkeypatch):
-    monkeypatch.setattr(request_kv, "GROWTH", 2)
+    monkeypatch.setattr(batch, "GROWTH", 2)
     request, before = request_of(3, new=1)
     rows = [before]
     for _ in range(6):

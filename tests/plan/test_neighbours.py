@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -61,9 +59,6 @@ class TestSimilarChunks:
         source = SimilarChunks([*TEXTS, "east "], [*ROWS, [0, 1.0]])
         assert source.of("north") == ("north east", "east", "south")
 
-    def test_nothing_is_a_corpus(self):
-        assert SimilarChunks([], []).of("north") == ()
-
     @pytest.mark.parametrize(
         ("rows", "match"),
         [(ROWS[:3], "one row per text"), (ROWS[0], "one row per text"), (ROWS * np.nan, "finite")],
@@ -76,10 +71,6 @@ class TestSimilarChunks:
         source = SimilarChunks(TEXTS, [*ROWS[:3], [0, 0]])
         assert source.of("south") == ()
         assert source.of("north") == ("north east", "east")
-
-    def test_one_string_is_no_corpus(self):
-        with pytest.raises(TypeError, match="list of strings"):
-            SimilarChunks("north", ROWS)
 
 
 class TestPrecedingChunks:
@@ -109,17 +100,6 @@ class TestCoRetrieved:
         assert (log.of("a"), log.of("c")) == (("b",), ())
         log.settle()
         assert (log.of("a"), log.of("c")) == (("c", "b"), ("a",))
-
-    def test_counts_from_many_threads_add_up(self):
-        log = CoRetrieved()
-        both = [["a", "b"], ["a", "c"], ["a", "b"]]
-        threads = [threading.Thread(target=lambda: [log.observe(t) for t in both * 50]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert log.of("a") == ("b", "c")
-        assert log._counts["a"] == {"b": 400, "c": 200}
 
 
 def letters(text):
