@@ -271,6 +271,9 @@ class RagCache:
         with observed:
             stop = stop_strings(stop)
             request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
+            if not self._template_noted and self.components.parser.lacks_template(prompt):
+                self._template_noted = True
+                request = request.with_note(NO_TEMPLATE)
             options = generator.options(options, len(request.token_ids), stop)
             raise_if_cancelled()
             check_deadline(deadline)
@@ -364,9 +367,6 @@ class RagCache:
         parsed = parts.parser.parse(prompt, namespace, tools)
         request = parts.planner.prepare(parsed, chosen.policy, epoch)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
-        if not self._template_noted and parts.parser.lacks_template(prompt):
-            self._template_noted = True
-            notes = (*notes, NO_TEMPLATE)
         return replace(request, label=chosen.label, notes=notes, fallback=fallback)
 
     def plan(self, request: PromptRequest) -> LinkPlan:

@@ -73,7 +73,7 @@ def test_refused_with_a_reason(name, reason, tmp_path):
 def test_a_rotation_that_does_nothing_is_caught_by_both(name, monkeypatch):
     model, oracle = build(FAMILIES[name]), build(FAMILIES[name], oracle=True)
     rope = describe_rope(model)
-    monkeypatch.setattr(Rope, "place", lambda self, layer, keys, values, angles: (keys, values))
+    monkeypatch.setattr(Rope, "rotations", lambda self, layer, turns: (None, None))
     with pytest.raises(ModelNotSupported, match="layer 0"):
         admit(model, rope)
     assert _wrong(model, oracle, monkeypatch)
@@ -147,6 +147,6 @@ def test_half_precision_routing_is_no_error_but_a_missing_rotation_is(name, monk
     model = build(FAMILIES[name]).to(torch.bfloat16)
     rope = describe_rope(model)
     assert admit(model, rope).link_diff < 6e-2
-    monkeypatch.setattr(Rope, "place", lambda self, layer, keys, values, angles: (keys, values))
+    monkeypatch.setattr(Rope, "rotations", lambda self, layer, turns: (None, None))
     with pytest.raises(ModelNotSupported, match="layer 0"):
         admit(model, rope)
