@@ -15,6 +15,8 @@ from transformers import LogitsProcessor
 from ragcachekit import Answer, ToolCall, ToolCallReader
 from ragcachekit.server.errors import stopping
 
+CACHE_HEADER = "x-ragcachekit-cache"
+
 
 class Logprobs(LogitsProcessor):  # type: ignore[misc]
     """Records distributions as the model gives them, before temperature and the cuts of sampling.
@@ -197,6 +199,15 @@ def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
             "queue_ms": first.queue_ms,
         },
     }
+
+
+def cache_header(prompts: Sequence[Sequence[Answer]]) -> dict[str, str]:
+    """What the first prompt reused, or why nothing, as a response header."""
+    link = prompts[0][0].report.link
+    if link.reused_tokens:
+        return {CACHE_HEADER: f"hit; tokens={link.reused_tokens}"}
+    reason = link.miss_reason.replace('"', "'").encode("ascii", "replace").decode()
+    return {CACHE_HEADER: f'miss; reason="{" ".join(reason.split())}"'}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ragcachekit.engine.asyncio_api import AsyncAnswerStream
-from ragcachekit.server.answers import usage_of
+from ragcachekit.server.answers import cache_header, usage_of
 from ragcachekit.server.completions import CompletionJob, Services, context_name
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.limits import Grant
@@ -70,7 +70,8 @@ async def _complete(services: Services, request: Request, kind: type[Completion]
             return Response(status_code=CLIENT_GONE)
         choices = [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)]
         grant.used(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
-        return JSONResponse(job.form.whole(choices, usage_of(job.by_prompt(answers))))
+        prompts = job.by_prompt(answers)
+        return JSONResponse(job.form.whole(choices, usage_of(prompts)), headers=cache_header(prompts))
 
 
 class EventStream(StreamingResponse):
