@@ -6,12 +6,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from threading import Event, Lock
 from typing import Any, Generic, Protocol, TypeVar
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.errors import Cancelled
-from ragcachekit.threads import DaemonPool
+from ragcachekit.errors import Cancelled, Closed
+from ragcachekit.threads import DaemonPool, refuse_after_fork
 from ragcachekit.threads import Job as PoolJob
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ class BackgroundWorker:
     def close(self) -> None:
         """Cancel running jobs before their next layer, drop the rest; waits as :meth:`DaemonPool.close`."""
         self._pool.close()
-        for queue in self._queues:
-            queue.clear()
+        with suppress(Closed):  # in a forked child
+            for queue in self._queues:
+                queue.clear()
 
 
 class JobQueue(Generic[Job]):
@@ -62,6 +64,7 @@ class JobQueue(Generic[Job]):
         self._lock = Lock()
         self._jobs: deque[Job] = deque()
         self._running = False
+        refuse_after_fork(self)
 
     @property
     def waiting(self) -> int:

@@ -22,7 +22,9 @@ from ragcachekit import DocumentIndex
 from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
 
 RULES = KeyRules(
-    libraries=frozenset({"llama_index", "llama_index_ragcachekit"}),
+    libraries=frozenset(
+        {"llama_index", "llama_index_ragcachekit", "fsspec"}
+    ),  # storage contexts hold a filesystem
     indexes=(
         *(BaseIndex, BasePydanticVectorStore, BaseDocumentStore),
         *(BaseKVStore, BaseIndexStore, PropertyGraphStore),

@@ -98,10 +98,13 @@ def run(
     ways, maker = _ways(settings, model, tokenizer), PromptMaker(tokenizer, settings.prompt)
     prompts, limit = [maker.prompt(question) for question in sample.questions], settings.max_new_tokens
     context = model.config.get_text_config().max_position_embeddings
-    if (longest := max(len(prompt.token_ids) for prompt in prompts)) + limit > context:
+    longest, question = max(
+        (len(p.token_ids), q.question) for p, q in zip(prompts, sample.questions, strict=True)
+    )
+    if longest + limit > context:
         raise PromptTooLong(
-            f"a prompt has {longest} tokens; with {limit} for the answer that is more than the model's "
-            f"context ({context})"
+            f"the prompt of {question!r} has {longest} tokens; with {limit} for the answer that is more than "
+            f"the model's context ({context})"
         )
     header = {
         "model": fingerprint(model, tokenizer, cache=settings.folder / "digests.json").digest,
