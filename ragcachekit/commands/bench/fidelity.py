@@ -98,12 +98,12 @@ def run(
     ways, maker = _ways(settings, model, tokenizer), PromptMaker(tokenizer, settings.prompt)
     prompts, limit = [maker.prompt(question) for question in sample.questions], settings.max_new_tokens
     context = model.config.get_text_config().max_position_embeddings
-    longest, question = max(
+    longest, asked = max(
         (len(p.token_ids), q.question) for p, q in zip(prompts, sample.questions, strict=True)
     )
     if longest + limit > context:
         raise PromptTooLong(
-            f"the prompt of {question!r} has {longest} tokens; with {limit} for the answer that is more than "
+            f"the prompt of {asked!r} has {longest} tokens; with {limit} for the answer that is more than "
             f"the model's context ({context})"
         )
     header = {
