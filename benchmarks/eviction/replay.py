@@ -165,7 +165,7 @@ class _Cache:
             if self._admit(entry, missed):
                 held.append(entry)
             elif self._tree:
-                break  # what stands behind it would be of no use
+                break  # its descendants would never match
         for entry in held:
             self._ranking.release(entry)
 

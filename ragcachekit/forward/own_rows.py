@@ -22,7 +22,7 @@ from ragcachekit.prefix_tree.conversations import Turn
 from ragcachekit.types import ENCODING_PREFIX, whole_id
 from ragcachekit_kernels.dispatch import AttentionOptions
 
-MOST_HELD = 1 << 30
+MAX_HELD_BYTES = 1 << 30
 """Maximal bytes of queries and keys held for a request, or a batch; beyond it, chunks are encoded anew.
 
 A batch sums what exceeds it at once instead, while the other requests wait.
@@ -128,7 +128,7 @@ class _PrefillSums(ContextSums):
         self.nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
         self.held.append((*held, options))
         self.layers += 1
-        if self.nbytes > MOST_HELD:
+        if self.nbytes > MAX_HELD_BYTES:
             self.held.clear()
             self.layers = 0
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from ragcachekit.forward.batch import RequestKV, decode
-from ragcachekit.forward.own_rows import MOST_HELD, OwnRows
+from ragcachekit.forward.own_rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.batch_check import why_not_together
 from ragcachekit.generate.hooks import FirstScores, StopStrings
 from ragcachekit.generate.options import effective, end_tokens, uses_beams
@@ -254,7 +254,7 @@ class BatchDecoder:
         if not decoding.finished:
             decoding.hold_kv()
             self._active.append(decoding)
-            if decoding.own and sum(one.own.nbytes for one in self._active if one.own) > MOST_HELD:
+            if decoding.own and sum(one.own.nbytes for one in self._active if one.own) > MAX_HELD_BYTES:
                 decoding.own.settle()
         return decoding
 

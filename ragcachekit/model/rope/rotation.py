@@ -19,9 +19,9 @@ from ragcachekit_kernels.dispatch import Rotation, rotate
 Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Per rotary table cos and sin ``[positions, pairs]``; all of them again backwards if a layer needs it."""
 
-LEAST_TABLE = 2048  # positions of the first table
+MIN_TABLE = 2048  # positions of the first table
 
-MOST_TABLES = 4  # tables that are kept; models with frequencies per length would fill memory
+MAX_TABLES = 4  # tables that are kept; models with frequencies per length would fill memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +200,7 @@ class TurnTables:
             if turns is None or any(cos.shape[0] < length for cos, _ in turns):
                 turns = self._make(device, self._size(length, regime))
             self._kept[device, regime] = turns
-            while len(self._kept) > MOST_TABLES:
+            while len(self._kept) > MAX_TABLES:
                 self._kept.popitem(last=False)
         return turns
 
@@ -210,7 +210,7 @@ class TurnTables:
 
     def _size(self, length: int, regime: str) -> int:
         """More positions than needed, where the frequencies are still the same."""
-        more = max(LEAST_TABLE, 1 << (length - 1).bit_length())
+        more = max(MIN_TABLE, 1 << (length - 1).bit_length())
         more = min(more, self._rope.context) if length <= self._rope.context else more
         return more if self._regime(more) == regime else length
 

@@ -338,7 +338,7 @@ def test_answered_requests_are_captured(name, most_held, monkeypatch):
 
     Also where what is held to be summed exceeds its limit, and is summed at once.
     """
-    monkeypatch.setattr("ragcachekit.generate.batch.MOST_HELD", most_held)
+    monkeypatch.setattr("ragcachekit.generate.batch.MAX_HELD_BYTES", most_held)
     prompt = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, 4)])
     again = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(8, 19)])
     with rag_for(name, policy="prefix", encoder="system", tree=TreeConfig()) as rag:
