@@ -37,14 +37,29 @@ def noted_order(
 ) -> NotedOrder[Document] | None:
     """The order of an embedded store's documents, or of one in memory; None where they cannot be listed."""
     if isinstance(store, RagCacheVectorStore):
-        return NotedOrder.of_index(engine, namespace, text_of, note_order, store.index, as_document)
+        index = store.index
+        return NotedOrder(
+            engine,
+            namespace,
+            text_of,
+            note_order,
+            version=lambda: index.version,
+            revisions=index.revisions,
+            get=lambda ids: {found.id: as_document(found) for found in index.get(ids)},
+        )
     held = store.store if isinstance(store, InMemoryVectorStore) else None
     if held is None:  # FAISS of langchain-community
         held = getattr(getattr(store, "docstore", None), "_dict", None)
     if not isinstance(held, dict):
         return None
-    return NotedOrder.of_mapping(
-        engine, namespace, text_of, note_order, lambda: held, _as_document, lambda: version(store)
+    return NotedOrder(
+        engine,
+        namespace,
+        text_of,
+        note_order,
+        version=lambda: version(store),
+        revisions=lambda: {one: text_of(_as_document(document)) for one, document in list(held.items())},
+        get=lambda ids: {one: _as_document(held[one]) for one in ids if one in held},
     )
 
 

@@ -32,12 +32,26 @@ def noted_order(
 ) -> NotedOrder[BaseNode] | None:
     """The order of the nodes that a retriever searches; None where they cannot be listed."""
     if (index := own_index_of(retriever)) is not None:
-        return NotedOrder.of_index(engine, namespace, text_of, note_order, index, as_node)
+        return NotedOrder(
+            engine,
+            namespace,
+            text_of,
+            note_order,
+            version=lambda: index.version,
+            revisions=index.revisions,
+            get=lambda ids: {found.id: as_node(found) for found in index.get(ids)},
+        )
     docstore: Any = getattr(getattr(retriever, "_index", None), "docstore", None)
     if not isinstance(getattr(docstore, "docs", None), dict):
         return None
-    return NotedOrder.of_mapping(
-        engine, namespace, text_of, note_order, lambda: docstore.docs, lambda n: n, lambda: version(docstore)
+    return NotedOrder(
+        engine,
+        namespace,
+        text_of,
+        note_order,
+        version=lambda: version(docstore),
+        revisions=lambda: {one: text_of(node) for one, node in list(docstore.docs.items())},
+        get=lambda ids: {one: docstore.docs[one] for one in ids if one in docstore.docs},
     )
 
 

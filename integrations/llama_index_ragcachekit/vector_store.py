@@ -35,7 +35,7 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
     Parameters
     ----------
     index : str
-        ``faiss-flat``, ``faiss-ivf`` or ``faiss-hnsw`` (extra ``faiss``), ``hnswlib`` (extra ``hnswlib``),
+        ``faiss-flat`` or ``faiss-hnsw`` (extra ``faiss``), ``hnswlib`` (extra ``hnswlib``),
         or ``brute``.
     path : path, optional
         A folder, made if it does not exist. What it holds already is opened.

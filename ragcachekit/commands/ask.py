@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus, CorpusChunk
     from ragcachekit.commands.embedding import MiniLM
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.retrieval.cached_retrieval import Retrieved
+    from ragcachekit.retrieval.cached_retrieval import ResultId, Retrieved
     from ragcachekit.retrieval.index import VectorIndex
-    from ragcachekit.retrieval.proximity import ResultId
 
 CAPACITY = 1000
 """Entries of the query cache."""
@@ -196,11 +195,11 @@ def _stored_index(path: Path) -> tuple[VectorIndex, frozenset[str]]:
     from ragcachekit.commands.embedding import DIM
     from ragcachekit.errors import RetrievalError
     from ragcachekit.retrieval.index import load_index, open_index
-    from ragcachekit.retrieval.index_files import read_index
 
     if path.exists():
         try:
-            return load_index(path), frozenset(str(id) for _, id in read_index(path)[0].ids)
+            index = load_index(path)
+            return index, frozenset(map(str, index.ids))
         except RetrievalError as error:
             note(f"the stored index is rebuilt: {error}")
     return open_index("faiss-flat", DIM), frozenset()
