@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
+from starlette.types import Message, Scope
 from transformers import AutoTokenizer
 
+from ragcachekit.cluster import KEY, shared_tier
 from ragcachekit.cluster.ingress import ChunkReader, Ingress
-from ragcachekit.cluster.replica import Opened, Replica
-from ragcachekit.cluster.shared_tier import KEY, shared_tier
+from ragcachekit.cluster.router import routing_stats
 from ragcachekit.config import StoreConfig
+from ragcachekit.engine.asyncio_api import to_thread
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server.contexts import NAME
 from ragcachekit.server.keys import ApiKeys, Tenant
+
+_MAX_CONTEXTS = 4096  # names that a replica remembers
 
 
 class AppSettings(BaseModel):
@@ -94,7 +103,7 @@ def build_app(settings: AppSettings | dict[str, Any]) -> serve.Application:
     return ingress.bind(engines, partial(open_reader, settings), ServerConfig().max_body_bytes, has_contexts)
 
 
-def open_replica(settings: AppSettings) -> Opened:
+def open_replica(settings: AppSettings) -> tuple[RagCache, FastAPI]:
     """An engine and the server's application around it."""
     host = int(settings.host_gb * 1e9)
     store = StoreConfig(host_bytes=host)
@@ -115,10 +124,65 @@ def open_replica(settings: AppSettings) -> Opened:
 
 def open_reader(settings: AppSettings) -> tuple[ChunkReader, ApiKeys]:
     """The reader of requests' chunks, with the model's tokenizer alone, and the API keys."""
-    keys = ApiKeys(settings.keys, Tenant("open", settings.namespace))
-
-    def namespace(headers: Mapping[str, str], fields: Mapping[str, Any]) -> str:
-        return keys.tenant(headers).partition(fields.get("cache_salt"), fields.get("prompt_cache_key"))
-
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
-    return ChunkReader(tokenizer, namespace), keys
+    return ChunkReader(tokenizer), ApiKeys(settings.keys, Tenant("open", settings.namespace))
+
+
+class Replica:
+    """One engine and the server's application around it.
+
+    ``open`` is called once, in the replica's process.
+    """
+
+    async def __init__(self, open: Callable[[], tuple[RagCache, FastAPI]]) -> None:  # type: ignore[misc]
+        self._rag, self._app = await to_thread(open)
+        self._names, self._answered = deque[str](maxlen=_MAX_CONTEXTS), 0
+        self._life = self._app.router.lifespan_context(self._app)
+        await self._life.__aenter__()  # the process ends with it
+
+    async def answer(self, scope: Scope, body: bytes, chunks: Mapping[str, int]) -> AsyncIterator[Message]:
+        """Run one HTTP request through the application; yields its ASGI messages.
+
+        Closing it early, as when the client goes away, disconnects the request.
+        """
+        self._answered += 1
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        bodies = iter([body])
+
+        async def receive() -> Message:
+            for content in bodies:
+                return {"type": "http.request", "body": content, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            try:
+                await self._app({**scope, "app": self._app}, receive, sent.put)
+            finally:
+                sent.put_nowait(None)
+
+        task = asyncio.ensure_future(run())
+        try:
+            while (message := await sent.get()) is not None:
+                if 200 <= message.get("status", 0) < 300:
+                    self._names += filter(NAME.fullmatch, chunks)  # the engine has only their chunks
+                yield message
+            await task
+        finally:
+            gone.set()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the replica holds, for the router, and how many requests it has had; Serve calls this."""
+        held = routing_stats([*self._rag.chunks_in_memory(), *{*self._names}])
+        return {**held, "answered": self._answered}
+
+    def __del__(self) -> None:
+        """Write what is to be kept, and close the engine; Serve calls this after the last answer."""
+        if (rag := self.__dict__.pop("_rag", None)) is not None:
+            rag.flush()
+            rag.close()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal as size
 
-from ragcachekit.cluster.shared_tier import KEY, shared_tier
+from ragcachekit.cluster import KEY, shared_tier
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import corpus_index
 from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show
@@ -285,7 +285,6 @@ class PrecomputeRun:
             list(dict(zip(ids, self._corpus.texts, strict=True)).items()),
             stored=set(ids) - todo,
             actors=settings.actors,
-            checkpoint=settings.lists / "ray" / self._scope.name.removesuffix(".json"),
             progress=progress,
         )
 
