@@ -12,7 +12,7 @@ from ragcachekit.commands.workspace import CacheFolder, check_dtype, explained, 
 if TYPE_CHECKING:
     from ragcachekit.config import StoreConfig
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.plan.neighbours import Neighbours
+    from ragcachekit.plan.companions import Neighbours
     from ragcachekit.plan.planner import Planner
     from ragcachekit.prompt.parser import PromptParser
     from ragcachekit.store.base import KVStore
@@ -129,7 +129,7 @@ class OwnFiles:
 
     def _neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
         """For ``similar:n``: the preceding chunks of the file."""
-        from ragcachekit.plan.neighbours import PrecedingChunks
+        from ragcachekit.plan.companions import PrecedingChunks
 
         if not (self.chunk_encoder or self._policy_encoder or "").startswith("similar"):
             return None

@@ -21,7 +21,7 @@ from ragcachekit.commands.reading_prompt import (
 )
 from ragcachekit.commands.workspace import CacheFolder, check_dtype, load_tokenizer
 from ragcachekit.errors import CorpusError, RagCacheError
-from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
 from ragcachekit.prompt.tokenizer import PromptTokenizer
 from ragcachekit.quality.check import probes
 
