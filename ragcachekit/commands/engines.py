@@ -11,8 +11,8 @@ from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.linked_prompt import LinkedPrompt
+from ragcachekit.plan.companions import Neighbours, PrecedingChunks
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
-from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport

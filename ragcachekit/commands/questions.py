@@ -16,7 +16,7 @@ from typing import Any
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, documents, read_corpus
 from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.errors import CorpusError, RagCacheError
-from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
 from ragcachekit.prompt.tokenizer import PromptTokenizer
 from ragcachekit.quality.check import probes
 

@@ -16,7 +16,7 @@ from ragcachekit.errors import RagCacheError
 if TYPE_CHECKING:
     from ragcachekit.config import StoreConfig
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.plan.neighbours import Neighbours
+    from ragcachekit.plan.companions import Neighbours
     from ragcachekit.store.base import KVStore
 
 DEFAULT_POLICY = "impact:0.1"
@@ -164,7 +164,7 @@ class OwnFiles:
 
     def neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
         """For ``similar:n``: the preceding chunks of the file."""
-        from ragcachekit.plan.neighbours import PrecedingChunks
+        from ragcachekit.plan.companions import PrecedingChunks
 
         if not self.chunk_encoder.startswith("similar"):
             return None
