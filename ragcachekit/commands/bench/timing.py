@@ -25,7 +25,7 @@ from ragcachekit.commands.bench.shapes import describe, dtype_named, random_mode
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.forward.agreement import tolerance_for
+from ragcachekit.forward.check import tolerance_for
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore, Tier
