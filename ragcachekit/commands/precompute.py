@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal as size
 
-from ragcachekit.cluster import KEY, shared_tier
+from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import corpus_index
 from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show

@@ -8,7 +8,7 @@ import pytest
 
 from cluster_kit import SYSTEM
 from ragcachekit import RagCache
-from ragcachekit.cluster.ingress import ChunkReader, Ingress
+from ragcachekit.cluster.app import ChunkReader, Ingress
 from ragcachekit.server.keys import ApiKeys, Tenant
 from speaking import byte_level, speaker
 

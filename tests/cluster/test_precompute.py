@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster_kit import SYSTEM, begun, corpus, job, stored
-from ragcachekit.cluster import shared_tier
 from ragcachekit.cluster.precompute import EncodingActor, encode_chunks
+from ragcachekit.cluster.shared_tier import shared_tier
 from ragcachekit.cluster.slices import Slices
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
