@@ -18,6 +18,7 @@ from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.plan.prefetch_keys import is_chunk_id
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.prompt.registry import forms
@@ -70,9 +71,11 @@ class Chunks:
 
         self._unless_forgotten(note, texts, namespace, since)
 
-    def prefetch(self, chunks: Iterable[str], namespace: str, system: str | None) -> None:
+    def prefetch(
+        self, chunks: Iterable[str], namespace: str, system: str | None, policy: SelectionPolicy
+    ) -> None:
         """Begin to load chunks from slow tiers, in the background."""
-        since, policy = self._parts.forgets.now(), self._parts.choose_policy(None, namespace).policy
+        since = self._parts.forgets.now()
         chunks = strings(chunks, "chunks")
         texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
         self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
