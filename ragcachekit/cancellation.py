@@ -51,7 +51,8 @@ class CancelScope:
         self._event, self._deadline = event, deadline
         self._cancelled = False  # not an Event: a signal handler may run while its lock is held
         self._outer = current_scope()
-        self.pause = pause or (self._outer.pause if self._outer is not None else None)
+        inherited = self._outer.pause if self._outer is not None else None
+        self.pause: Callable[[], object] | None = pause or inherited
 
     @property
     def requested(self) -> bool:
