@@ -12,9 +12,8 @@ from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import GenerateCall
-from ragcachekit.forward.own_rows import captured, turn_of, with_answer
-from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated
+from ragcachekit.forward.rows import captured, turn_of, with_answer
+from ragcachekit.generate.run import FirstScores, Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer, GenerateReport
@@ -184,11 +183,11 @@ class AfterAnswer:
 
     def _keep_own(self, generated: Generated) -> None:
         if self._own(generated) and generated.own is not None:
-            entries = generated.own.entries(generated.cache, self._parts.generator.rope)
+            entries = generated.own.entries(generated.cache, self._parts.rope)
             self._parts.background_encoder.keep(entries)
 
     def _keep_in_tree(self, generated: Generated) -> None:
-        plan, rope, tree = generated.plan, self._parts.generator.rope, self._parts.tree
+        plan, rope, tree = generated.plan, self._parts.rope, self._parts.tree
         match = with_answer(plan, generated.token_ids, rope)
         if tree is None or plan.prefix_match is None or match is None:
             return

@@ -22,8 +22,7 @@ from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.generate.generator import Generator
+from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -32,8 +31,8 @@ from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.companions import Neighbours, by_namespace
 from ragcachekit.plan.encodings import IN_PROMPT
-from ragcachekit.plan.neighbours import Neighbours, by_namespace
 from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
@@ -169,11 +168,11 @@ class EngineComponents:
         if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
             self.planner.variants.averages.recall(self.store.keys())
         free = isinstance(self.policy, Auto) and settings.encoder is None
-        if not encodings.neighbours and not free and self.planner.neighbours:
+        if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         self.background, self.active = BackgroundWorker(), ActiveRequests()
         opened.callback(self.background.close)
-        encoder = ChunkEncoder(model, rope, ObservedCache)
+        encoder = ChunkEncoder(model, rope, observed_cache)
         backoff = partial(Backoff, self.active)
 
         def encoder_over(
@@ -188,7 +187,7 @@ class EngineComponents:
 
         stored = self.planner.note_stored
         self.background_encoder = encoder_over(self.store, stored, self.forgets, self.background)
-        self.generator = Generator(model, rope, self.parser, rope.context)
+        self.model, self.rope = model, rope
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):
             shadow = ShadowConfig(shadow or 0.0)

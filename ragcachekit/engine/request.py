@@ -17,7 +17,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_deadline, check_number
 from ragcachekit.errors import Cancelled, EngineError
-from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
+from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
 from ragcachekit.observers import ObservedRequest, attempt
 from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.reports import Answer

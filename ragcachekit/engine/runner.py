@@ -15,10 +15,10 @@ from ragcachekit.config import QueueConfig
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import Request
-from ragcachekit.forward.own_rows import own_entries
+from ragcachekit.forward.prefill import Replan
+from ragcachekit.forward.rows import own_entries
 from ragcachekit.generate.batch import BatchDecoder, Decoding
-from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated, Replan
+from ragcachekit.generate.run import FirstScores, Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer, GenerateReport
@@ -61,7 +61,14 @@ class Runner:
     @cached_property
     def decoder(self) -> BatchDecoder:
         """The batch, opened with the first request."""
-        return self._parts.generator.batch_decoder(self._config)
+        parts, config = self._parts, self._config
+        return BatchDecoder(
+            parts.model,
+            parts.rope,
+            decode=parts.parser.decode,
+            max_batch=config.max_batch,
+            max_bytes=config.batch_bytes,
+        )
 
     # -- requests that wait ------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class Runner:
         run, call = self.runs.pop(request), request.call
         generated = run.decoding.generated() if run.decoding is not None else run.alone
         assert generated is not None, "begun"
-        answer = self._parts.generator.answer(generated, run.begun, call.options, call.stop)
+        answer = answer_of(generated, run.begun, call.stop, call.options, self._parts.parser.decode)
         self._after_answer.submit(generated, answer, call, run.first, run.kept)
         queued, report = (run.begun - call.submitted_at) * 1e3, answer.report
         report = replace(
