@@ -12,17 +12,19 @@ from importlib import import_module
 from math import inf
 from threading import Event
 from traceback import clear_frames
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_deadline, check_number
 from ragcachekit.errors import Cancelled, EngineError
-from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
 from ragcachekit.observers import ObservedRequest, attempt
-from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.reports.base import text_html
 from ragcachekit.threads import Condition
+
+if TYPE_CHECKING:  # importing this file, as astream does, should not import torch
+    from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
+    from ragcachekit.plan.request import Estimator, PromptRequest
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
