@@ -202,10 +202,8 @@ def misfit(key: KVKey, kv: Described, tokens: int, layout: KVLayout | None) -> s
         return f"its keys are turned for position {kv.start}, under the encoding {key.encoding}"
     if kv.tokens != tokens:
         return f"it has {kv.tokens} tokens, the chunk {tokens}"
-    for name, size in (
-        *((n, tokens) for n in PER_TOKEN),
-        *((n, len(key.context)) for n in ("inter", "behind")),
-    ):
+    sizes = {**dict.fromkeys(PER_TOKEN, tokens), **dict.fromkeys(("inter", "behind"), len(key.context))}
+    for name, size in sizes.items():
         if name in kv.sums and kv.sums[name].shape[-1:] != (size,):
             return f"its {name} has the shape {list(kv.sums[name].shape)}, not {size} at the end"
     return layout.misfit(kv, tokens) if layout is not None else None
