@@ -1,7 +1,8 @@
-"""What a LlamaIndex retriever searches, and what its results depend on."""
+"""What a LlamaIndex retriever searches, what its results depend on, and which chunks follow each other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -11,7 +12,7 @@ from llama_index.core.callbacks.base_handler import BaseCallbackHandler
 from llama_index.core.graph_stores.types import PropertyGraphStore
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.retrievers import BaseRetriever, VectorIndexRetriever
-from llama_index.core.schema import NodeWithScore
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.storage.index_store.types import BaseIndexStore
 from llama_index.core.storage.kvstore.types import BaseKVStore
@@ -19,7 +20,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node, as_predicate, similarity
 from ragcachekit import DocumentIndex
-from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
+from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch, Place
 
 RULES = KeyRules(
     libraries=frozenset(
@@ -34,6 +35,20 @@ RULES = KeyRules(
     models=(BaseEmbedding, BaseLLM),
     ignored=(CallbackManager, BaseCallbackHandler),
 )
+
+
+def place_of(item: NodeWithScore | BaseNode) -> Place:
+    """Where a node's bare text belongs, as it is registered with the engine."""
+    node = item.node if isinstance(item, NodeWithScore) else item
+    text = node.get_content(metadata_mode=MetadataMode.NONE)
+    return Place(node.ref_doc_id, text, getattr(node, "start_char_idx", None))
+
+
+def nodes_of(retriever: Any) -> tuple[Any, Callable[[], Mapping[str, Any]] | None]:
+    """The document store of a retriever, and what lists its nodes by id, if that is possible."""
+    docstore: Any = getattr(getattr(retriever, "_index", None), "docstore", None)
+    listed = isinstance(getattr(docstore, "docs", None), dict)
+    return docstore, (lambda: docstore.docs) if listed else None
 
 
 def is_by_embedding(retriever: BaseRetriever, embed_model: BaseEmbedding) -> bool:

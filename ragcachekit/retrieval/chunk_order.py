@@ -1,84 +1,57 @@
-"""Which documents of an index the engine has the order of, so that each change is noted once."""
+"""The order of chunks in their documents, as metadata tells it, and which of it the engine has."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, NamedTuple
 
 from ragcachekit.retrieval.documents import DocumentIndex
 
 log = logging.getLogger(__name__)
 
-Document = TypeVar("Document")
+
+class Place(NamedTuple):
+    """A chunk's document (None: it has no order), its text, and where that starts, as far as known."""
+
+    source: str | None
+    text: str
+    start: int | None = None
 
 
-class NotedOrder(Generic[Document]):
+def note_order(engine: Any, namespace: str, chunks: Iterable[Place]) -> None:
+    """Give the engine the order of each document's chunks: by their starts, or as given if one is unknown."""
+    groups: dict[str, list[Place]] = {}
+    for chunk in chunks:
+        if chunk.source is not None:
+            groups.setdefault(chunk.source, []).append(chunk)
+    for source, found in groups.items():
+        known = [chunk.start for chunk in found if chunk.start is not None]
+        starts = known if len(known) == len(found) else None
+        engine.order(source, [chunk.text for chunk in found], starts=starts, namespace=namespace)
+
+
+class NotedOrder:
     """What of an index was given to an engine in one namespace. Thread safe.
 
-    ``version`` changes with the index, ``ids`` lists its documents, ``get`` reads those of these ids,
-    ``text`` is the text of one, and ``note`` gives the order of documents to the engine. With
-    ``may_replace``, a text may change under its id without a call of :meth:`forget`.
+    ``held`` is an index of one's own, or lists the documents of another store by id. ``place`` gives that of
+    what it holds, and ``version`` changes with it.
     """
 
     def __init__(
         self,
         engine: Any,
         namespace: str,
-        text: Callable[[Document], str],
-        note: Callable[[Any, str, Iterable[Document]], None],
-        *,
+        held: DocumentIndex | Callable[[], Mapping[Any, Any]],
+        place: Callable[[Any], Place],
         version: Callable[[], Hashable],
-        ids: Callable[[], Iterable[Hashable]],
-        get: Callable[[Sequence[Any]], Iterable[tuple[Hashable, Document]]],
-        may_replace: bool = False,
     ) -> None:
         self._engine, self._namespace = engine, namespace
-        self._version_of, self._ids, self._get, self._text, self._note = version, ids, get, text, note
-        self._may_replace = may_replace
+        self._held, self._place, self._version_of = held, place, version
         self._lock = threading.Lock()
         self._version: Hashable = object()
         self._texts: dict[Hashable, str] = {}
-
-    @classmethod
-    def of_index(
-        cls,
-        engine: Any,
-        namespace: str,
-        text: Callable[[Document], str],
-        note: Callable[[Any, str, Iterable[Document]], None],
-        index: DocumentIndex,
-        convert: Callable[[Any], Document],
-    ) -> Self:
-        """That of an index of one's own; ``convert`` makes a document of one of its records."""
-
-        def get(ids: Sequence[Any]) -> list[tuple[Hashable, Document]]:
-            return [(one.id, convert(one)) for one in index.get(ids)]
-
-        return cls(
-            engine, namespace, text, note, version=lambda: index.version, ids=lambda: index.ids, get=get
-        )
-
-    @classmethod
-    def of_mapping(
-        cls,
-        engine: Any,
-        namespace: str,
-        text: Callable[[Document], str],
-        note: Callable[[Any, str, Iterable[Document]], None],
-        held: Callable[[], Mapping[Any, Any]],
-        convert: Callable[[Any], Document],
-        version: Callable[[], Hashable],
-    ) -> Self:
-        """That of a store which holds its documents by id."""
-
-        def get(ids: Sequence[Any]) -> list[tuple[Hashable, Document]]:
-            documents = held()
-            return [(one, convert(documents[one])) for one in ids if one in documents]
-
-        ids = lambda: list(held())  # noqa: E731
-        return cls(engine, namespace, text, note, version=version, ids=ids, get=get, may_replace=True)
 
     def update(self) -> None:
         """Note what came and what went since the last call; a failing index costs the order, no answer."""
@@ -106,13 +79,20 @@ class NotedOrder(Generic[Document]):
             self._engine.drop_order(sorted(texts), namespace=self._namespace)
 
     def _follow(self) -> None:
-        present = dict.fromkeys(self._ids())
+        held = self._held
+        present = dict.fromkeys(held.ids if isinstance(held, DocumentIndex) else list(held()))
         gone = [one for one in self._texts if one not in present]
-        if self._may_replace:
-            read = {one: self._text(document) for one, document in self._get(list(self._texts))}
+        if not isinstance(held, DocumentIndex):  # there a text may change under its id
+            read = {one: place.text for one, place in self._places(list(self._texts))}
             gone += [one for one, text in self._texts.items() if one in present and read.get(one) != text]
         self._drop(gone)
-        new = [one for one in present if one not in self._texts]
-        found = list(self._get(new))
-        self._note(self._engine, self._namespace, [document for _, document in found])
-        self._texts |= {one: self._text(document) for one, document in found}
+        found = self._places([one for one in present if one not in self._texts])
+        note_order(self._engine, self._namespace, [place for _, place in found])
+        self._texts |= {one: place.text for one, place in found}
+
+    def _places(self, ids: Sequence[Any]) -> list[tuple[Hashable, Place]]:
+        held = self._held
+        if isinstance(held, DocumentIndex):
+            return [(one.id, self._place(one)) for one in held.get(ids)]
+        documents = held()
+        return [(one, self._place(documents[one])) for one in ids if one in documents]

@@ -10,10 +10,9 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,7 +21,7 @@ import numpy as np
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved
 from ragcachekit.retrieval.candidates import Candidate, OwnSearch, from_json, to_json
-from ragcachekit.retrieval.chunk_order import NotedOrder
+from ragcachekit.retrieval.chunk_order import NotedOrder, Place
 from ragcachekit.retrieval.document_storage import IndexChange
 from ragcachekit.retrieval.documents import DocumentIndex
 from ragcachekit.retrieval.near_misses import Guard
@@ -34,9 +33,9 @@ __all__ = [
     "Answer",
     "Call",
     "KeyRules",
-    "NotedOrder",
     "OwnSearch",
     "Partition",
+    "Place",
     "Retrieved",
     "RetrieverCache",
     "RetrieverSettings",
@@ -125,16 +124,15 @@ class Answer(NamedTuple, Generic[Document]):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    ``rules`` are those of the retriever's framework. ``text`` gives the text of a document, ``source`` the
-    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``folder`` keeps the results
-    of an index of one's own over a restart. ValueError or TypeError for bad settings.
+    ``rules`` are those of the retriever's framework, ``place`` gives the place of a document. For the rest
+    see :class:`RetrieverSettings`. ``index`` is one's own, which is followed; its folder keeps the results.
+    ValueError or TypeError for bad settings.
     """
 
     def __init__(
         self,
         rules: KeyRules,
-        text: Callable[[Document], str],
-        source: Callable[[Document], str | None],
+        place: Callable[[Document], Place],
         *,
         cache: Any = None,
         tolerance: float = 0.0,
@@ -145,21 +143,25 @@ class RetrieverCache(CachedRetrieval[Document]):
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
-        folder: Path | None = None,
+        index: DocumentIndex | None = None,
     ) -> None:
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
-        keys = ProximityCache(capacity, tolerance, metric or "cosine", eviction, ttl=ttl)
-        self._store = None if folder is None else JsonStore(folder)
+        metric = metric or ("cosine" if index is None else index.metric)
+        keys = ProximityCache(capacity, tolerance, metric, eviction, ttl=ttl)
+        path = None if index is None else index.path
+        self._store = None if path is None else JsonStore(path / "questions")
         saved = None if self._store is None else SavedEntries(self._store, to_json, from_json)
-        super().__init__(keys, _text_of(text), guard=guard, saved=saved)
+        super().__init__(keys, _text_by(place), guard=guard, saved=saved)
         self.partitioner = Partitioner(rules, partition, version)
-        self._engine, self._document_text, self._source = cache, text, source
-        self._order: NotedOrder[Any] | None = None
+        self._engine, self._place = cache, place
+        self._order: NotedOrder | None = None
         self._is_behind = False  # entries on disk that a change should have dropped
         self._followed: WeakKeyDictionary[DocumentIndex, Hashable] = WeakKeyDictionary()
         if cache is not None:
             cache.add_query_cache(self)
+        if index is not None:
+            self.follow(index)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -212,7 +214,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         def goes(found: Any) -> bool:
             document = convert(found.record, found.distance) if isinstance(found, Candidate) else found
-            if found_by(document) in named or self._document_text(document).strip() in bare:
+            if found_by(document) in named or self._place(document).text.strip() in bare:
                 return True
             return where is not None and where(document)
 
@@ -237,17 +239,23 @@ class RetrieverCache(CachedRetrieval[Document]):
         return self._followed[index]
 
     def follow_order(
-        self, namespace: str, make: Callable[[Any, str, Callable[[object], Hashable]], Any]
+        self,
+        namespace: str,
+        held: DocumentIndex | Callable[[], Mapping[Any, Any]] | None,
+        convert: Callable[[Any], Any],
+        store: object = None,
     ) -> None:
         """Give the engine the order of chunks in their documents, now and after changes of the index.
 
-        ``make`` gets the engine, the namespace and what counts the changes of a store, and returns a
-        :class:`NotedOrder`, or None where documents cannot be listed.
+        ``held`` is an index of one's own, or lists the documents of ``store`` by id; None where that is
+        impossible. ``convert`` makes a document of what it holds.
         """
-        if self._engine is not None:
-            self._order = make(self._engine, namespace, self.partitioner.changes_of)
-            if self._order is not None:
-                self._order.update()
+        if self._engine is None or held is None:
+            return
+        place, changes = self._place, self.partitioner.changes_of
+        version = (lambda: held.version) if isinstance(held, DocumentIndex) else (lambda: changes(store))
+        self._order = NotedOrder(self._engine, namespace, held, lambda one: place(convert(one)), version)
+        self._order.update()
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
@@ -296,7 +304,7 @@ class RetrieverCache(CachedRetrieval[Document]):
     ) -> Retrieved[Document]:
         """Insert what a search found, if the partition is the same after it."""
         if self.partitioner.is_unchanged(lookup.partition, call.partition()):
-            return self.insert(lookup, [(self._document_text(one), one) for one in documents])
+            return self.insert(lookup, [(self._place(one).text, one) for one in documents])
         return self.searched(lookup, documents)
 
     def _register(self, namespace: str, documents: Sequence[Document], epoch: int) -> None:
@@ -304,12 +312,12 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         A failing engine costs their reuse, not the answer.
         """
-        pairs = [(text, self._source(one)) for one in documents if (text := self._document_text(one)).strip()]
-        if self._engine is None or not pairs:
+        places = [place for place in map(self._place, documents) if place.text.strip()]
+        if self._engine is None or not places:
             return
         if self._order is not None:
             self._order.update()
-        texts, sources = [text for text, _ in pairs], [source for _, source in pairs]
+        texts, sources = [place.text for place in places], [place.source for place in places]
 
         def register() -> None:
             known = {"sources": sources} if any(sources) else {}
@@ -368,5 +376,5 @@ async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _text_of(text: Callable[[Document], str]) -> Callable[[Any], str]:
-    return lambda found: found.text if isinstance(found, Candidate) else text(found)
+def _text_by(place: Callable[[Document], Place]) -> Callable[[Any], str]:
+    return lambda found: found.text if isinstance(found, Candidate) else place(found).text

@@ -10,15 +10,16 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 
 from langchain_ragcachekit import RagCacheRetriever
-from langchain_ragcachekit.document_order import note_order
-from llama_index_ragcachekit import document_order as llama
+from langchain_ragcachekit import search as langchain
+from llama_index_ragcachekit import search as llama_index
+from ragcachekit.retrieval.chunk_order import note_order
 
 TEXT = "\n\n".join(f"{fact} That is fact {number}." for number, fact in enumerate(FACTS * 3))
 
 
-def noted(note, chunks):
+def noted(framework, chunks):
     engine = FakeEngine()
-    note(engine, "space", chunks)
+    note_order(engine, "space", map(framework.place_of, chunks))
     assert all(namespace == "space" for namespace, *_ in engine.orders)
     return {document: (texts, starts) for _, document, texts, starts in engine.orders}
 
@@ -34,7 +35,7 @@ def test_chunks_of_a_splitter_by_their_start_index():
     chunks = splitter.split_documents(pages)
     first = [chunk.page_content for chunk in chunks if chunk.metadata["source"] == "a.md"]
     assert len(first) > 5
-    orders = noted(note_order, chunks[::-1])
+    orders = noted(langchain, chunks[::-1])
     assert set(orders) == {"a.md", "b.md"}
     assert in_order(orders, "a.md") == first
 
@@ -48,7 +49,7 @@ def test_pages_follow_each_other_and_chunks_without_a_place_come_by_arrival():
         Document("y", metadata={"doc_id": 7, "start_index": 3}),
         Document("nobody's", metadata={"start_index": 3}),
     ]
-    orders = noted(note_order, two)
+    orders = noted(langchain, two)
     assert in_order(orders, "p") == ["a", "b", "c"]
     assert orders["7"] == (["x", "y"], None)
     assert len(orders) == 2
@@ -70,23 +71,12 @@ def test_a_store_in_memory_shows_its_documents():
 def test_nodes_of_a_parser_by_their_place():
     nodes = SentenceSplitter(chunk_size=40, chunk_overlap=0)([LlamaDocument(text=TEXT, id_="doc")])
     assert len(nodes) > 5
-    orders = noted(llama.note_order, nodes[::-1])
+    orders = noted(llama_index, nodes[::-1])
     assert in_order(orders, "doc") == [node.text for node in nodes]
 
 
-def linked(number, previous):
-    relationships = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="doc")}
-    if previous is not None:
-        relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id=str(previous))
-    return TextNode(text=f"text {number}", id_=str(number), relationships=relationships)
-
-
-def test_nodes_without_a_place_by_what_stands_before_them():
-    nodes = [linked(number, number - 1 if number else None) for number in range(6)]
-    shuffled = [nodes[at] for at in (3, 0, 5, 1, 4, 2)]
-    assert in_order(noted(llama.note_order, shuffled), "doc") == [node.text for node in nodes]
-    circle = [linked(0, 1), linked(1, 0)]
-    assert noted(llama.note_order, circle)["doc"][1] is None
-    alone = [linked(0, None), linked(1, None)]
-    assert noted(llama.note_order, alone)["doc"][1] is None
-    assert noted(llama.note_order, [TextNode(text="nobody's")]) == {}
+def test_nodes_without_a_place_come_by_arrival():
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="doc")}
+    nodes = [TextNode(text=f"text {number}", relationships=source) for number in range(2)]
+    assert noted(llama_index, nodes)["doc"] == (["text 0", "text 1"], None)
+    assert noted(llama_index, [TextNode(text="nobody's")]) == {}

@@ -13,6 +13,7 @@ from ragcachekit.retrieval.plumbing import (
     Call,
     KeyRules,
     Partition,
+    Place,
     RetrieverCache,
     RetrieverSettings,
     finished,
@@ -38,7 +39,7 @@ class Engine:
 
 
 def made(engine: Engine | None = None, **settings: Any) -> RetrieverCache[str]:
-    return RetrieverCache(KeyRules(), str, lambda text: None, cache=engine, **settings)
+    return RetrieverCache(KeyRules(), lambda text: Place(None, text), cache=engine, **settings)
 
 
 def call(
@@ -51,7 +52,7 @@ def call(
 
 
 def test_settings_are_the_arguments() -> None:
-    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "text", "source", "folder"}
+    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "place", "index"}
     assert set(RetrieverSettings.__annotations__) == taken | {"namespace"}
 
 
