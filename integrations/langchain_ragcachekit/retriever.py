@@ -27,14 +27,13 @@ from langchain_ragcachekit.search import (
     DEFAULT_K,
     RULES,
     Search,
-    document_held,
-    documents_of,
     found_document,
     metric_of,
-    place_of,
+    source_of,
+    text_of,
     vector_store_of,
 )
-from langchain_ragcachekit.vector_store import RagCacheVectorStore, as_document
+from langchain_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.retrieval.plumbing import (
     Call,
     Partition,
@@ -173,13 +172,9 @@ class RagCacheRetriever(BaseRetriever):
             name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
         }
         try:
-            self._retrieval = RetrieverCache(RULES, place_of, index=index, **settings)
+            self._retrieval = RetrieverCache(RULES, text_of, source_of, index=index, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
-        if index is not None:
-            self._retrieval.follow_order(self._namespace, index, as_document)
-        else:
-            self._retrieval.follow_order(self._namespace, documents_of(store), document_held, store)
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""What a LangChain retriever searches, what its results depend on, and which chunks follow each other."""
+"""What a LangChain retriever searches, and what its results depend on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from langchain_core.runnables import Runnable, RunnableConfig, RunnableWithFallb
 from langchain_core.runnables.config import patch_config
 from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.stores import BaseStore
-from langchain_core.vectorstores import InMemoryVectorStore, VectorStore, VectorStoreRetriever
+from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from langchain_ragcachekit.vector_store import RagCacheVectorStore, as_document, as_where
-from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch, Place
+from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
 
 LIBRARIES = frozenset(
     {
@@ -27,6 +27,9 @@ LIBRARIES = frozenset(
     }
 )
 """Packages whose retrievers and stores depend on their fields and on nothing else."""
+
+SOURCES = ("source", "document_id", "doc_id", "file_path", "url")
+"""Metadata keys that name a document; the first one that is there counts."""
 
 RULES = KeyRules(
     libraries=LIBRARIES,
@@ -55,12 +58,6 @@ Others add keywords to the vector, at times by a setting; they are always asked 
 DEFAULT_K = 4
 """Of LangChain's vector stores."""
 
-SOURCES = ("source", "document_id", "doc_id", "file_path", "url")
-"""Metadata keys that name a chunk's document; the first one that is there counts."""
-
-PAGE = 10_000_000
-"""Characters of a page at most: ``start_index`` counts from the beginning of its page."""
-
 
 def found_document(record: Any, _distance: float) -> Document:
     """A document that an embedded store found; LangChain's retrievers show no distance."""
@@ -75,33 +72,6 @@ def metric_of(store: VectorStore | None) -> str | None:
     named = str(space.get("hnsw:space", named)) if isinstance(space, Mapping) else named
     known = {"euclid": "l2", "l2": "l2", "inner": "ip", "ip": "ip", "cos": "cosine"}
     return next((metric for word, metric in known.items() if named.startswith(word)), None)
-
-
-def place_of(document: Document) -> Place:
-    """Where a chunk belongs, from the metadata that loaders and splitters write."""
-    found, start, page = (
-        document.metadata,
-        document.metadata.get("start_index"),
-        document.metadata.get("page", 0),
-    )
-    named = (found.get(name) for name in SOURCES)
-    source = next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)
-    if not isinstance(start, int) or start < 0 or not isinstance(page, int):
-        start = None
-    return Place(source, document.page_content, None if start is None else page * PAGE + start)
-
-
-def documents_of(store: Any) -> Callable[[], Mapping[str, Any]] | None:
-    """Lists the documents by id of a store in memory, and of langchain-community's FAISS; None of others."""
-    if isinstance(store, InMemoryVectorStore):
-        return lambda: store.store
-    held = getattr(getattr(store, "docstore", None), "_dict", None)
-    return (lambda: held) if isinstance(held, dict) else None
-
-
-def document_held(held: Any) -> Document:
-    """A document as :func:`documents_of` lists it."""
-    return held if isinstance(held, Document) else Document(held["text"], metadata=held["metadata"])
 
 
 class Search:
@@ -185,3 +155,14 @@ def _with_arguments(
     if dropped:
         raise ValueError(f"{type(retriever).__name__} takes no {', '.join(dropped)}; set it on the retriever")
     return retriever.model_copy(update=dict(overrides)), {}
+
+
+def text_of(document: Document) -> str:
+    """The text that prompts show."""
+    return document.page_content
+
+
+def source_of(document: Document) -> str | None:
+    """The document that a chunk is of, as its loader named it."""
+    named = (document.metadata.get(name) for name in SOURCES)
+    return next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)

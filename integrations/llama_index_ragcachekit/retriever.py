@@ -23,10 +23,9 @@ from llama_index_ragcachekit.search import (
     RULES,
     filters_of,
     is_by_embedding,
-    nodes_of,
     own_index_of,
     own_search,
-    place_of,
+    text_of,
 )
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
 from ragcachekit.retrieval.plumbing import (
@@ -121,16 +120,11 @@ class RagCacheRetriever(BaseRetriever):
         self._exact = settings.get("tolerance", 0) == 0
         index, given, cache = own_index_of(retriever), dict(settings), RetrieverCache
         namespace: Any = given.pop("namespace", None)
-        self._retrieval: RetrieverCache[NodeWithScore] = cache(RULES, place_of, index=index, **given)  # type: ignore[arg-type]
+        self._retrieval: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, index=index, **given)  # type: ignore[arg-type]
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
         self._namespace = self._retrieval.namespace_of(namespace)
-        if index is not None:
-            self._retrieval.follow_order(self._namespace, index, as_node)
-        else:
-            store, held = nodes_of(retriever)
-            self._retrieval.follow_order(self._namespace, held, lambda node: node, store)
 
     @classmethod
     def from_nodes(
@@ -265,6 +259,14 @@ def asked_by(bundle: QueryBundle) -> str:
 
 def _with_score(record: Any, distance: float) -> NodeWithScore:
     return NodeWithScore(node=as_node(record), score=-distance)
+
+
+def _text(item: NodeWithScore) -> str:
+    return text_of(item.node)
+
+
+def _source(item: NodeWithScore) -> str | None:
+    return item.node.ref_doc_id
 
 
 def copied(item: NodeWithScore, is_near: bool = False) -> NodeWithScore:

@@ -1,8 +1,8 @@
-"""What a LlamaIndex retriever searches, what its results depend on, and which chunks follow each other."""
+"""What a LlamaIndex retriever searches, and what its results depend on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -20,7 +20,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node, as_predicate, similarity
 from ragcachekit import DocumentIndex
-from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch, Place
+from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
 
 RULES = KeyRules(
     libraries=frozenset(
@@ -35,20 +35,6 @@ RULES = KeyRules(
     models=(BaseEmbedding, BaseLLM),
     ignored=(CallbackManager, BaseCallbackHandler),
 )
-
-
-def place_of(item: NodeWithScore | BaseNode) -> Place:
-    """Where a node's bare text belongs, as it is registered with the engine."""
-    node = item.node if isinstance(item, NodeWithScore) else item
-    text = node.get_content(metadata_mode=MetadataMode.NONE)
-    return Place(node.ref_doc_id, text, getattr(node, "start_char_idx", None))
-
-
-def nodes_of(retriever: Any) -> tuple[Any, Callable[[], Mapping[str, Any]] | None]:
-    """The document store of a retriever, and what lists its nodes by id, if that is possible."""
-    docstore: Any = getattr(getattr(retriever, "_index", None), "docstore", None)
-    listed = isinstance(getattr(docstore, "docs", None), dict)
-    return docstore, (lambda: docstore.docs) if listed else None
 
 
 def is_by_embedding(retriever: BaseRetriever, embed_model: BaseEmbedding) -> bool:
@@ -87,3 +73,15 @@ def own_search(retriever: BaseRetriever, embed_model: BaseEmbedding) -> OwnSearc
 def filters_of(retriever: Any) -> Any:
     """The filters of a vector index's retriever, as JSON."""
     return None if retriever._filters is None else retriever._filters.model_dump(mode="json")
+
+
+def texts_and_sources(found: Iterable[NodeWithScore]) -> tuple[list[str], list[str | None]]:
+    """Texts of nodes as they are registered with the engine, without empty ones, and their documents."""
+    nodes = [item.node for item in found]
+    pairs = [(text, node.ref_doc_id) for node in nodes if (text := text_of(node)).strip()]
+    return [text for text, _ in pairs], [source for _, source in pairs]
+
+
+def text_of(node: BaseNode) -> str:
+    """The bare text, as it is registered with the engine."""
+    return node.get_content(metadata_mode=MetadataMode.NONE)

@@ -15,7 +15,7 @@ from llama_index.core.tools import BaseTool
 from pydantic import Field, SkipValidation, field_validator
 
 from llama_index_ragcachekit.llm import RagCacheLLM
-from llama_index_ragcachekit.search import place_of
+from llama_index_ragcachekit.search import texts_and_sources
 from ragcachekit.frameworks import NotPickled, check_engine
 
 SEPARATOR = "\n\n"
@@ -109,9 +109,8 @@ class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        places = [place for place in map(place_of, nodes) if place.text.strip()]
-        sources = [place.source for place in places]
-        self.cache.register([place.text for place in places], namespace=self.namespace, sources=sources)
+        texts, sources = texts_and_sources(nodes)
+        self.cache.register(texts, namespace=self.namespace, sources=sources)
         return nodes
 
 

@@ -30,8 +30,8 @@ from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.companions import by_namespace
 from ragcachekit.plan.encodings import IN_PROMPT
-from ragcachekit.plan.neighbours import by_namespace
 from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
@@ -110,7 +110,7 @@ class EngineComponents:
         if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
             self.planner.variants.averages.recall(self.store.keys())
         free = isinstance(self.policy, Auto) and settings.encoder is None
-        if not encodings.neighbours and not free and self.planner.neighbours:
+        if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         self.background, self.active = BackgroundWorker(), ActiveRequests()
         opened.callback(self.background.close)

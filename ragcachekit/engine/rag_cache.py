@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Self, Unpack
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, check_number
 from ragcachekit.engine.after_answer import AfterAnswer
-from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
+from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.diagnosis import Diagnosis, diagnose
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
@@ -80,10 +80,10 @@ class RagCache:
         default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy alone.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
-        :class:`PrecedingChunks`, :class:`CoRetrieved` or your own; a mapping gives one per namespace.
+        :class:`PrecedingChunks` or your own; a mapping gives one per namespace.
     companions : {"any", "same-source"}
         Which chunks a chunk may be encoded after. "same-source": only those that are known to be of its own
-        document, by :meth:`order`, by the ``sources`` of :meth:`register` and :meth:`encode`, or through a
+        document, by the ``sources`` of :meth:`register` and :meth:`encode`, or through a
         retriever; else the text before the chunks alone. For corpora to which strangers add documents.
     store : StoreConfig or KVStore, optional
         Storage of chunk KV; default 4 GiB of host memory. A store that was passed in is not closed.
@@ -401,36 +401,6 @@ class RagCache:
         known. Returns how many can be found (very short texts are left out).
         """
         return self.chunks.register(texts, self._checked(namespace), sources)
-
-    def order(
-        self,
-        document: str,
-        texts: Sequence[str],
-        *,
-        starts: Sequence[int] | None = None,
-        namespace: str | None = None,
-    ) -> None:
-        """Note which chunks of a document follow each other, for encoders with neighbours.
-
-        Costs no model work and registers nothing. Called by retrievers that have an index of their own.
-        ``similar:n`` encodes a chunk after those before it. ``average:n`` uses the chunks around it where
-        none was registered together with it.
-
-        Parameters
-        ----------
-        document : str
-            Any name; equal names are one document.
-        starts : sequence of int, optional
-            Place of each chunk, such as its first character; else they follow what is known already.
-        """
-        self.chunks.order(document, texts, starts, self._checked(namespace))
-
-    def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
-        """Take chunks out of the order of their documents: no chunk is encoded after them any more.
-
-        Their KV, and KV that was encoded after them, stays until :meth:`forget`.
-        """
-        self.components.planner.neighbours.drop_order(self._checked(namespace), strings(texts, "texts"))
 
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None

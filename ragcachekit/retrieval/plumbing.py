@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
@@ -21,7 +21,6 @@ import numpy as np
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved
 from ragcachekit.retrieval.candidates import Candidate, OwnSearch, from_json, to_json
-from ragcachekit.retrieval.chunk_order import NotedOrder, Place
 from ragcachekit.retrieval.document_storage import IndexChange
 from ragcachekit.retrieval.documents import DocumentIndex
 from ragcachekit.retrieval.near_misses import Guard
@@ -35,7 +34,6 @@ __all__ = [
     "KeyRules",
     "OwnSearch",
     "Partition",
-    "Place",
     "Retrieved",
     "RetrieverCache",
     "RetrieverSettings",
@@ -124,15 +122,16 @@ class Answer(NamedTuple, Generic[Document]):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    ``rules`` are those of the retriever's framework, ``place`` gives the place of a document. For the rest
-    see :class:`RetrieverSettings`. ``index`` is one's own, which is followed; its folder keeps the results.
-    ValueError or TypeError for bad settings.
+    ``rules`` are those of the retriever's framework. ``text`` gives the text of a document, ``source`` the
+    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``index`` is one's own, which
+    is followed; its folder keeps the results. ValueError or TypeError for bad settings.
     """
 
     def __init__(
         self,
         rules: KeyRules,
-        place: Callable[[Document], Place],
+        text: Callable[[Document], str],
+        source: Callable[[Document], str | None],
         *,
         cache: Any = None,
         tolerance: float = 0.0,
@@ -152,10 +151,9 @@ class RetrieverCache(CachedRetrieval[Document]):
         path = None if index is None else index.path
         self._store = None if path is None else JsonStore(path / "questions")
         saved = None if self._store is None else SavedEntries(self._store, to_json, from_json)
-        super().__init__(keys, _text_by(place), guard=guard, saved=saved)
+        super().__init__(keys, _text_of(text), guard=guard, saved=saved)
         self.partitioner = Partitioner(rules, partition, version)
-        self._engine, self._place = cache, place
-        self._order: NotedOrder | None = None
+        self._engine, self._document_text, self._source = cache, text, source
         self._is_behind = False  # entries on disk that a change should have dropped
         self._followed: WeakKeyDictionary[DocumentIndex, Hashable] = WeakKeyDictionary()
         if cache is not None:
@@ -214,7 +212,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         def goes(found: Any) -> bool:
             document = convert(found.record, found.distance) if isinstance(found, Candidate) else found
-            if found_by(document) in named or self._place(document).text.strip() in bare:
+            if found_by(document) in named or self._document_text(document).strip() in bare:
                 return True
             return where is not None and where(document)
 
@@ -237,25 +235,6 @@ class RetrieverCache(CachedRetrieval[Document]):
             if self._store is not None and self._store.get(_VERSION) != index.version:
                 self._apply(IndexChange(index.version, None, None))  # changed while nobody followed it
         return self._followed[index]
-
-    def follow_order(
-        self,
-        namespace: str,
-        held: DocumentIndex | Callable[[], Mapping[Any, Any]] | None,
-        convert: Callable[[Any], Any],
-        store: object = None,
-    ) -> None:
-        """Give the engine the order of chunks in their documents, now and after changes of the index.
-
-        ``held`` is an index of one's own, or lists the documents of ``store`` by id; None where that is
-        impossible. ``convert`` makes a document of what it holds.
-        """
-        if self._engine is None or held is None:
-            return
-        place, changes = self._place, self.partitioner.changes_of
-        version = (lambda: held.version) if isinstance(held, DocumentIndex) else (lambda: changes(store))
-        self._order = NotedOrder(self._engine, namespace, held, lambda one: place(convert(one)), version)
-        self._order.update()
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
@@ -304,7 +283,7 @@ class RetrieverCache(CachedRetrieval[Document]):
     ) -> Retrieved[Document]:
         """Insert what a search found, if the partition is the same after it."""
         if self.partitioner.is_unchanged(lookup.partition, call.partition()):
-            return self.insert(lookup, [(self._place(one).text, one) for one in documents])
+            return self.insert(lookup, [(self._document_text(one), one) for one in documents])
         return self.searched(lookup, documents)
 
     def _register(self, namespace: str, documents: Sequence[Document], epoch: int) -> None:
@@ -312,12 +291,10 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         A failing engine costs their reuse, not the answer.
         """
-        places = [place for place in map(self._place, documents) if place.text.strip()]
-        if self._engine is None or not places:
+        pairs = [(text, self._source(one)) for one in documents if (text := self._document_text(one)).strip()]
+        if self._engine is None or not pairs:
             return
-        if self._order is not None:
-            self._order.update()
-        texts, sources = [place.text for place in places], [place.source for place in places]
+        texts, sources = [text for text, _ in pairs], [source for _, source in pairs]
 
         def register() -> None:
             known = {"sources": sources} if any(sources) else {}
@@ -334,8 +311,6 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     def _apply(self, change: IndexChange) -> None:
         """Drop what a change concerns; where the disk fails, all of it now and at the next change."""
-        if self._order is not None:
-            self._order.forget(change.gone)
         try:
             if self._is_behind or change.gone is None or change.embeddings is None:
                 self.clear()
@@ -376,5 +351,5 @@ async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _text_by(place: Callable[[Document], Place]) -> Callable[[Any], str]:
-    return lambda found: found.text if isinstance(found, Candidate) else place(found).text
+def _text_of(text: Callable[[Document], str]) -> Callable[[Any], str]:
+    return lambda found: found.text if isinstance(found, Candidate) else text(found)

@@ -13,7 +13,6 @@ from ragcachekit.retrieval.plumbing import (
     Call,
     KeyRules,
     Partition,
-    Place,
     RetrieverCache,
     RetrieverSettings,
     finished,
@@ -39,7 +38,7 @@ class Engine:
 
 
 def made(engine: Engine | None = None, **settings: Any) -> RetrieverCache[str]:
-    return RetrieverCache(KeyRules(), lambda text: Place(None, text), cache=engine, **settings)
+    return RetrieverCache(KeyRules(), str, lambda text: None, cache=engine, **settings)
 
 
 def call(
@@ -52,7 +51,7 @@ def call(
 
 
 def test_settings_are_the_arguments() -> None:
-    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "place", "index"}
+    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "text", "source", "index"}
     assert set(RetrieverSettings.__annotations__) == taken | {"namespace"}
 
 
