@@ -344,11 +344,11 @@ def _digest(text: str) -> str:
 def _token_bytes(model: Any) -> int:
     """Bytes of one token's entry over all layers, with what is kept for policies."""
     from ragcachekit.encode.standalone import ChunkEncoder
-    from ragcachekit.forward.attention_sums import ObservedCache
+    from ragcachekit.forward.rows import observed_cache
     from ragcachekit.model.encoding import Encoding
     from ragcachekit.model.rope.probe import describe_rope
 
-    encoder = ChunkEncoder(model, describe_rope(model), ObservedCache)
+    encoder = ChunkEncoder(model, describe_rope(model), observed_cache)
     ((_, kv),) = encoder.encode([[1]], Encoding("standalone"))
     return kv.nbytes
 

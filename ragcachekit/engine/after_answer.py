@@ -12,9 +12,8 @@ from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import GenerateCall
-from ragcachekit.forward.own_rows import captured, turn_of, with_answer
-from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated
+from ragcachekit.forward.rows import captured, turn_of, with_answer
+from ragcachekit.generate.run import FirstScores, Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.prefix_tree.base import Match
@@ -205,7 +204,7 @@ class RowCapture:
     def __init__(self, components: EngineComponents, at_once: bool) -> None:
         parts = components
         self.tree, self._encoder, self._forgets = parts.tree, parts.background_encoder, parts.forgets
-        self._rope, self._unchanged = parts.generator.rope, parts.planner.unchanged
+        self._rope, self._unchanged = parts.rope, parts.planner.unchanged
         self._at_once, self._jobs = at_once, parts.background.queue(self._work, MAX_WAITING)
         self.pending = PendingRows(parts.background.closed)
 

@@ -20,8 +20,7 @@ from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.generate.generator import Generator
+from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -114,7 +113,7 @@ class EngineComponents:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         self.background, self.active = BackgroundWorker(), ActiveRequests()
         opened.callback(self.background.close)
-        encoder = ChunkEncoder(model, rope, ObservedCache)
+        encoder = ChunkEncoder(model, rope, observed_cache)
         backoff = partial(Backoff, self.active)
 
         def encoder_over(
@@ -129,7 +128,7 @@ class EngineComponents:
 
         stored = self.planner.note_stored
         self.background_encoder = encoder_over(self.store, stored, self.forgets, self.background)
-        self.generator = Generator(model, rope, self.parser, rope.context)
+        self.model, self.rope = model, rope
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):
             shadow = ShadowConfig(shadow or 0.0)

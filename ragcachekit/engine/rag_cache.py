@@ -37,9 +37,17 @@ from ragcachekit.engine.runner import Runner
 from ragcachekit.engine.scheduler import Scheduler
 from ragcachekit.engine.view import PromptView, prompt_view
 from ragcachekit.errors import Closed
-from ragcachekit.forward.linked_prompt import LinkedPrompt
-from ragcachekit.generate.options import effective, stop_strings, uses_beams
-from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
+from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
+from ragcachekit.generate.options import (
+    Detokenizer,
+    RequestStreamer,
+    TokenQueue,
+    check_options,
+    effective,
+    filled_options,
+    stop_strings,
+    uses_beams,
+)
 from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan
@@ -209,7 +217,7 @@ class RagCache:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
         if "streamer" in options:
             raise ValueError("stream() reads the tokens itself; give streamer= to generate or submit")
-        self.components.generator.check_options({**_of_generate(options), "streamer": True})
+        check_options({**_of_generate(options), "streamer": True}, self.model)
         _ = self.components.parser.tokens  # text needs a tokenizer
         return AnswerStream(self.submit(prompt, **{"wait": True, **options}))
 
@@ -263,10 +271,10 @@ class RagCache:
             If ``max_waiting`` requests wait already.
         PromptTooLong, GenerationNotSupported, Closed
         """
-        started_at, generator = time.perf_counter(), self.components.generator
+        started_at = time.perf_counter()
         if streamer is not None:
             options["streamer"] = streamer
-        generator.check_options(options, "cancel", "deadline", "wait")
+        check_options(options, self.model, "cancel", "deadline", "wait")
         observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed:
             stop = stop_strings(stop)
@@ -274,7 +282,9 @@ class RagCache:
             if not self._template_noted and self.components.parser.lacks_template(prompt):
                 self._template_noted = True
                 request = request.with_note(NO_TEMPLATE)
-            options = generator.options(options, len(request.token_ids), stop)
+            parser, context = self.components.parser, self.components.rope.context
+            _ = parser.tokens if stop else None  # stop strings are text
+            options = filled_options(options, len(request.token_ids), pad=parser.pad, context=context)
             raise_if_cancelled()
             check_deadline(deadline)
             if not isinstance(wait, bool):
@@ -323,10 +333,10 @@ class RagCache:
         """
         request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
         with self.components.active:
-            linked = self.components.generator.link(self.plan(request), self.replan)
-        self.components.loads.follow(linked.plan)
-        self.after_answer.encode_missing(linked.plan.missing)
-        return linked.prompt
+            linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        self.components.loads.follow(plan)
+        self.after_answer.encode_missing(plan.missing)
+        return linked
 
     def inspect(
         self, prompt: PromptLike, *, namespace: str | None = None, policy: str | SelectionPolicy | None = None
@@ -340,7 +350,7 @@ class RagCache:
         decode = partial(self.components.parser.tokens.decode, special=True)
         request = self.prepare(prompt, namespace=namespace, policy=policy)
         with self.components.active:
-            plan = self.components.generator.link(self.plan(request), self.replan).plan
+            _, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
         return prompt_view(plan, decode)
 
     def diagnose(
