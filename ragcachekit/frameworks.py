@@ -7,6 +7,10 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, Field, model_validator
 
+from ragcachekit.observers import model_name
+
+__all__ = ["GenerationSettings", "NotPickled", "check_engine", "model_name"]
+
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
 

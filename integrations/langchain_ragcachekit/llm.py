@@ -15,8 +15,7 @@ from langchain_core.runnables.config import RunnableConfig, get_config_list
 from pydantic import Field, SkipValidation, model_validator
 
 from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate, astream
-from ragcachekit.frameworks import GenerationSettings, check_engine
-from ragcachekit.observers import model_name
+from ragcachekit.frameworks import GenerationSettings, check_engine, model_name
 
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
 """LangChain's standard parameters for remote services; a model in this process has no use for them."""

@@ -24,8 +24,7 @@ from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import as_chat, as_completion, to_dicts
 from ragcachekit import agenerate, astream
-from ragcachekit.frameworks import GenerationSettings, NotPickled, check_engine
-from ragcachekit.observers import model_name
+from ragcachekit.frameworks import GenerationSettings, NotPickled, check_engine, model_name
 
 Response = TypeVar("Response")
 
