@@ -1,4 +1,4 @@
-"""Chunk KV: the type that encoders return and the linker places, its shape, and its extraction from a cache."""
+"""Chunk KV: the type that encoders return and the linker places, its shape, its extraction from caches."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class LayerRope:
 
 
 class Rope:
-    """Rotary embedding of a whole model: tables shared by layers, one :class:`LayerRope` each. Thread safe."""
+    """Rotary embedding of a whole model: tables shared by layers, one :class:`LayerRope` each."""
 
     def __init__(self, tables: Sequence[RotaryTable], layers: Sequence[LayerRope], context: int) -> None:
         self.tables = tuple(tables)
@@ -253,8 +253,8 @@ def _fit_layer(index: int, at_zero: _KV, others: Sequence[_KV], tables: Sequence
             best, error = replace(rope, values=side == 1), off
     if not error <= tolerance:
         raise ModelNotSupported(
-            f"layer {index}: the keys of a lone token at positions {list(PROBE_POSITIONS)} are no rotation of "
-            f"its key at position 0 by the model's rotary module (off by {error:.2g}, allowed {tolerance:.0e})"
+            f"layer {index}: the keys of a lone token at positions {PROBE_POSITIONS} are no rotation of its "
+            f"key at position 0 by the model's rotary module (off by {error:.2g}, allowed {tolerance:.0e})"
         )
     return best
 
@@ -290,11 +290,9 @@ def _lone_kv(model: Any, position: int) -> list[_KV]:
     """Keys and values of every layer, each ``[kv_heads, 1, head_dim]``, of one token at ``position``."""
     from transformers import DynamicCache  # slow, and not needed by those that only import the types
 
-    cache = DynamicCache()
+    cache, token = DynamicCache(), min(5, model.config.get_text_config().vocab_size - 1)
     model(
-        input_ids=torch.tensor(
-            [[min(5, model.config.get_text_config().vocab_size - 1)]], device=model.device
-        ),
+        input_ids=torch.tensor([[token]], device=model.device),
         position_ids=torch.tensor([[position]], device=model.device),
         past_key_values=cache,
         use_cache=True,

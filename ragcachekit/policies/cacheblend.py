@@ -16,8 +16,8 @@ class CacheBlend(RatioPolicy):
     """Layer 0 for all cached tokens; from layer 1 on only the ``ratio`` of them whose V deviates most.
 
     Layer 1 projects K and V of all tokens and ranks them by the squared deviation of V from the linked V.
-    ``gradual`` (``cacheblend-gradual:r``) ranks again at every layer and meets the ratio on average: the share
-    falls from 1.5 times the ratio at the check layer to half of it at the last.
+    ``gradual`` (``cacheblend-gradual:r``) ranks again at every layer and meets the ratio on average: the
+    share falls from 1.5 times the ratio at the check layer to half of it at the last.
     """
 
     kind = "cacheblend"
