@@ -23,14 +23,11 @@ from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.rows import observed_cache
-from ragcachekit.model.identity.fingerprint import fingerprint
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.identity import fingerprint
+from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
-from ragcachekit.model.pretrained import default_cache_dir
-from ragcachekit.model.rope.forward_lock import guard_rotary
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
+from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours, by_namespace
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.planner import Planner

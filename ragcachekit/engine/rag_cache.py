@@ -46,7 +46,7 @@ from ragcachekit.generate.options import (
     stop_strings,
     uses_beams,
 )
-from ragcachekit.model.pretrained import load_model, weights_folder
+from ragcachekit.model.weights import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.request import PromptRequest

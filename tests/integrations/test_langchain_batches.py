@@ -17,7 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from langchain_ragcachekit.settings import MAX_THREADS, together
+from langchain_ragcachekit.llm import MAX_THREADS, together
 from layer_kit import LONG, WAITED, cancellations, interrupts, streams_ended, threads_ended, watched
 from ragcachekit import CancelScope, QueueConfig, QueueFull, RagCache
 from speaking import byte_level, speaker
