@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 from ragcachekit.cluster.router import routing_stats
 from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.config import StoreConfig
-from ragcachekit.engine.asyncio_api import to_thread
 from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.engine.request import to_thread
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.server.contexts import NAME

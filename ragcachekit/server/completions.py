@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ragcachekit import Answer, RagCache, agenerate, astream
-from ragcachekit.engine.asyncio_api import AsyncAnswerStream
+from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.server.answers import Choice, Form, Logprobs, cache_header, usage_of
 from ragcachekit.server.config import ServerConfig
