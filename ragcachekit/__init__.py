@@ -21,13 +21,12 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
-    from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.engine.request import Request
+    from ragcachekit.engine.request import Request, agenerate, astream, to_thread
     from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
-    from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
+    from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
     from ragcachekit.retrieval.distances import calibrate
     from ragcachekit.retrieval.documents import DocumentIndex
@@ -41,7 +40,6 @@ __all__ = [
     "CancelScope",
     "Cancelled",
     "Chunk",
-    "CoRetrieved",
     "DeadlineExceeded",
     "DocumentIndex",
     "EngineError",
@@ -82,9 +80,8 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
-    "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
-    "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
-    "ragcachekit.engine.request": ("Request",),
+    "ragcachekit.plan.companions": ("Neighbours", "PrecedingChunks", "SimilarChunks"),
+    "ragcachekit.engine.request": ("Request", "agenerate", "astream", "to_thread"),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),

@@ -1,4 +1,4 @@
-"""What a LangChain retriever searches, and by what; what its results depend on."""
+"""What a LangChain retriever searches, and what its results depend on."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ LIBRARIES = frozenset(
     }
 )
 """Packages whose retrievers and stores depend on their fields and on nothing else."""
+
+SOURCES = ("source", "document_id", "doc_id", "file_path", "url")
+"""Metadata keys that name a document; the first one that is there counts."""
 
 RULES = KeyRules(
     libraries=LIBRARIES,
@@ -63,8 +66,6 @@ def found_document(record: Any, _distance: float) -> Document:
 
 def metric_of(store: VectorStore | None) -> str | None:
     """The metric that a store says it searches by."""
-    if isinstance(store, RagCacheVectorStore):
-        return store.index.metric
     strategy = getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
     named = str(getattr(strategy, "value", strategy)).lower()
     space = getattr(getattr(store, "_collection", None), "metadata", None) or {}
@@ -154,3 +155,14 @@ def _with_arguments(
     if dropped:
         raise ValueError(f"{type(retriever).__name__} takes no {', '.join(dropped)}; set it on the retriever")
     return retriever.model_copy(update=dict(overrides)), {}
+
+
+def text_of(document: Document) -> str:
+    """The text that prompts show."""
+    return document.page_content
+
+
+def source_of(document: Document) -> str | None:
+    """The document that a chunk is of, as its loader named it."""
+    named = (document.metadata.get(name) for name in SOURCES)
+    return next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)

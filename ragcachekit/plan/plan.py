@@ -168,7 +168,6 @@ def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) 
         loaded_bytes=sum(slow.values()),
         tree_tokens=known.match.tokens if known is not None else 0,
         notes=request.notes,
-        neighbours=request.neighbours,
         miss_reason=miss_reason(request),
     )
 

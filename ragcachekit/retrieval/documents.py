@@ -209,11 +209,6 @@ class DocumentIndex:
                 self._commit(index, known, (), np.empty((0, index.dim), np.float32), ())
         return len(known)
 
-    def revisions(self) -> dict[DocumentId, int]:
-        """A number for each id, which is another one after its document was replaced."""
-        with self._session():
-            return {} if self._index is None else self._index.labels
-
     def get(self, ids: Sequence[DocumentId]) -> list[Record]:
         """The documents of these ids, in this order; unknown ids are left out."""
         with self._session():

@@ -104,12 +104,6 @@ class VectorIndex(ABC):
         with self._lock:
             return tuple(self._labels)
 
-    @property
-    def labels(self) -> dict[DocumentId, int]:
-        """The number of each id; one that was removed and added again has another."""
-        with self._lock:
-            return dict(self._labels)
-
     def add(self, ids: Sequence[DocumentId], embeddings: ArrayLike) -> None:
         """Add vectors ``[n, dim]`` under new ids.
 

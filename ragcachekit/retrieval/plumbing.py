@@ -10,11 +10,9 @@ from __future__ import annotations
 import base64
 import inspect
 import logging
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import numpy as np
@@ -33,7 +31,6 @@ __all__ = [
     "Answer",
     "Call",
     "KeyRules",
-    "NotedOrder",
     "OwnSearch",
     "Partition",
     "Retrieved",
@@ -171,8 +168,8 @@ class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
     ``rules`` are those of the retriever's framework. ``text`` gives the text of a document, ``source`` the
-    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``folder`` keeps the results
-    of an index of one's own over a restart. ValueError or TypeError for bad settings.
+    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``index`` is one's own, which
+    is followed; its folder keeps the results. ValueError or TypeError for bad settings.
     """
 
     def __init__(
@@ -190,7 +187,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
-        folder: Path | None = None,
+        index: DocumentIndex | None = None,
     ) -> None:
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
@@ -198,16 +195,19 @@ class RetrieverCache(CachedRetrieval[Document]):
         def text_of(found: Any) -> str:
             return found.record.text if isinstance(found, Candidate) else text(found)
 
-        keys = ProximityCache(capacity, tolerance, metric or "cosine", eviction)
-        saved = None if folder is None else SavedEntries(JsonStore(folder), _to_json, _from_json)
+        metric = metric or ("cosine" if index is None else index.metric)
+        keys = ProximityCache(capacity, tolerance, metric, eviction)
+        path = None if index is None else index.path
+        self._reads_files = path is not None
+        saved = None if path is None else SavedEntries(JsonStore(path / "questions"), _to_json, _from_json)
         super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
         self.partitioner = Partitioner(rules, partition, version)
         self._engine, self._document_text, self._source = cache, text, source
-        self._reads_files = folder is not None
-        self._order: NotedOrder[Any] | None = None
         self._index_version: int | None = None
         if cache is not None:
             cache.add_query_cache(self)
+        if index is not None:
+            self.follow(index)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -276,19 +276,6 @@ class RetrieverCache(CachedRetrieval[Document]):
                 self.invalidate(partition=lambda place: getattr(place, "index_id", None) != name)
         return name
 
-    def follow_order(
-        self, namespace: str, make: Callable[[Any, str, Callable[[object], Hashable]], Any]
-    ) -> None:
-        """Give the engine the order of chunks in their documents, now and after changes of the index.
-
-        ``make`` gets the engine, the namespace and what counts the changes of a store, and returns a
-        :class:`NotedOrder`, or None where documents cannot be listed.
-        """
-        if self._engine is not None:
-            self._order = make(self._engine, namespace, self.partitioner.changes_of)
-            if self._order is not None:
-                self._order.update()
-
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
         if call.in_thread is not None and self._reads_files:
@@ -339,8 +326,6 @@ class RetrieverCache(CachedRetrieval[Document]):
         pairs = [(text, self._source(one)) for one in documents if (text := self._document_text(one)).strip()]
         if self._engine is None or not pairs:
             return
-        if self._order is not None:
-            self._order.update()
         texts, sources = [text for text, _ in pairs], [source for _, source in pairs]
 
         def register() -> None:
@@ -355,54 +340,6 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     def _not_embedded(self) -> None:
         log.warning("embedding the question failed, searching without the query cache", exc_info=True)
-
-
-class NotedOrder(Generic[Document]):
-    """What of an index was given to an engine in one namespace. Thread safe.
-
-    ``note`` gives the order of documents to the engine, ``text`` is the text of one. ``version`` changes with
-    the index. ``revisions`` gives for each id something that changes when its document is replaced, and
-    ``get`` reads documents by id.
-    """
-
-    def __init__(
-        self,
-        engine: Any,
-        namespace: str,
-        text: Callable[[Document], str],
-        note: Callable[[Any, str, Iterable[Document]], None],
-        *,
-        version: Callable[[], Hashable],
-        revisions: Callable[[], Mapping[Any, Hashable]],
-        get: Callable[[Sequence[Any]], Mapping[Any, Document]],
-    ) -> None:
-        self._engine, self._namespace, self._text, self._note = engine, namespace, text, note
-        self._version_of, self._revisions, self._get = version, revisions, get
-        self._lock = threading.Lock()
-        self._version: Hashable = object()
-        self._noted: dict[Any, tuple[Hashable, str]] = {}  # revision and text by id
-
-    def update(self) -> None:
-        """Note what came and what went since the last call; a failing index costs the order, no answer."""
-        try:
-            with self._lock:
-                version = self._version_of()
-                if version != self._version:
-                    self._follow(self._revisions())
-                    self._version = version
-        except Exception:
-            log.warning("the order of chunks in their documents could not be read", exc_info=True)
-
-    def _follow(self, present: Mapping[Any, Hashable]) -> None:
-        gone = [one for one, (revision, _) in self._noted.items() if present.get(one) != revision]
-        texts = {self._noted.pop(one)[1] for one in gone}
-        # Another document with such a text takes its place.
-        self._noted = {one: noted for one, noted in self._noted.items() if noted[1] not in texts}
-        if texts:
-            self._engine.drop_order(sorted(texts), namespace=self._namespace)
-        found = self._get([one for one in present if one not in self._noted])
-        self._note(self._engine, self._namespace, list(found.values()))
-        self._noted |= {one: (present[one], self._text(document)) for one, document in found.items()}
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -76,23 +76,17 @@ class FakeIds(list):
 class FakeEngine:
     def __init__(self, words=WORDS, gate=None):
         self.namespace, self.policy = "default", "lego:16"
-        config = SimpleNamespace(_name_or_path="fake/model", max_position_embeddings=2048)
+        config = SimpleNamespace(name_or_path="fake/model", max_position_embeddings=2048)
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate, self.renders_tools = words, gate, False
         self.queue = SimpleNamespace(has_room=lambda: True, refuse_own_thread=lambda: None)
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
-        self.query_caches, self.orders, self.dropped, self.submitted = [], [], [], []
+        self.query_caches, self.submitted = [], []
 
     def register(self, texts, *, namespace=None, sources=None):
         texts = list(texts)
         self.registered.append((namespace, texts))
         return len(texts)
-
-    def order(self, document, texts, *, starts=None, namespace=None):
-        self.orders.append((namespace, document, list(texts), starts))
-
-    def drop_order(self, texts, *, namespace=None):
-        self.dropped.append((namespace, list(texts)))
 
     def add_query_cache(self, cache):
         self.query_caches.append(cache)

@@ -231,13 +231,3 @@ def test_a_change_ends_the_stages_by_a_whole_search(make: Make) -> None:
         stages = index.search_stages(query, 3)
         index.delete(index.ids)
         assert [*stages] == [[]]
-
-
-def test_a_replaced_document_has_another_revision(make: Make) -> None:
-    with filled(make) as index:
-        before = index.revisions()
-        index.add(["d1"], rows(1), ["new"], replace=True)
-        index.delete(["d2"])
-        after = index.revisions()
-        assert before.keys() - after.keys() == {"d2"}
-        assert [one for one in after if after[one] != before[one]] == ["d1"]

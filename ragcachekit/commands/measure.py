@@ -1,0 +1,132 @@
+"""``ragcachekit calibrate``, ``bench ttft`` and ``bench fidelity``, light to import."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import note, quiet_loading, resumed, show, written
+
+
+def calibrate(
+    model: opt.Model = "",
+    questions: opt.QuestionsFile = None,
+    corpus: opt.OptionalCorpus = None,
+    encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
+    neighbours: opt.Neighbours = "document",
+    quality: Annotated[
+        str,
+        typer.Option(help="What may be lost: kl (nats per token) or f1 (share)."),
+    ] = "kl",
+    budget: Annotated[float, typer.Option(help="How much of it, on average over questions.")] = 0.1,
+    policies: opt.Policies = None,
+    namespace: opt.Namespace = "default",
+    probes: opt.Probes = 30,
+    chunk_tokens: opt.ChunkTokens = 200,
+    cache: opt.CacheDir = None,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 24,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    json: opt.Json = None,
+) -> None:
+    """Find the cheapest policy that surely loses no more than a budget, and store it for policy="budget:x".
+
+    Questions need no right answers for kl, which compares with full's own answers.
+    """
+    from ragcachekit.commands import calibrate as module
+
+    quiet_loading()
+    settings = opt.settings_of(
+        module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
+    )
+    record, report = module.run(settings, progress=True)
+    columns = ("policy", "ratio_spent", "n", "loss", "upper", "kl", "decision")
+    show(report.table(f"Loss against full: {record.quality}, up to {record.n} {record.sample}", columns))
+    typer.echo(module.summary(record))
+    note(f"stored for namespace {record.namespace!r} in {settings.folder}")
+    written(report, json)
+
+
+def fidelity(
+    model: opt.Model = "",
+    questions: opt.QuestionsFile = None,
+    corpus: opt.OptionalCorpus = None,
+    policies: opt.Policies = None,
+    encoders: opt.Encoders = "standalone",
+    dataset: opt.Dataset = None,
+    count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 50,
+    distractors: Annotated[int, typer.Option(min=0, help="Passages beside the relevant ones.")] = 3,
+    order: Annotated[str, typer.Option(help="Of passages: shuffled or given.")] = "shuffled",
+    half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "all",
+    prompt: Annotated[str, typer.Option(help="ask (as the command does) or few-shot.")] = "ask",
+    neighbours: opt.Neighbours = "embedding",
+    probes: opt.Probes = 200,
+    chunk_tokens: opt.ChunkTokens = 200,
+    seed: opt.Seed = 0,
+    max_new_tokens: opt.MaxNewTokens = 64,
+    cache: opt.CacheDir = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = "auto",
+    resume: opt.Resume = None,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """What reuse does to answers: every policy over every encoder, beside a full prefill.
+
+    Answers to probes that are made of a corpus are to be read by their agreement with full.
+    """
+    from ragcachekit.commands import fidelity as module
+    from ragcachekit.commands.questions import Sampling
+
+    quiet_loading()
+    lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
+    lists["sampling"] = Sampling(count, distractors, order, half, seed)
+    settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
+    report = resumed(lambda work: module.run(settings, work=work, progress=True), module.tables, resume, json)
+    if plot is not None:
+        module.plot(report, plot)
+
+
+def ttft(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out."
+        ),
+    ] = None,
+    model: opt.OptionalModel = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(callback=opt.check_corpus, help="Documents for --model; else random tokens."),
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Of the whole prompt; sizes with commas.")] = "2048",
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each chunk, about.")] = 490,
+    question_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    policies: Annotated[str, typer.Option(help="With commas between.")] = "full,lego:16,reuse",
+    encoder: opt.Encoder = None,
+    tiers: Annotated[str, typer.Option(help="Where the KV lies: gpu, host, disk, disk-cold.")] = "host",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; with commas.")] = "float32",
+    runs: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 5,
+    device: opt.DeviceOrCpu = "cpu",
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """Time to first token of one long prompt, in every way, beside a check that the answers agree."""
+    quiet_loading()
+    from ragcachekit.commands import ttft as module
+
+    settings = opt.settings_of(
+        module.TtftSettings,
+        locals(),
+        prompt_tokens=[int(count) for count in opt.numbers("--prompt-tokens", prompt_tokens)],
+        policies=opt.names(policies),
+        tiers=opt.names(tiers),
+        dtypes=opt.names(dtype),
+    )
+    report = module.run(settings, progress=True)
+    show(report.table(f"Time to first token: {report.model}"))
+    written(report, json, plot, module.draw)

@@ -1,0 +1,365 @@
+"""Measured times to the first token: ordinary prefill against linked chunk KV, in one run."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+
+from ragcachekit.commands.report import BenchReport
+from ragcachekit.commands.sample_model import resolve_model
+from ragcachekit.commands.shapes import corpus_prompt, dtype_named, random_model, random_prompt
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
+from ragcachekit.forward.check import tolerance_for
+from ragcachekit.model.weights import load_model
+from ragcachekit.policies.registry import open_policy
+from ragcachekit.store.base import KVStore, Tier
+from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.memory import GpuStore, HostStore
+from ragcachekit.store.tiered import TieredStore
+from ragcachekit.types import Prompt
+
+COLD_DISK = "disk-cold"  # the disk tier after the system has dropped its files from the page cache
+KNOWN_TIERS = ("gpu", "host", "disk", *((COLD_DISK,) if hasattr(os, "posix_fadvise") else ()))
+NO_TIER = "none"
+ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
+_SHAPE = "smollm2-135m"
+_EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
+_BYTES = 32 << 30  # nothing that is measured may be evicted
+
+
+@dataclass(frozen=True, kw_only=True)
+class TtftSettings:
+    """What is measured.
+
+    ``shape`` is a key of ``SHAPES`` for random weights (default smollm2-135m), ``model`` a folder or hub id.
+    ``corpus`` is a folder of documents for ``model``'s prompts, whose question is then fixed; default: random
+    tokens. Of ``tiers``, ``disk`` is read through the system's page cache; ``disk-cold`` drops the files from
+    it before each request. ValueError for unknown names.
+    """
+
+    shape: str | None = None
+    model: str | os.PathLike[str] | None = None
+    corpus: str | os.PathLike[str] | None = None
+    prompt_tokens: Sequence[int] = (2048,)
+    chunk_tokens: int = 490
+    question_tokens: int = 64
+    policies: Sequence[str] = ("full", "lego:16", "reuse")
+    encoder: str | None = None
+    dtypes: Sequence[str] = ("float32",)
+    runs: int = 5
+    device: str = "cpu"
+    tiers: Sequence[str] = ("host",)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and self.model is not None:
+            raise ValueError("give a shape (random weights) or a model, not both")
+        if self.corpus is not None and self.model is None:
+            raise ValueError("a corpus needs the tokenizer of a model; random weights have none")
+        for dtype in self.dtypes:
+            dtype_named(dtype)
+        if not self.tiers or not set(self.tiers) <= set(KNOWN_TIERS):
+            raise ValueError(f"unknown tiers {tuple(self.tiers)}; known: {', '.join(KNOWN_TIERS)}")
+        for policy in self.policies:
+            open_policy(policy)
+
+    def load(self, dtype: str) -> tuple[Any, Any]:
+        """Model and tokenizer; None for random weights, which have none."""
+        if self.model is None:
+            shape = self.shape or _SHAPE
+            return random_model(shape, dtype=dtype, device=self.device, seed=self.seed), None
+        return load_model(resolve_model(os.fspath(self.model)), self.device, dtype=dtype_named(dtype))
+
+    def prompt(self, lm: Any, tokenizer: Any, tokens: int) -> Prompt:
+        """The prompt of one size."""
+        if self.corpus is not None:
+            return corpus_prompt(self.corpus, tokenizer, tokens, self.chunk_tokens, self.seed)
+        vocab = lm.config.get_text_config().vocab_size
+        return random_prompt(vocab, tokens, self.chunk_tokens, self.question_tokens, self.seed)
+
+
+class Sample(NamedTuple):
+    """One request: times in ms, and recomputed / cached rows."""
+
+    ttft_ms: float
+    recompute_ratio: float
+    prompt_tokens: int
+    link_ms: float = 0.0
+    wait_ms: float = 0.0
+
+
+@dataclass
+class Timings:
+    """One row of the table: how it ``ask``\\ s, and the samples so far, one per round."""
+
+    policy: str
+    tier: str
+    ask: Callable[[], Sample]
+    samples: list[Sample] = field(default_factory=list)
+
+    def row(self, full_ms: float) -> dict[str, Any]:
+        """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
+        medians = Sample(*map(statistics.median, zip(*self.samples, strict=True)))
+        times = [sample.ttft_ms for sample in self.samples]
+        return {
+            "tier": self.tier,
+            "prompt_tokens": round(medians.prompt_tokens),
+            "recompute_ratio": medians.recompute_ratio,
+            "ttft_ms": medians.ttft_ms,
+            "ttft_ms_min": min(times),
+            "ttft_ms_max": max(times),
+            "speedup": full_ms / medians.ttft_ms,
+            "link_ms": medians.link_ms,
+            "wait_ms": medians.wait_ms,
+            "runs": len(times),
+        }
+
+
+@dataclass(frozen=True)
+class TierEngines:
+    """Engines around one model.
+
+    Each of ``warm``, by tier, reads that tier alone and stores nothing; ``cold`` has a host tier that stays
+    empty. ``folder`` holds the disk tier.
+    """
+
+    warm: dict[str, RagCache]
+    cold: RagCache
+    folder: Path
+
+    def drop_pages(self) -> None:
+        """Drop the disk tier's files from the page cache: the next read comes from the medium."""
+        for file in self.folder.glob("**/*.safetensors"):
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
+    """Measure TTFT of prompts of system text, chunks and question, per dtype and prompt size.
+
+    Every round asks once in every way, so that a drifting machine hits all alike. The policies come after
+    ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
+    ``prefix-cache``: generate over a transformers cache of all but the question, its copy not counted.
+
+    Times are in ms: ``ttft_ms`` is the median of the runs, ``link_ms`` places kept rows, ``wait_ms`` is spent
+    waiting for loads. Raises ValueError for sizes that do not fit together; RagCacheError if the library's
+    answer is not the model's own: no figure is given then.
+    """
+    name = os.fspath(settings.model or f"{settings.shape or _SHAPE} shape, random weights")
+    found: list[dict[str, Any]] = []
+    rounds = len(settings.dtypes) * len(settings.prompt_tokens) * (settings.runs + 1)
+    with tqdm(total=rounds, disable=not progress, desc="ttft", unit="round") as bar:
+        for dtype in settings.dtypes:
+            lm, tokenizer = settings.load(dtype)
+            for tokens in settings.prompt_tokens:
+                timings = _measure(lm, settings.prompt(lm, tokenizer, tokens), settings, bar)
+                full = next(t for t in timings if t.policy == "full")
+                full_ms = statistics.median(sample.ttft_ms for sample in full.samples)
+                for t in timings:
+                    encoder = open_policy(t.policy).encoder if t.tier != NO_TIER else "none"
+                    named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
+                    found.append({"dtype": dtype, **named, **t.row(full_ms)})
+    return BenchReport("ttft", ", ".join([name, *settings.dtypes]), settings.seed, tuple(found))
+
+
+@contextmanager
+def open_engines(
+    model: Any, tiers: Sequence[str], fill: Callable[[RagCache], object], encoder: str | None = None
+) -> Iterator[TierEngines]:
+    """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile.
+
+    ``fill`` makes an engine encode all that is measured, before the others open its tiers.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
+
+        def open_tier(kind: str) -> Tier:
+            store: Tier
+            if kind == "disk":
+                store = DiskStore(folder / "kv", _BYTES)
+            elif kind == "gpu":
+                store = GpuStore(_BYTES, model.device)
+            else:
+                store = HostStore(_BYTES, pinned=model.device.type == "cuda")
+            stack.callback(store.close)
+            return store
+
+        def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
+            # load="always": what is measured is loading.
+            options: dict[str, Any] = {"namespace": "bench", "cold": cold, "load": "always"}
+            rag = RagCache(model, policy="reuse", encoder=encoder, store=store, **options)
+            return stack.enter_context(rag)
+
+        kinds = {tier: tier.removesuffix("-cold") for tier in tiers}
+        stores = {kind: open_tier(kind) for kind in dict.fromkeys(kinds.values())}
+        fill(engine(TieredStore(tuple(stores.values())), "now"))
+        warm = {tier: engine(stores[kind], "never") for tier, kind in kinds.items()}
+        yield TierEngines(warm, engine(open_tier("host"), "never"), folder)
+
+
+def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Sample:
+    """Time one request; RagCacheError if KV came from elsewhere than ``tier`` (``none``: from anywhere)."""
+    report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
+    link = report.link
+    sources = {use.source for use in link.uses}
+    served = sources == {tier.removesuffix("-cold")}
+    if tier == NO_TIER:
+        served = not link.reused_tokens + link.recomputed_tokens
+    if not served:
+        raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
+    return Sample(report.ttft_ms, link.recompute_ratio, link.prompt_tokens, link.link_ms, link.wait_ms)
+
+
+def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
+    """Compare ``full``, and the linked path at ratio 1.0, with the model's own ``generate``.
+
+    Raises RagCacheError if tokens or logits differ, but for rounding, or if nothing was linked.
+    """
+    model = rag.model
+    ids = rag.link(prompt, policy="full").input_ids
+    expected = _first_logits(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    token = int(expected.argmax())
+    full = rag.generate(prompt, policy="full", **ONE_TOKEN).token_ids
+    if full != (token,):
+        raise RagCacheError(f"policy full gave the tokens {full}, model.generate gave {token}")
+    linked = rag.link(prompt, policy=_EVERYTHING)
+    report = linked.report
+    if not report.recomputed_tokens or report.approximate_tokens:
+        raise RagCacheError(f"the linked path was not checked: {report}")
+    allowed = tolerance_for(model.dtype) * float(expected.abs().max())
+    difference = float((_first_logits(model, linked.inputs) - expected).abs().max())
+    if not difference <= allowed:
+        raise RagCacheError(f"at ratio 1.0 the logits differ by {difference:.2g}, allowed {allowed:.2g}")
+    _check_token(rag, prompt, _EVERYTHING, expected)
+
+
+def check_policy(rag: RagCache, prompt: Prompt, policy: str) -> None:
+    """Compare the first token of ``generate``, which links inside its prefill, with that of ``link``.
+
+    Raises RagCacheError if they differ, but for rounding.
+    """
+    _check_token(rag, prompt, policy, _first_logits(rag.model, rag.link(prompt, policy=policy).inputs))
+
+
+def _check_token(rag: RagCache, prompt: str | Prompt, policy: str, expected: torch.Tensor) -> None:
+    answer = rag.generate(prompt, policy=policy, **ONE_TOKEN)
+    (found,) = answer.token_ids
+    # Two tokens whose logits are equal but for rounding may change places.
+    allowed = tolerance_for(rag.model.dtype) * float(expected.abs().max())
+    if not float(expected.max() - expected[found]) <= allowed:
+        raise RagCacheError(
+            f"policy {policy}: linked ahead the first token is {int(expected.argmax())}, inside generate "
+            f"{found} ({answer.report.link})"
+        )
+
+
+def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """``[vocab]`` logits of the first new token, on the CPU."""
+    output = model.generate(
+        **inputs, **ONE_TOKEN, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    logits: torch.Tensor = output.logits[0][0].float().cpu()
+    return logits
+
+
+def _measure(lm: Any, prompt: Prompt, settings: TtftSettings, bar: tqdm[Any]) -> list[Timings]:
+    used = [policy for policy in dict.fromkeys(settings.policies) if policy != "full"]
+
+    def fill(rag: RagCache) -> None:
+        for policy in ("reuse", *used):
+            rag.generate(prompt, policy=policy, **ONE_TOKEN)
+
+    with open_engines(lm, settings.tiers, fill, settings.encoder) as engines:
+        check_exact(engines.warm[settings.tiers[-1]], prompt)
+        for rag, policy in itertools.product(engines.warm.values(), used):
+            check_policy(rag, prompt, policy)
+        bar.update()
+        timings = _timings(lm, prompt, used, engines)
+        if lm.device.type == "cuda":  # kernels are compiled at the first request
+            for one in timings:
+                one.ask()
+        for _ in range(settings.runs):
+            for one in timings:
+                one.samples.append(one.ask())
+            bar.update()
+        return timings
+
+
+def _timings(model: Any, prompt: Prompt, policies: Sequence[str], engines: TierEngines) -> list[Timings]:
+    """What one round measures, in order; ``policies`` without ``full``."""
+
+    def of(rag: RagCache, policy: str, tier: str) -> Sample:
+        if tier == COLD_DISK:
+            engines.drop_pages()
+        return ask_engine(rag, prompt, policy, tier)
+
+    ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
+    prefix = _prefix_cache(model, ids, len(prompt.segments[-1].token_ids or ()))
+    uncached = policies[0] if policies else "reuse"
+    return [
+        Timings("generate", NO_TIER, lambda: _time_generate(model, ids)),
+        Timings("prefix-cache", NO_TIER, lambda: _time_generate(model, ids, prefix)),
+        Timings("full", NO_TIER, partial(of, engines.cold, "full", NO_TIER)),
+        Timings("cold", NO_TIER, partial(of, engines.cold, uncached, NO_TIER)),
+        *(
+            Timings(p, tier, partial(of, rag, p, tier))
+            for tier, rag in engines.warm.items()
+            for p in policies
+        ),
+    ]
+
+
+@torch.no_grad()
+def _prefix_cache(model: Any, ids: list[list[int]], question: int) -> DynamicCache:
+    """All but the question, as transformers keeps a prompt for several continuations."""
+    cache = DynamicCache()
+    prefix = torch.tensor(ids, device=model.device)[:, :-question]
+    model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None = None) -> Sample:
+    cache = {} if prefix is None else {"past_key_values": copy.deepcopy(prefix)}
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    tensor = torch.tensor(ids, device=model.device)
+    output = model.generate(
+        input_ids=tensor, attention_mask=torch.ones_like(tensor), pad_token_id=0, **cache, **ONE_TOKEN
+    )
+    output[:, -1].tolist()  # waits for the device
+    ratio = 1.0 if prefix is None else 0.0
+    return Sample((time.perf_counter() - start) * 1e3, ratio, len(ids[0]))
+
+
+def draw(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw the rows as bars, with the range from least to greatest."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    bars = report.rows
+    below = [r["ttft_ms"] - r["ttft_ms_min"] for r in bars]
+    above = [r["ttft_ms_max"] - r["ttft_ms"] for r in bars]
+    figure = Figure(figsize=(1.5 + 1.1 * len(bars), 4), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = axes.bar(range(len(bars)), [r["ttft_ms"] for r in bars], yerr=[below, above], capsize=3)
+    axes.bar_label(drawn, [f"{r['speedup']:.1f}x" for r in bars], padding=2)
+    axes.set_xticks(range(len(bars)), [f"{r['policy']}\n{r['tier']}\n{r['dtype']}" for r in bars])
+    axes.set_ylabel("time to first token (ms)")
+    axes.set_title(f"{report.model}, {bars[0]['prompt_tokens']} prompt tokens", fontsize=9)
+    figure.savefig(path)
