@@ -15,8 +15,7 @@ from ragcachekit.engine.request import GenerateCall
 from ragcachekit.forward.own_rows import captured, turn_of, with_answer
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import Generated
-from ragcachekit.plan.link_plan import LinkPlan, Missing
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest
 from ragcachekit.prefix_tree.base import Match
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.threads import Condition
@@ -172,7 +171,7 @@ class PendingRows:
         if not self._pending or not request.reads_cache or self._closed.is_set():
             return False
         own = [pending for pending in self._pending if pending.namespace == request.namespace]
-        chunks = frozenset(want.key.chunk_id for want in request.reusable)
+        chunks = frozenset(want.key.chunk_id for want in request.wanted if request.may_reuse(want))
         return any(pending.concerns(request, chunks) for pending in own)
 
     def wait(self, request: PromptRequest) -> float:

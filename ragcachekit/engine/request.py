@@ -15,7 +15,7 @@ from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_number
 from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
 from ragcachekit.observers import ObservedRequest, attempt
-from ragcachekit.plan.request import Estimator, PromptRequest
+from ragcachekit.plan.link_plan import Estimator, PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.reports.base import text_html
 from ragcachekit.threads import Condition

@@ -20,8 +20,7 @@ from ragcachekit.forward.own_rows import own_entries
 from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.run import Generated, Replan
-from ragcachekit.plan.link_plan import LinkPlan, plain_plan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, plain_plan
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.types import KVKey
 

@@ -11,8 +11,7 @@ import torch
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, Projected
-from ragcachekit.plan.apply_selection import apply_selection
-from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.plan.link_plan import LinkPlan, apply_selection
 from ragcachekit.policies.base import AttentionObserver, LayerwisePolicy, RowTracker, TrackingPolicy
 from ragcachekit_kernels.dispatch import kv_deviation
 

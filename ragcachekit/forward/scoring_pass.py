@@ -10,8 +10,7 @@ import torch
 
 from ragcachekit.forward.linker import Buffers, assemble, link, run_rows
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.apply_selection import apply_selection
-from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.plan.link_plan import LinkPlan, apply_selection
 from ragcachekit.policies.base import GuidedPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores
 

@@ -29,8 +29,7 @@ from ragcachekit.generate.options import (
     without_refused_defaults,
 )
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.load import LoadFailed

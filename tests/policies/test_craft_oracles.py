@@ -22,8 +22,7 @@ from ragcachekit.forward.attention import install
 from ragcachekit.forward.attention_sums import ObservedCache
 from ragcachekit.generate.run import link_ahead
 from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.plan.encodings import Encodings
-from ragcachekit.plan.variants import VariantPool
+from ragcachekit.plan.encodings import Encodings, VariantPool
 from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.forgets import ForgetEpochs
