@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragcachekit.commands.bench.shapes import SHAPES
+from ragcachekit.commands.shapes import SHAPES
 from ragcachekit.model.prefill_profile import PrefillProfile
 
 

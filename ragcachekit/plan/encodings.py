@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.policies.craft import Impact
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns

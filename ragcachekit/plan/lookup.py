@@ -10,8 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
-from ragcachekit.model.kv import SENSITIVITY, ChunkKV
-from ragcachekit.model.layout import KVLayout, misfit
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, misfit
 from ragcachekit.plan.encodings import VariantPool, Wanted, weight_at
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.policies.base import PlacedChunk

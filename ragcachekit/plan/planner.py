@@ -10,10 +10,9 @@ from typing import Any
 
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.encoding import InPromptEncoding
-from ragcachekit.model.identity.guard import ModelGuard
-from ragcachekit.model.kv import PER_TOKEN, SENSITIVITY, ChunkKV
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.identity import ModelGuard
+from ragcachekit.model.kv import PER_TOKEN, SENSITIVITY, ChunkKV, KVLayout
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.companions import Companions, LastPrompts, Neighbours
 from ragcachekit.plan.encodings import IN_PROMPT, SHARE, Encodings, VariantPool, Wanted, is_variant
 from ragcachekit.plan.link_plan import (

@@ -10,8 +10,7 @@ import torch
 
 from engine_kit import RecordingStore, chunk, rag_for, text
 from ragcachekit import Prompt
-from ragcachekit.forward import narrowing as narrow
-from ragcachekit.forward import scoring_pass as choose
+from ragcachekit.forward import prefill
 from ragcachekit.plan import planner
 from ragcachekit_kernels import scores
 
@@ -40,7 +39,7 @@ def outcome(monkeypatch, name, policy, kernels):
         function = KERNELS[policy]
         real, apply = getattr(scores, function), planner.apply_selection
         patch.setattr(scores, function, lambda *a, **k: calls.append(1) or real(*a, **k))
-        for user in (choose, narrow, planner):
+        for user in (prefill, planner):
             patch.setattr(
                 user, "apply_selection", lambda p, c, *a: chosen.append(set(c := list(c))) or apply(p, c, *a)
             )
