@@ -16,7 +16,7 @@ from ragcachekit.forward.rows import captured, turn_of, with_answer
 from ragcachekit.generate.run import FirstScores, Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
-from ragcachekit.prefix_tree.base import Match
+from ragcachekit.prefix_tree.nodes import Match
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.threads import Condition
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey

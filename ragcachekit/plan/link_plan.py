@@ -13,7 +13,7 @@ from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
-from ragcachekit.prefix_tree.base import BLOCK
+from ragcachekit.prefix_tree.nodes import BLOCK
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import NullStore
 from ragcachekit.store.load import AnyKV, LoadingKV

@@ -11,8 +11,8 @@ from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.prefix_tree.base import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse
 from ragcachekit.types import Ids, chunk_id, whole_id
@@ -145,14 +145,15 @@ class PrefixMatcher:
         found = turns.longest(match.root, ids)
         if found is None:
             return nothing
-        stop = _not_inside_a_chunk(min(found.tokens, len(ids) - 1), segments)
-        middle = min(max(found.turn.exact, match.tokens), stop)
+        turn, tokens = found
+        stop = _not_inside_a_chunk(min(tokens, len(ids) - 1), segments)
+        middle = min(max(turn.exact, match.tokens), stop)
         past = tuple(
-            TurnRows(found.turn.rows(a, b), chunk_id(ids[a:b], namespace), exact)
+            TurnRows(turn.rows(a, b), chunk_id(ids[a:b], namespace), exact)
             for a, b, exact in ((match.tokens, middle, True), (middle, stop, False))
             if a < b
         )
-        return (past, found.turn.members) if past else nothing
+        return (past, turn.members) if past else nothing
 
 
 def _not_inside_a_chunk(position: int, segments: Sequence[TokenSegment]) -> int:

@@ -13,8 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragcachekit_kernels.backend import choice
-from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores, context_mass
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, choice, column_scores, context_mass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Match, Node, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import Match, Node, Root, Step
 
 ROOT = Root("weights-1", "acme")
 ROW = 2 * 2 * 1 * 2 * 4

@@ -12,10 +12,9 @@ import pytest
 
 from ragcachekit.errors import StoreError
 from ragcachekit.prefix_tree import disk as forgets
-from ragcachekit.prefix_tree.base import Root
-from ragcachekit.prefix_tree.conversations import Turn
 from ragcachekit.prefix_tree.disk import ForgetLog
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, Turn
+from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.disk_files import FolderLock
 from tree_kit import ROOT, ROW, kv_of, path_of, request
@@ -119,7 +118,6 @@ with ForgetLog(Path(sys.argv[1])).forgetting("acme"):
 
 
 def test_the_log_tells_others_and_not_oneself(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(forgets, "_MAX_LOGGED", 3)
     one, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
     assert [log.changed("acme") for log in (one, other)] == [False, False]
     for _ in range(8):

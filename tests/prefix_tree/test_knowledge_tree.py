@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.prefix_tree.base import Node, Root
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.prefix_tree.levels import MemoryTier
+from ragcachekit.prefix_tree.nodes import MemoryTier, Node, Root
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import open_eviction
 from ragcachekit.store.memory import HostStore

@@ -10,8 +10,8 @@ import torch
 from engine_kit import chunk, ids, rag_for, text
 from families import LONGROPE_THRESHOLD, plain, tokens
 from ragcachekit import Prompt, RagCache, StoreConfig, Text, TreeConfig
-from ragcachekit.prefix_tree.base import BLOCK
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import BLOCK
 from server_kit import engine
 from speaking import byte_level, speaker
 
