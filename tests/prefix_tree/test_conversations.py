@@ -195,26 +195,6 @@ def turn(count: int, seed: int, *, root: Root = ROOT, members: frozenset[str] = 
     return Turn(root, tokens(count, seed), kv_of(root, path_of(f"a{count}")), count, members)
 
 
-def test_the_longest_common_beginning_wins_and_short_ones_do_not_count() -> None:
-    turns = Turns(1 << 20)
-    short, long = turn(20, 1), turn(30, 1)
-    assert turns.keep(long, turns.epoch)
-    assert turns.keep(short, turns.epoch)
-    asked = (*tokens(30, 1)[:25], 3, 4)
-    assert turns.longest(ROOT, asked) == (long, 25)
-    assert turns.longest(ROOT, (*tokens(30, 1)[:15], 3, 4)) is None
-    assert turns.longest(Root("weights-2", "acme"), asked) is None
-
-
-def test_a_turn_replaces_the_one_that_it_goes_on_from() -> None:
-    turns = Turns(1 << 20)
-    for count in (20, 30, 40):
-        turns.keep(turn(count, 1), turns.epoch)
-    assert turns.stats()[0].entries == 1
-    turns.keep(turn(40, 2), turns.epoch)
-    assert turns.stats()[0].entries == 2
-
-
 def test_the_budget_holds_and_the_least_recently_used_leaves() -> None:
     size = turn(20, 1).kv.nbytes
     turns = Turns(2 * size)

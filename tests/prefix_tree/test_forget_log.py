@@ -51,14 +51,6 @@ def test_closing_brings_nothing_back_that_another_process_forgot(tmp_path: Path,
     assert on_disk(tmp_path, "s2", "a3", "b4", root=Root("weights-1", "globex")) == 3
 
 
-def test_what_leaves_memory_after_another_process_forgot_it_is_not_written(tmp_path: Path) -> None:
-    one, other = tree_on(tmp_path), tree_on(tmp_path, host_bytes=9 * ROW)
-    request(other, PATH)
-    one.forget("acme", frozenset({"a3"}))
-    request(other, path_of("c9"), Root("weights-1", "globex"))  # pushes all of it out
-    assert [record.entries for record in one.stats() if record.tier == "tree:disk"] == [0]
-
-
 def test_a_look_up_hears_of_it_and_requests_under_way_leave_nothing(tmp_path: Path) -> None:
     one, other = tree_on(tmp_path), tree_on(tmp_path, turns_bytes=1 << 20)
     under_way = other.match(ROOT, PATH)
@@ -70,18 +62,6 @@ def test_a_look_up_hears_of_it_and_requests_under_way_leave_nothing(tmp_path: Pa
     assert other.insert(under_way, [kv_of(ROOT, PATH[: i + 1]) for i in range(3)]) == 0
     other.close()
     assert on_disk(tmp_path, "s2", "a3") == 0
-
-
-def test_what_is_computed_anew_after_it_is_kept(tmp_path: Path) -> None:
-    one, other = tree_on(tmp_path), tree_on(tmp_path)
-    for tree in (one, other):
-        request(tree, PATH)
-    one.forget("acme")
-    for tree in (one, other):
-        request(tree, PATH)
-        assert len(tree.match(ROOT, PATH)) == 3
-        tree.close()
-    assert on_disk(tmp_path, "s2", "a3", "b4") == 3
 
 
 def test_a_forget_waits_for_a_writer_and_deletes_what_it_wrote(tmp_path: Path) -> None:
