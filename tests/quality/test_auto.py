@@ -546,7 +546,7 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
         return drop(*asked)
 
     rag.after_answer.encode_missing = lambda *_: None  # waits for the forget
-    rag.after_answer.rows.after = lambda _: frozenset()
+    rag.after_answer.keep = lambda _: frozenset()
     rag.chunks.drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert auto_of(rag)._seen.of("default") == ()
