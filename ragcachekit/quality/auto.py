@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from ragcachekit.quality.check import (
     MIN_PROMPTS,
     CheckPrompt,
     PolicyCheck,
-    Results,
     candidates,
     choice,
     means,
@@ -70,20 +68,10 @@ class _Namespace:
 class AutoPolicies:
     """Encoder and policy of ``auto`` per namespace: the default, then the choice of a check. Thread safe.
 
-    The resolved policy carries its encoder, so that a request has one pair throughout.
-
-    Parameters
-    ----------
-    folder : pathlib.Path
-        The cache folder, where records are.
-    fingerprint : str
-    encoder : str or None
-        The one that the user gave: then only the policy is chosen.
-    parser : PromptParser
-    planner : Planner
-    check : PolicyCheck
-    wait_until_idle : callable
-        Blocks a background check until no request runs or the event, which it is given, is set.
+    The resolved policy carries its encoder, so that a request has one pair throughout. ``folder`` has the
+    records. ``encoder`` is the one that the user gave, if any: then only the policy is chosen.
+    ``wait_until_idle`` blocks a background check until no request runs or the event, which it is given, is
+    set.
     """
 
     def __init__(
@@ -98,13 +86,12 @@ class AutoPolicies:
         wait_until_idle: Callable[[Event], object],
     ) -> None:
         self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
-        self._parser, self._planner, self._check = parser, planner, check
-        self._wait_until_idle = wait_until_idle
+        self._parser, self._planner, self.check = parser, planner, check
+        self._worker, self._wait_until_idle = worker, wait_until_idle
         self._policies = self._open(candidates(encoder, bool(planner.companions)))
         self._lock = RLock()
         self._namespaces: dict[str, _Namespace] = {}
-        self._seen = SeenPrompts()
-        self._worker = worker
+        self.seen = SeenPrompts()
         self._jobs = worker.queue(self._check_in_background, MAX_WAITING)
 
     def _open(self, pairs: Iterable[PolicyAndEncoder]) -> dict[PolicyAndEncoder, SelectionPolicy]:
@@ -112,12 +99,10 @@ class AutoPolicies:
         out: dict[PolicyAndEncoder, SelectionPolicy] = {}
         for pair in pairs:
             policy: Any = open_policy(pair.policy)
-            if self._encoder is None:
-                policy = replace(policy, encoder=pair.encoder)
-                with suppress(ValueError):
+            with suppress(ValueError):
+                if self._encoder is None:
+                    policy = replace(policy, encoder=pair.encoder)
                     self._planner.encodings(policy)
-                    out[pair] = policy
-            else:
                 out[pair] = policy
         return out
 
@@ -154,8 +139,8 @@ class AutoPolicies:
             known = self._of(namespace)
             if not known.used or self._encoder == IN_PROMPT:
                 return
-            self._seen.observe(namespace, CheckPrompt(request.segments, request.texts))
-            if background and not known.checked and len(self._seen.of(namespace)) >= MAX_PROMPTS:
+            self.seen.observe(namespace, CheckPrompt(request.segments, request.texts))
+            if background and not known.checked and len(self.seen.of(namespace)) >= MAX_PROMPTS:
                 known.checked = self._jobs.submit(namespace)
 
     def tune(
@@ -172,7 +157,7 @@ class AutoPolicies:
         with self._lock:
             known = self._of(namespace)
             known.checked = True
-        seen = self._seen.of(namespace) if texts is None else ()
+        seen = self.seen.of(namespace) if texts is None else ()
         found = [prompt for prompt in (seen if prompts is None else prompts) if prompt.is_informative]
         if prompts is not None and not found:
             raise ValueError("none of the prompts has two chunks and text after them")
@@ -190,7 +175,7 @@ class AutoPolicies:
 
         The latter also where it was measured after a text that ``within`` finds.
         """
-        self._seen.forget(namespace)
+        self.seen.forget(namespace)
         with self._lock:
             report = self._of(namespace).report if within is not None else None
             if report is not None and within is not None and within.within(report.system):
@@ -239,7 +224,7 @@ class AutoPolicies:
 
     def _check_in_background(self, namespace: str) -> None:
         with self._lock:
-            known, prompts = self._of(namespace), self._seen.of(namespace)
+            known, prompts = self._of(namespace), self.seen.of(namespace)
             system = self._planner.last_prompts.last(namespace)
             if system is None or not prompts:  # forgotten meanwhile
                 known.checked = False
@@ -264,14 +249,26 @@ class AutoPolicies:
             if background:
                 self._wait_until_idle(self._worker.closed)
 
-        results, seconds = self._check.run(prompts, self._policies, namespace, wait=wait, progress=progress)
+        results, seconds = self.check.run(prompts, self._policies, namespace, wait=wait, progress=progress)
         measured, needed = max(map(len, results.values())), max(1, min(MIN_PROMPTS, len(prompts)))
         if measured < needed:
             raise RagCacheError(
                 f"the check of policy='auto' decided nothing: within a minute it measured {measured} prompts "
                 f"that fit the model's context, and needs {needed}"
             )
-        report = self._report(results, seconds, system, namespace)
+        rows = (
+            TuneRow(p.encoder, p.policy, *means(found), len(found)) for p, found in results.items() if found
+        )
+        report = TuneReport(
+            fingerprint=self._fingerprint,
+            namespace=namespace,
+            encoder=choice(results).encoder,
+            policy=choice(results).policy,
+            rows=tuple(rows),
+            seconds=round(seconds, 1),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            system=system,
+        )
         with self._lock:
             known.report = report
             if self._namespaces.get(namespace) is known:  # else forgotten meanwhile
@@ -280,23 +277,6 @@ class AutoPolicies:
                 except OSError as error:
                     log.warning("the record of policy='auto' could not be stored: %s", error)
         return report
-
-    def _report(self, results: Results, seconds: float, system: Ids, namespace: str) -> TuneReport:
-        chosen = choice(results)
-        return TuneReport(
-            fingerprint=self._fingerprint,
-            namespace=namespace,
-            encoder=chosen.encoder,
-            policy=chosen.policy,
-            rows=tuple(
-                TuneRow(pair.encoder, pair.policy, *means(found), len(found))
-                for pair, found in results.items()
-                if found
-            ),
-            seconds=round(seconds, 1),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            system=system,
-        )
 
 
 class SeenPrompts:
@@ -307,8 +287,8 @@ class SeenPrompts:
     """
 
     def __init__(self) -> None:
-        self._lock, self._tokens = Lock(), 0
-        self._seen: OrderedDict[str, list[CheckPrompt]] = OrderedDict()
+        self._lock = Lock()
+        self._seen: dict[str, list[CheckPrompt]] = {}
 
     def observe(self, namespace: str, prompt: CheckPrompt) -> None:
         """Keep a prompt."""
@@ -316,11 +296,9 @@ class SeenPrompts:
             return
         with self._lock:
             old = self._seen.pop(namespace, [])
-            self._seen[namespace] = new = [*(other for other in old if other != prompt), prompt]
-            del new[:-MAX_PROMPTS]
-            self._tokens += _tokens(new) - _tokens(old)
-            while self._tokens > MAX_TOKENS:
-                self._tokens -= _tokens(self._seen.popitem(last=False)[1])
+            self._seen[namespace] = [*(other for other in old if other != prompt), prompt][-MAX_PROMPTS:]
+            while sum(one.size for prompts in self._seen.values() for one in prompts) > MAX_TOKENS:
+                del self._seen[next(iter(self._seen))]
 
     def of(self, namespace: str) -> tuple[CheckPrompt, ...]:
         """The kept prompts, the last one first."""
@@ -330,8 +308,4 @@ class SeenPrompts:
     def forget(self, namespace: str) -> None:
         """Drop the prompts of a namespace."""
         with self._lock:
-            self._tokens -= _tokens(self._seen.pop(namespace, []))
-
-
-def _tokens(prompts: list[CheckPrompt]) -> int:
-    return sum(len(prompt.token_ids) for prompt in prompts)
+            self._seen.pop(namespace, None)

@@ -44,7 +44,7 @@ CANDIDATES = (
 """What the check measures; of two equally good ones, the one whose encoder is named first is cheaper."""
 
 NEIGHBOUR_CANDIDATES = tuple(
-    PolicyAndEncoder(policy, "similar:1") for policy in ("reuse", "impact:0.1", "deep:0.1")
+    PolicyAndEncoder(name, "similar:1") for name in ("reuse", "impact:0.1", "deep:0.1")
 )
 """Measured as well where neighbours are known."""
 
@@ -58,7 +58,7 @@ MAX_PROMPTS, MIN_PROMPTS = 16, 3
 """Prompts of one check at most, and before a candidate is dropped for its KL."""
 
 MAX_SECONDS = 60.0
-"""Time budget of one check; a prompt that would not end within it is dropped."""
+"""Time budget of one check; the prompt that runs when it ends is dropped."""
 
 ANSWER_TOKENS = 8
 """Tokens that the full prefill generates, and every candidate is measured on."""
@@ -105,6 +105,11 @@ class CheckPrompt:
         return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
+    def size(self) -> int:
+        """Tokens of the whole prompt."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
     def is_informative(self) -> bool:
         """Whether candidates can differ on it: it has two chunks or more, and text after them."""
         chunks = sum(segment.is_chunk for segment in self.segments)
@@ -137,7 +142,7 @@ class PolicyCheck:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._rope, self._planner = model, rope, planner
-        self._encoder_over, self._clock = encoder_over, clock
+        self._encoder_over, self.clock = encoder_over, clock
 
     def run(
         self,
@@ -154,10 +159,10 @@ class PolicyCheck:
         forward and may block. All results are empty if not even one prompt was measured within
         :data:`MAX_SECONDS`. Raises Cancelled in a cancelled scope.
         """
-        timer = _Timer(self._clock, wait)
+        timer = _Timer(self.clock, wait)
         results: dict[PolicyAndEncoder, list[Measured]] = {pair: [] for pair in policies}
         longest = self._planner.context - ANSWER_TOKENS
-        fitting = (prompt for prompt in prompts if len(prompt.token_ids) <= longest)
+        fitting = (prompt for prompt in prompts if prompt.size <= longest)
         chosen = islice(fitting, MAX_PROMPTS)
         for prompt in tqdm(chosen, total=MAX_PROMPTS, unit="prompt", disable=not progress):
             try:
@@ -212,13 +217,10 @@ def contenders(results: Results) -> list[PolicyAndEncoder]:
     """Candidates that took part in every prompt and may still be chosen; all of them before the first."""
     most = max(map(len, results.values()))
     left = {pair: means(found) for pair, found in results.items() if len(found) == most}
-    if not most:
-        return list(left)
     cheap = {pair: mean for pair, mean in left.items() if mean.ratio <= MAX_RATIO} or left
-    if most < MIN_PROMPTS:
-        return list(cheap)
     least = min(mean.kl for mean in cheap.values())
-    return [pair for pair, mean in cheap.items() if mean.kl <= max(WORSE * least, least + NEGLIGIBLE)]
+    near = max(WORSE * least, least + NEGLIGIBLE)
+    return [pair for pair, mean in cheap.items() if most < MIN_PROMPTS or mean.kl <= near]
 
 
 def choice(results: Results) -> PolicyAndEncoder:
@@ -250,15 +252,10 @@ class _OutOfTime(Exception):
 
 
 class _Timer:
-    """Counts the seconds of forwards against the budget, and waits between them.
-
-    A forward may take as long as the longest one so far: none begins that would not end in time.
-    """
+    """Counts the seconds of forwards against the budget, and waits between them."""
 
     def __init__(self, clock: Callable[[], float], wait: Callable[[], object]) -> None:
-        self._clock, self._wait, self._waited = clock, wait, 0.0
-        self._started_at = clock()
-        self._last = self._longest = 0.0
+        self._clock, self._wait, self._waited, self._started_at = clock, wait, 0.0, clock()
 
     @property
     def seconds(self) -> float:
@@ -266,10 +263,8 @@ class _Timer:
         return self._clock() - self._started_at - self._waited
 
     def before_forward(self) -> None:
-        """Wait; raises _OutOfTime if a forward would end after the budget."""
-        now = self.seconds
-        self._longest, self._last = max(self._longest, now - self._last), now
-        if now + self._longest > MAX_SECONDS:
+        """Wait; raises _OutOfTime once the budget is spent."""
+        if self.seconds > MAX_SECONDS:
             raise _OutOfTime
         started_at = self._clock()
         self._wait()

@@ -107,7 +107,7 @@ def test_kl_is_that_of_transformers(encoder, policy, first, tmp_path):
     )
     with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder=encoder) as rag:
         pair = PolicyAndEncoder(policy.name, encoder)
-        results, _ = auto_of(rag)._check.run([CheckPrompt(segments)], {pair: policy}, "space")
+        results, _ = auto_of(rag).check.run([CheckPrompt(segments)], {pair: policy}, "space")
     expected = oracle(segments, encoder, first)
     assert expected > 1e-3, "the oracle can tell reuse from full"
     (found,) = results[pair]
@@ -352,7 +352,7 @@ def test_forgetting_a_namespace_drops_its_record(make, tmp_path):
     assert rag.policy == RESOLVED
     rag.generate(prompt(0), **ONE)
     rag.forget(texts=[TEXTS[0]])
-    assert auto_of(rag)._seen.of("default") == ()
+    assert auto_of(rag).seen.of("default") == ()
 
 
 # -- time ----------------------------------------------------------------------------------------------
@@ -372,50 +372,27 @@ class Clock:
 def test_the_budget_of_time(make):
     rag = make()
     whole = rag.tune(prompts=map(prompt, range(6)))
-    auto_of(rag)._check._clock = Clock(0.25)
+    auto_of(rag).check.clock = Clock(0.25)
     cut = rag.tune(prompts=map(prompt, range(6)))
     most = max(row.prompts for row in cut.rows)
     assert 0 < most < max(row.prompts for row in whole.rows) == 6
-    auto_of(rag)._check._clock = Clock(30.0)
+    auto_of(rag).check.clock = Clock(30.0)
     with pytest.raises(RagCacheError, match="it measured 0 prompts"):
         rag.tune(prompts=[prompt(0)])
     assert rag.policy == f"auto -> {cut.policy} on {cut.encoder}", "the last choice stays"
 
 
-def test_waiting_for_requests_is_not_counted():
-    clock = Clock(0.0)
+def test_waiting_for_requests_is_not_counted(make, monkeypatch):
+    rag, clock = make(), Clock(0.0)
+    monkeypatch.setattr(auto_of(rag).check, "clock", clock)
 
     def wait():
         clock.now += 1000
 
-    timer = check._Timer(clock, wait)
-    timer.before_forward()
-    clock.now += 30
-    timer.before_forward()
-    assert timer.seconds == 30
-    clock.now += 1
-    with pytest.raises(check._OutOfTime):
-        timer.before_forward()
-
-
-def test_no_forward_begins_that_would_end_after_the_budget():
-    clock = Clock(0.0)
-    timer = check._Timer(clock, lambda: None)
-    timer.before_forward()
-    for seconds in (7, 16, 1, 20):  # 44 in all, the longest 20
-        clock.now += seconds
-        if timer.seconds < 40:
-            timer.before_forward()
-    with pytest.raises(check._OutOfTime):
-        timer.before_forward()
-    assert timer.seconds <= check.MAX_SECONDS
-
-
-def until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    policies = {DEFAULT: open_policy(DEFAULT.policy)}
+    segments = [TokenSegment(ids, ids[0] > 3) for ids in ((1, 2), (4, 5, 6), (5, 6, 7), (2, 3))]
+    found, seconds = auto_of(rag).check.run([CheckPrompt(tuple(segments))], policies, "space", wait=wait)
+    assert (len(found[DEFAULT]), seconds) == (1, 0.0)
 
 
 def test_a_namespace_is_checked_behind_its_requests_once(make, tmp_path, monkeypatch):
@@ -486,7 +463,7 @@ def test_its_errors_do_not_reach_an_answer(make, monkeypatch, caplog):
     def fail(*_, **__):
         raise RuntimeError("no more memory")
 
-    monkeypatch.setattr(auto_of(rag)._check, "run", fail)
+    monkeypatch.setattr(auto_of(rag).check, "run", fail)
     assert rag.generate(prompt(0), **ONE).token_ids
     assert rag.flush(60)
     assert "no more memory" in caplog.text
@@ -549,7 +526,7 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
     rag.after_answer.rows.after = lambda _: frozenset()
     rag.chunks.drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
-    assert auto_of(rag)._seen.of("default") == ()
+    assert auto_of(rag).seen.of("default") == ()
 
 
 def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):

@@ -15,7 +15,6 @@ from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from ragcachekit import Prompt, RagCache, ShadowConfig
 from ragcachekit.quality import shadow
-from ragcachekit.quality.shadow import is_drawn
 from ragcachekit.reports import ShadowReport
 from speaking import byte_level, speaker
 
@@ -44,24 +43,26 @@ def differing(rag):
 # -- which requests -----------------------------------------------------------------------------------
 
 
+def drawn(seed, share=0.4, number=40):
+    """Of so many requests, those that were drawn."""
+    rag = rag_for("llama", policy="full", shadow=ShadowConfig(share, seed=seed))
+    return [rag.shadow.draw({}) is not None for _ in range(number)]
+
+
 def test_the_share_is_kept_and_the_seed_decides():
-    picked = [is_drawn(3, i, 0.02) for i in range(20_000)]
-    assert 300 < sum(picked) < 500
-    assert picked == [is_drawn(3, i, 0.02) for i in range(20_000)]
-    assert picked != [is_drawn(4, i, 0.02) for i in range(20_000)]
-    assert all(is_drawn(0, i, 1.0) for i in range(100))
-    assert not any(is_drawn(0, i, 0.0) for i in range(100))
+    assert 300 < sum(drawn(3, 0.02, 20_000)) < 500
+    assert drawn(3) == drawn(3) != drawn(4)
+    assert all(drawn(0, 1.0))
+    assert not any(drawn(0, 0.0))
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_requests_are_drawn_by_their_number(seed):
-    rag = rag_for("llama", policy="reuse", shadow=ShadowConfig(0.4, "after", seed=seed))
-    rag.generate(PROMPT, max_new_tokens=1)  # number 0, nothing cached yet
-    for _ in range(12):
+def test_requests_are_drawn_by_their_number():
+    rag = rag_for("llama", policy="reuse", shadow=ShadowConfig(0.4, "after", seed=7))
+    for _ in range(13):  # at the first nothing is cached yet
         rag.generate(PROMPT, max_new_tokens=1)
     report = rag.shadow_report()
-    assert report.requests == 13
-    assert report.shadowed == sum(is_drawn(seed, i, 0.4) for i in range(1, 13)) > 0
+    assert (report.requests, report.shadowed) == (13, sum(drawn(7, number=13)[1:]))
+    assert report.shadowed
 
 
 def test_only_approximate_reuse_is_shadowed():
