@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from ragcachekit.engine.asyncio_api import to_thread
+from ragcachekit.engine.request import to_thread
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.server.contexts import NAME
 from ragcachekit.server.errors import ApiError, overloaded

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from starlette.types import Message, Scope
 
 from ragcachekit.cluster.balancer import routing_stats
-from ragcachekit.engine.asyncio_api import to_thread
 from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.engine.request import to_thread
 from ragcachekit.server.contexts import NAME
 
 Opened = tuple[RagCache, FastAPI]

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ragcachekit import Answer, RagCache
-from ragcachekit.engine.asyncio_api import AsyncAnswerStream, answered, submitted
+from ragcachekit.engine.request import AsyncAnswerStream, answered, submitted
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.server.answers import Choice, Form, Logprobs
 from ragcachekit.server.config import ServerConfig

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ragcachekit.engine.asyncio_api import AsyncAnswerStream
+from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.server.answers import cache_header, usage_of
 from ragcachekit.server.completions import CompletionJob, Services, context_name
 from ragcachekit.server.errors import ApiError

@@ -184,12 +184,8 @@ def test_a_chain_with_threads_of_its_own_ends_in_a_scope(chat, model, interrupt,
         whole = RunnableParallel(one=answer, two=answer)
     else:
         whole = RunnablePassthrough.assign(answer=answer)
-    with (
-        watched(model, 3, interrupt) as layers,
-        pytest.raises(KeyboardInterrupt),
-        CancelScope(on_interrupt=True),
-    ):
-        whole.invoke(BATCHED[0])
+    with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
+        CancelScope().run(whole.invoke, BATCHED[0])
     assert layers.most_after <= 1
 
 
