@@ -196,7 +196,7 @@ class EngineComponents:
 
         check = PolicyCheck(model, rope, self.planner, private)
         wait, given = self.active.wait_for_none, settings.encoder
-        parts = self.parser, self.planner, check, self.background, wait
+        parts = self.planner, check, self.background, wait
         self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +42,7 @@ CANDIDATES = (
 """What the check measures; of two equally good ones, the one whose encoder is named first is cheaper."""
 
 NEIGHBOUR_CANDIDATES = tuple(
-    PolicyAndEncoder(name, "similar:1") for name in ("reuse", "impact:0.1", "deep:0.1")
+    PolicyAndEncoder(name, "similar:1") for name in ("impact:0.1", "reuse", "deep:0.1")
 )
 """Measured as well where neighbours are known."""
 
@@ -69,26 +67,16 @@ WORSE = 2.0
 NEAR, NEGLIGIBLE = 1.05, 0.001
 """Candidates within this multiple of the least KL, or this many nats, count as equally good."""
 
-CHUNKS = 4
-"""Chunks per probe: one and its predecessor in the document, among random others."""
-
-MIN_CHARS, MAX_CHARS = 24, 400
-"""Length of the sentence that a probe cuts in half."""
-
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
-_NO_LIMIT = 1 << 60  # bytes of the private store, which holds one prompt's chunks
-
 
 def candidates(encoder: str | None, neighbours: bool) -> tuple[PolicyAndEncoder, ...]:
     """What to measure, the default first: over ``encoder`` alone if one is given.
 
     ``neighbours``: whether chunks have known neighbours.
     """
-    pairs = (DEFAULT, *CANDIDATES, *(NEIGHBOUR_CANDIDATES if neighbours else ()))
+    near = NEIGHBOUR_CANDIDATES if neighbours else ()
+    pairs = (*near[:1], DEFAULT, *CANDIDATES, *near)
     if encoder is not None:
         pairs = tuple(PolicyAndEncoder(pair.policy, encoder) for pair in pairs)
-    elif neighbours:
-        pairs = (PolicyAndEncoder(DEFAULT.policy, NEIGHBOUR_CANDIDATES[0].encoder), *pairs)
     return tuple(dict.fromkeys(pairs))
 
 
@@ -98,11 +86,6 @@ class CheckPrompt:
 
     segments: tuple[TokenSegment, ...]
     texts: Mapping[Ids, str] = field(default_factory=dict, compare=False)
-
-    @property
-    def token_ids(self) -> Ids:
-        """The whole prompt."""
-        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def size(self) -> int:
@@ -182,12 +165,13 @@ class PolicyCheck:
         timer: _Timer,
     ) -> dict[PolicyAndEncoder, Measured]:
         """All ``policies`` on one prompt, over encodings in a private store."""
-        ids = torch.tensor([prompt.token_ids], device=self._model.device)
+        tokens = [token for segment in prompt.segments for token in segment.token_ids]
+        ids = torch.tensor([tokens], device=self._model.device)
         full = Continuation(self._model, {"input_ids": ids}, timer.before_forward)
         answer, rows = full.greedy(ANSWER_TOKENS, end_tokens({}, self._model.generation_config))
         # What follows the last token of the answer was not computed.
         reference, out = Reference((answer[:-1],), (rows,)), dict[PolicyAndEncoder, Measured]()
-        with closing(HostStore(_NO_LIMIT)) as store:
+        with closing(HostStore(1 << 60)) as store:
             encoder = self._encoder_over(store)
             for pair, policy in policies.items():
                 asked = store, prompt.segments, prompt.texts, policy, namespace
@@ -269,41 +253,3 @@ class _Timer:
         started_at = self._clock()
         self._wait()
         self._waited += self._clock() - started_at
-
-
-class Probe(NamedTuple):
-    """Chunk texts in prompt order, and a sentence of one of them, cut in half."""
-
-    chunks: tuple[str, ...]
-    beginning: str
-    rest: str
-
-
-def probes(documents: Sequence[Sequence[str]], number: int, seed: int = 0) -> list[Probe]:
-    """At most ``number`` probes, each about another chunk; ValueError for fewer than two different chunks.
-
-    ``documents`` are lists of chunks. The other chunks of a prompt are those of other probes where there are
-    enough, so that few have to be encoded.
-    """
-    rng = random.Random(seed)
-    places = [(texts, at) for texts in documents for at, text in enumerate(texts) if text.strip()]
-    pool = list(dict.fromkeys(texts[at].strip() for texts, at in places))
-    if len(pool) < 2:
-        raise ValueError(f"at least two chunks are needed to make prompts of, got {len(pool)}")
-    rng.shuffle(places)
-    groups = [[text.strip() for text in texts[max(0, at - 1) : at + 1]] for texts, at in places[:number]]
-    asked = list(dict.fromkeys(text for group in groups for text in group if text))
-    pool = asked if len(asked) >= CHUNKS else pool
-    return [_probe(list(dict.fromkeys(filter(None, group))), pool, rng) for group in groups]
-
-
-def _probe(group: list[str], pool: Sequence[str], rng: random.Random) -> Probe:
-    others = [text for text in pool if text not in group]
-    others = rng.sample(others, min(CHUNKS - len(group), len(others)))
-    place = rng.randint(0, len(others))
-    text = group[-1]
-    found = [part for part in _SENTENCE.split(text) if MIN_CHARS <= len(part) <= MAX_CHARS]
-    sentence = rng.choice(found) if found else text[:MAX_CHARS]
-    half = (len(sentence) + 1) // 2
-    half = max(sentence.rfind(" ", 0, half), 0) or half
-    return Probe((*others[:place], *group, *others[place:]), sentence[:half], sentence[half:].strip())

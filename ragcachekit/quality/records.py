@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -148,8 +147,6 @@ def read_calibration(folder: Path, fingerprint: str, namespace: str) -> Calibrat
             policy = open_policy(point.policy)
             if isinstance(policy, Budget | Auto) or policy.encoder not in (None, record.encoder):
                 raise ValueError(f"{point.policy} is no policy that chunks encoded {record.encoder} can have")
-        if not all(math.isfinite(point.ratio + point.upper) for point in record.curve):
-            raise ValueError("its curve is not finite")
         record.cheapest(record.budget)
         return record
 
@@ -166,8 +163,6 @@ def read_choice(
         report = TuneReport(**found | {"rows": tuple(rows), "system": system})
         if report.pair not in pairs or {row.pair for row in report.rows} != set(pairs):
             raise ValueError("its candidates are not those of this version")
-        if not all(math.isfinite(row.kl + row.ratio) for row in report.rows):
-            raise ValueError("its rows are not finite")
         if not all(type(token) is int and token >= 0 for token in system):
             raise ValueError("its system text is no list of token ids")
         return report

@@ -128,7 +128,13 @@ class Shadow:
         if first is None or first.log_probs is None or not answer.report.link.approximate_tokens:
             return
         try:
-            job = self._job(tally, plan, answer, first.log_probs, options, stop)
+            asked = {name: value for name, value in options.items() if name != "streamer"}
+            changing = [effective(asked, self._model.generation_config, o) for o in ("max_time", "do_sample")]
+            whole = answer.report.finish_reason != "cancelled" and not any(changing)
+            if not whole:  # one token, without chance: other requests draw from the same random numbers
+                asked, stop = asked | _FIRST_TOKEN, ()
+            namespace, ids, compared = plan.report.namespace, plan.token_ids, answer if whole else None
+            job = _Job(namespace, tally, ids, first.log_probs, compared, asked, tuple(stop))
             if self.config.when == "after":
                 self._work(job)
             elif not self._jobs.submit(job):
@@ -163,25 +169,6 @@ class Shadow:
         with self._lock:
             for name in list(self._tallies) if namespace is None else [namespace]:
                 self._tallies.pop(name, None)
-
-    def _job(
-        self,
-        tally: _Tally,
-        plan: LinkPlan,
-        answer: Answer,
-        log_probs: torch.Tensor,
-        options: Mapping[str, Any],
-        stop: Sequence[str],
-    ) -> _Job:
-        defaults = self._model.generation_config
-        options = {name: value for name, value in options.items() if name != "streamer"}
-        ids, namespace = plan.token_ids, plan.report.namespace
-        if answer.report.finish_reason == "cancelled" or any(
-            effective(options, defaults, name) for name in ("max_time", "do_sample")
-        ):
-            # One token, without chance: other requests draw from the same random numbers.
-            return _Job(namespace, tally, ids, log_probs, None, {**options, **_FIRST_TOKEN}, ())
-        return _Job(namespace, tally, ids, log_probs, answer, options, tuple(stop))
 
     def _work(self, job: _Job) -> None:
         if not self._unchanged():

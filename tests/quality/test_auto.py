@@ -19,7 +19,7 @@ from ragcachekit.policies.measured import Auto, PolicyAndEncoder
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality import check
-from ragcachekit.quality.auto import CHANGING, UNKNOWN, SeenPrompts
+from ragcachekit.quality.auto import CHANGING, UNKNOWN
 from ragcachekit.quality.check import (
     DEFAULT,
     MAX_PROMPTS,
@@ -229,7 +229,6 @@ def test_a_choice_is_used_and_kept_for_the_next_process(make, tmp_path, caplog):
         lambda record: json.dumps(record | {"policy": "full"}),
         lambda record: json.dumps(record | {"system": ["a"]}),
         lambda record: json.dumps(record | {"rows": record["rows"][1:]}),
-        lambda record: json.dumps(record | {"rows": [{**record["rows"][0], "kl": float("nan")}]}),
         lambda record: json.dumps({**record, "more": 1}),
     ],
 )
@@ -260,20 +259,11 @@ def test_a_given_encoder_stays(make):
     assert CHANGING not in report.notes
 
 
-def test_tune_on_registered_and_on_given_texts(make):
-    rag = make()
-    rag.register(TEXTS)
-    assert rag.tune(system=SYSTEM).rows
-    assert rag.tune(TEXTS[:2], system=SYSTEM).rows
-
-
 @pytest.mark.parametrize(
     ("options", "asked", "message"),
     [
-        ({}, {}, "needs system="),
-        ({}, {"system": SYSTEM}, "at least two chunks"),
-        ({}, {"texts": ["one", " one"], "system": SYSTEM}, "at least two chunks"),
-        ({}, {"prompts": ["no chunk here"]}, "none of the prompts"),
+        ({}, {}, "needs prompts with two chunks"),
+        ({}, {"prompts": ["no chunk here"]}, "needs prompts with two chunks"),
         ({"encoder": "in-prompt"}, {"prompts": [prompt(0)]}, "in-prompt"),
     ],
 )
@@ -352,7 +342,7 @@ def test_forgetting_a_namespace_drops_its_record(make, tmp_path):
     assert rag.policy == RESOLVED
     rag.generate(prompt(0), **ONE)
     rag.forget(texts=[TEXTS[0]])
-    assert auto_of(rag).seen.of("default") == ()
+    assert auto_of(rag).seen("default") == ()
 
 
 # -- time ----------------------------------------------------------------------------------------------
@@ -493,25 +483,17 @@ def test_auto_is_a_policy_by_name():
         Auto().select([])
 
 
-def test_seen_prompts_are_bounded(monkeypatch):
-    monkeypatch.setattr("ragcachekit.quality.auto.MAX_TOKENS", 100)
-    seen = SeenPrompts()
-
-    def made(number, size=5):
-        ids = tuple(range(number, number + size))
-        return CheckPrompt(
-            (TokenSegment(ids, True), TokenSegment(ids[:1], True), TokenSegment(ids[:1], False))
-        )
-
-    for number in (0, 1, 0):
-        seen.observe("a", made(number))
-    assert seen.of("a") == (made(0), made(1))
-    seen.observe("a", CheckPrompt((TokenSegment((1,), True), TokenSegment((2,), False))))
-    assert len(seen.of("a")) == 2, "one chunk tells nothing"
-    seen.observe("b", made(0, 80))
-    assert len(seen.of("a")) == 2
-    seen.observe("b", made(1, 10))
-    assert (len(seen.of("a")), len(seen.of("b"))) == (0, 2)
+def test_seen_prompts_are_bounded(make, monkeypatch):
+    rag = make()
+    seen, asked = auto_of(rag).seen, {"a": (0, 1, 0), "b": (2, 3)}
+    for namespace, numbers in asked.items():
+        for number in numbers:
+            rag.generate(prompt(number), namespace=namespace, **ONE)
+    rag.generate(Prompt([Text(SYSTEM), Chunk(TEXTS[0]), Text("Where?")]), namespace="a", **ONE)
+    assert (len(seen("a")), len(seen("b"))) == (2, 2), "different ones of two chunks"
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_TOKENS", sum(one.size for one in seen("b")) + 200)
+    rag.generate(prompt(3), namespace="b", **ONE)
+    assert (len(seen("a")), len(seen("b"))) == (0, 2), "those of the namespace that was idle go"
 
 
 def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
@@ -526,7 +508,7 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
     rag.after_answer.keep = lambda _: frozenset()
     rag.chunks.drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
-    assert auto_of(rag).seen.of("default") == ()
+    assert auto_of(rag).seen("default") == ()
 
 
 def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):
@@ -541,6 +523,6 @@ def test_a_check_whose_prompts_were_forgotten_begins_again_later(make):
 
 def test_what_tune_was_given_is_the_text_to_encode_behind(make):
     rag = make(encoder="system")
-    rag.tune(TEXTS, system=SYSTEM)
+    rag.tune([prompt(0)])
     rag.encode(TEXTS)
     assert {key.encoding for key in list(rag.components.store.keys())} == {"system"}

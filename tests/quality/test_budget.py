@@ -169,7 +169,6 @@ DAMAGE = {
     "curve": changed(curve={}),
     "curve of numbers": changed(curve=[1, 2]),
     "point": point(upper="0.1"),
-    "not finite": point(upper=float("nan")),
     "no full": lambda found: {**found, "curve": found["curve"][:-1]},
     "a policy of another version in the curve": point(policy="future:3"),
     "a budget in the curve": point(policy="budget:0.5"),

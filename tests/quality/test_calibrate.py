@@ -29,10 +29,10 @@ from ragcachekit.commands.calibrate import (
     summary,
     upper_bound,
 )
+from ragcachekit.commands.probes import probes
 from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.weights import load_model
-from ragcachekit.quality.check import probes
 from ragcachekit.quality.compare import word_f1
 from ragcachekit.quality.records import Calibration, read_calibration
 
