@@ -5,9 +5,9 @@ from __future__ import annotations
 import matplotlib as mpl
 import pytest
 
-from ragcachekit import GenerateReport, LinkReport, RagCache
+from ragcachekit import RagCache
 from ragcachekit.plots import MeasuredPolicy, Plots
-from ragcachekit.reports import ChunkUse
+from ragcachekit.reports import ChunkUse, GenerateReport, LinkReport
 from speaking import byte_level, speaker
 
 

@@ -19,7 +19,6 @@ from ragcachekit import (
     Cancelled,
     CancelScope,
     DeadlineExceeded,
-    GenerateReport,
     Prompt,
     QueueConfig,
     QueueFull,
@@ -27,6 +26,7 @@ from ragcachekit import (
     agenerate,
 )
 from ragcachekit.errors import Closed, GenerationNotSupported, PromptTooLong
+from ragcachekit.reports import GenerateReport
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 

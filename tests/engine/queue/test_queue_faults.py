@@ -12,8 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 from engine_kit import EXACT, PROMPT, ids, warmed
 from families import greedy, plain
 from queue_kit import LONG, fail_next, held
-from ragcachekit import EngineError, RagCache
-from ragcachekit.errors import Closed
+from ragcachekit import RagCache
+from ragcachekit.errors import Closed, EngineError
 
 ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
 
