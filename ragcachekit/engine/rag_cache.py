@@ -143,7 +143,6 @@ class RagCache:
         self.queue = Scheduler(queue, runner, parts.active)
         self._template_noted = self._closed = False
         self._process = os.getpid()
-        self._resolve(parts.policy, self.namespace)  # warns now of what there is to warn of
 
     @classmethod
     def from_pretrained(
