@@ -48,8 +48,7 @@ from ragcachekit.generate.options import (
 )
 from ragcachekit.model.weights import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
-from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plots import Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
@@ -382,8 +381,13 @@ class RagCache:
     ) -> None:
         """Begin to load chunks from slow tiers for a later prompt; returns at once. Called by retrievers.
 
-        ``chunks`` are texts, or ids as :meth:`encode` returned them. ``system`` is the text before the
-        prompt's first chunk, for encoders that need it; default is the last one used in the namespace.
+        Parameters
+        ----------
+        chunks : iterable of str
+            Chunk texts.
+        system : str, optional
+            Text before the prompt's first chunk, for encoders that need it; default is the last one used in
+            the namespace.
         """
         namespace = self._checked(namespace)
         self.chunks.prefetch(chunks, namespace, system, self._choose(None, namespace).policy)
