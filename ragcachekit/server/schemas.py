@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ragcachekit import Chunk, Prompt, Text
-from ragcachekit.prompt.messages import marked
+from ragcachekit.prompt.segments import marked
 from ragcachekit.server.errors import invalid
 
 MARKER = "{documents}"

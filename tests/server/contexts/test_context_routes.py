@@ -12,7 +12,7 @@ import pytest
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.cancellation import raise_if_cancelled
-from ragcachekit.prompt.messages import marked
+from ragcachekit.prompt.segments import marked
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.keys import Tenant
 from speaking import byte_level, speaker
