@@ -9,14 +9,13 @@ from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfi
 from ragcachekit.errors import (
     Cancelled,
     DeadlineExceeded,
-    EngineError,
     ModelNotSupported,
     QueueFull,
     RagCacheError,
     missing_extra,
 )
-from ragcachekit.observers import Observer, QueryLookup, RequestStart
-from ragcachekit.reports import Answer, GenerateReport, LinkReport
+from ragcachekit.observers import Observer
+from ragcachekit.reports import Answer
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
@@ -24,15 +23,14 @@ if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.request import Request, agenerate, astream, to_thread
     from ragcachekit.engine.speculation import SpeculativePipeline
-    from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
+    from ragcachekit.generate.tool_calls import ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-    from ragcachekit.retrieval.calibrate import calibrate
+    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
+    from ragcachekit.retrieval.distances import calibrate
     from ragcachekit.retrieval.documents import DocumentIndex
     from ragcachekit.retrieval.partition import bypass_query_cache
     from ragcachekit.retrieval.proximity import ProximityCache
-    from ragcachekit.retrieval.saved import SavedEntries
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,10 +41,7 @@ __all__ = [
     "Chunk",
     "DeadlineExceeded",
     "DocumentIndex",
-    "EngineError",
-    "GenerateReport",
     "JsonStore",
-    "LinkReport",
     "LoadConfig",
     "ModelNotSupported",
     "Neighbours",
@@ -54,20 +49,17 @@ __all__ = [
     "PrecedingChunks",
     "Prompt",
     "ProximityCache",
-    "QueryLookup",
     "QueueConfig",
     "QueueFull",
     "RagCache",
     "RagCacheError",
     "Request",
-    "RequestStart",
     "SavedEntries",
     "ShadowConfig",
     "SimilarChunks",
     "SpeculativePipeline",
     "StoreConfig",
     "Text",
-    "ToolCall",
     "ToolCallReader",
     "TreeConfig",
     "agenerate",
@@ -85,14 +77,13 @@ _LAZY = {
     "ragcachekit.engine.request": ("Request", "agenerate", "astream", "to_thread"),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
-    "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
+    "ragcachekit.generate.tool_calls": ("ToolCallReader",),
     "ragcachekit.json_store": ("JsonStore",),
-    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval",),
-    "ragcachekit.retrieval.calibrate": ("calibrate",),
+    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval", "SavedEntries"),
+    "ragcachekit.retrieval.distances": ("calibrate",),
     "ragcachekit.retrieval.documents": ("DocumentIndex",),
     "ragcachekit.retrieval.partition": ("bypass_query_cache",),
     "ragcachekit.retrieval.proximity": ("ProximityCache",),
-    "ragcachekit.retrieval.saved": ("SavedEntries",),
 }
 
 

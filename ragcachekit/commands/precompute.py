@@ -276,7 +276,6 @@ class PrecomputeRun:
             list(dict(zip(ids, self.corpus.texts, strict=True)).items()),
             stored=set(ids) - todo,
             actors=settings.actors,
-            checkpoint=settings.lists / "ray" / self._manifest.path.stem,
             progress=progress,
         )
 

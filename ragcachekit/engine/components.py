@@ -29,10 +29,7 @@ from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours, by_namespace
-from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.planner import Planner
-from ragcachekit.plan.prefix_match import PrefixMatcher
-from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
@@ -157,13 +154,11 @@ class EngineComponents:
             neighbours=by_namespace(settings.neighbours, settings.namespace),
             same_source=settings.companions == "same-source",
             fetch=self.loads.fetch,
-            tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
+            tree=self.tree,
+            layout=layout,
         )
         encodings, unchanged = self.planner.encodings(self.policy), self.planner.unchanged
-        if encodings.name == IN_PROMPT:
-            recall(self.planner.variants, self.store, self.fingerprint)
-        if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
-            self.planner.variants.averages.recall(self.store.keys())
+        self.planner.recall(self.policy)
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
@@ -198,6 +193,9 @@ class EngineComponents:
         wait, given = self.active.wait_for_none, settings.encoder
         parts = self.planner, check, self.background, wait
         self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
+        auto = isinstance(self.policy, Auto)
+        resolve = self.auto.resolve if auto else partial(self.budgets.resolve, self.policy)
+        resolve(settings.namespace)  # warns now of what there is to warn of
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
         """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""

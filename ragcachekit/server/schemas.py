@@ -1,7 +1,8 @@
-"""Bodies of requests: what is read, ignored and refused."""
+"""Bodies of requests for completions, and the engine's prompts out of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -10,12 +11,21 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     Json,
-    Tag,
 )
 from pydantic_core import PydanticCustomError
+
+from ragcachekit import Chunk, Prompt, Text
+from ragcachekit.prompt.segments import marked
+from ragcachekit.server.errors import invalid
+
+BETWEEN = "\n\n"
+"""After each document."""
+
+Block = dict[str, Any]
+
+# -- bodies -----------------------------------------------------------------------------------------------
 
 
 def _only(*allowed: object) -> AfterValidator:
@@ -38,44 +48,40 @@ Some = Annotated[list[_Item], Field(fail_fast=True, max_length=1 << 12)]
 Ids = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
 
 
-def _kind(prompt: object) -> str:
-    if not isinstance(prompt, list):
-        return "str"
-    first = prompt[0] if prompt else ""
-    return "list[int]" if isinstance(first, int) else "list[list]" if isinstance(first, list) else "list[str]"
+class TextPart(BaseModel):
+    """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
-
-AnyPrompt = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[Some[str], Tag("list[str]")]
-    | Annotated[Ids, Tag("list[int]")]
-    | Annotated[Some[Ids], Tag("list[list]")],
-    Discriminator(_kind),
-]
-
-
-class Part(BaseModel):
-    """A content part; ``cache_control`` and ``prompt_cache_breakpoint`` make its text a chunk."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Literal["text"]
+    text: str
     cache_control: dict[str, Any] | None = None
     prompt_cache_breakpoint: bool | dict[str, Any] | None = None
 
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is marked."""
+        return bool(self.cache_control or self.prompt_cache_breakpoint)
 
-class CalledFunction(BaseModel):
-    """Name and arguments of a call, which come as JSON in a string."""
 
-    name: str
-    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
+class RefusalPart(BaseModel):
+    """A refusal of an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class Called(BaseModel):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier answer; its arguments come as JSON in a string."""
 
+    class Function(BaseModel):
+        name: str
+        arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
+
+    type: Literal["function"] = "function"
     id: str
-    function: CalledFunction
+    function: Function
 
 
 class Message(BaseModel):
@@ -88,16 +94,13 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-class Function(BaseModel):
-    """A function's JSON schema."""
-
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class Tool(BaseModel):
-    """A tool that the model may call."""
+    """A function that the model may call, with its JSON schema."""
+
+    class Function(BaseModel):
+        name: Annotated[str, Field(min_length=1)]
+        description: str | None = None
+        parameters: dict[str, Any] | None = None
 
     type: Literal["function"]
     function: Function
@@ -112,12 +115,6 @@ class Document(BaseModel):
     title: str | None = None
 
 
-class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
-
-    include_usage: bool | None = None
-
-
 class Completion(BaseModel):
     """What both kinds of requests have in common; unknown arguments are refused."""
 
@@ -127,7 +124,7 @@ class Completion(BaseModel):
     n: Positive | None = None
     stop: str | Stops[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -171,8 +168,76 @@ class ChatRequest(Completion):
 class TextRequest(Completion):
     """The body of ``/v1/completions``; a prompt is a text or token ids."""
 
-    prompt: AnyPrompt
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    prompt: str | Ids | Some[str] | Some[Ids]
+    logprobs: Annotated[Any, _only(None)] = None
     echo: Annotated[Any, _only(None, False)] = None
     suffix: Annotated[Any, _only(None, "")] = None
     best_of: Annotated[Any, _only(None, 1)] = None
+
+
+# -- prompts ----------------------------------------------------------------------------------------------
+
+
+def document_text(document: str | Document) -> str:
+    """The text of a document's chunk."""
+    if isinstance(document, str):
+        return document
+    return f"{document.title}\n{document.text}" if document.title else document.text
+
+
+def chat_prompt(messages: Sequence[Message], documents: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages for the engine, with the documents before the last user message's text; ApiError 400."""
+    plain = [_message(number, message) for number, message in enumerate(messages)]
+    chunks = [block for document in documents for block in (marked(document), _text(BETWEEN))]
+    asked = [message for message in plain if message["role"] == "user"]
+    if chunks and not asked:
+        raise invalid("Documents need a user message.", "documents")
+    if chunks:
+        asked[-1]["content"] = [*chunks, *_blocks(asked[-1]["content"])]
+    return plain
+
+
+def text_prompt(prompt: str | Sequence[int], documents: Sequence[str]) -> str | Prompt:
+    """A prompt of a text, or of token ids, after the documents."""
+    if isinstance(prompt, str) and not documents:
+        return prompt
+    chunks = [segment for document in documents for segment in (Chunk(document), Text(BETWEEN))]
+    return Prompt([*chunks, Text(prompt) if isinstance(prompt, str) else Text(token_ids=tuple(prompt))])
+
+
+def size_of(prompt: Any) -> tuple[int, int, int]:
+    """Characters, token ids and chunks of a prompt for the engine."""
+    if isinstance(prompt, str):
+        return len(prompt), 0, 0
+    if isinstance(prompt, Prompt):
+        parts = [(segment.text or "", isinstance(segment, Chunk)) for segment in prompt.segments]
+        ids = sum(len(segment.token_ids or ()) for segment in prompt.segments)
+    else:
+        blocks = [block for message in prompt for block in _blocks(message["content"])]
+        parts, ids = [(block["text"], "chunk" in block) for block in blocks], 0
+    return sum(len(text) for text, _ in parts), ids, sum(is_chunk for _, is_chunk in parts)
+
+
+def _message(number: int, message: Message) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        text = f"Invalid value for 'content': expected a string or a list, got null in message {number}."
+        raise invalid(text, f"messages[{number}].content")
+    content = message.content if not isinstance(message.content, list) else list(map(_block, message.content))
+    role = "system" if message.role == "developer" else message.role
+    return {**message.model_dump(exclude_none=True), "role": role, "content": content}
+
+
+def _block(part: TextPart | RefusalPart) -> Block:
+    if isinstance(part, RefusalPart):
+        return _text(part.refusal)
+    return marked(part.text) if part.is_chunk else _text(part.text)
+
+
+def _blocks(content: Any) -> list[Block]:
+    if isinstance(content, list):
+        return content
+    return [_text(content)] if content else []
+
+
+def _text(text: str) -> Block:
+    return {"type": "text", "text": text}

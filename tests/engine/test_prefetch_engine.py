@@ -9,10 +9,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
-from loading_kit import WAIT, Gate, SlowStore
+from loading_kit import WAIT, SlowStore
 from ragcachekit import Prompt
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.entry import EntryDamaged
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import chunk_id
@@ -23,6 +22,12 @@ SECOND = Prompt([text(9, 1), chunk(21, 7), chunk(30, 8), text(5, 9)])
 
 def ids_of_chunks(prompt):
     return [chunk_id(s.token_ids, "default") for s in prompt.segments if type(s).__name__ == "Chunk"]
+
+
+def prefetch(rag, prompt):
+    """As the queue does for prompts that wait."""
+    request = rag.prepare(prompt)
+    rag.components.loads.prefetch(rag.components.planner.estimator(request).to_load)
 
 
 def slow(name="llama", policy="lego:4", load="always", **options):
@@ -42,7 +47,7 @@ def test_a_prompt_takes_over_what_was_prefetched(encoder):
     rag.generate(SECOND, **ASKED)  # tells the system text
     assert rag.flush(WAIT)
     del store.log[:], store.sources[:]
-    rag.prefetch(ids_of_chunks(PROMPT))
+    prefetch(rag, PROMPT)
     assert rag.flush(WAIT)
     prefetched = [source.tokens for source in store.sources]
     assert 33 in prefetched
@@ -52,21 +57,10 @@ def test_a_prompt_takes_over_what_was_prefetched(encoder):
     rag.close()
 
 
-def test_a_prefetch_returns_before_anything_is_read():
-    rag, store = slow()
-    store.before_read = gate = Gate()
-    rag.prefetch(ids_of_chunks(PROMPT))
-    assert store.log == []
-    assert gate.reached.wait(WAIT)
-    gate.open()
-    assert rag.generate(PROMPT, **ASKED).report.link.loaded_bytes
-    rag.close()
-
-
 def test_forgetting_reaches_what_was_prefetched():
     rag, _ = slow()
-    (first, second) = ids_of_chunks(PROMPT)
-    rag.prefetch([first, second])
+    first = ids_of_chunks(PROMPT)[0]
+    prefetch(rag, PROMPT)
     assert rag.flush(WAIT)
     assert rag.forget([first]) == 1
     uses = rag.generate(PROMPT, **ASKED).report.link.uses
@@ -101,25 +95,6 @@ def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
     rag.close()
 
 
-def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
-    rag, store = slow()
-    rag.after_answer.cold = "now"
-    failed = []
-
-    def fail(key, layer):
-        if layer == 1:
-            failed.append(key)
-            rag.forget()
-            raise EntryDamaged("spoiled")
-
-    store.before_read = fail
-    link = rag.generate(PROMPT, **ASKED).report.link
-    assert failed
-    assert "computed" in {use.source for use in link.uses}
-    assert rag.stats()[0].entries == 0
-    rag.close()
-
-
 def test_where_no_thread_can_be_started_the_call_fails_and_the_next_one_answers(monkeypatch):
     rag, _ = slow()
     rag.after_answer.cold = "background"
@@ -129,7 +104,7 @@ def test_where_no_thread_can_be_started_the_call_fails_and_the_next_one_answers(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        rag.prefetch(ids_of_chunks(PROMPT))
+        prefetch(rag, PROMPT)
         with pytest.raises(RuntimeError, match="thread"):
             rag.generate(PROMPT, **ASKED)
     assert rag.flush(WAIT)

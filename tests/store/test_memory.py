@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ragcachekit.config import StoreConfig
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import Root, Step
 from ragcachekit.store.base import Found, KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.factory import open_store

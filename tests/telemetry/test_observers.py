@@ -14,18 +14,17 @@ import pytest
 from queue_kit import fail_next, held
 from ragcachekit import (
     CachedRetrieval,
-    GenerateReport,
     Observer,
     ProximityCache,
-    QueryLookup,
     QueueConfig,
     QueueFull,
     RagCache,
-    RequestStart,
     agenerate,
     astream,
 )
 from ragcachekit.errors import Cancelled, DeadlineExceeded, EngineError, PromptTooLong
+from ragcachekit.observers import QueryLookup, RequestStart
+from ragcachekit.reports import GenerateReport
 
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="none")
 
@@ -201,12 +200,12 @@ def test_query_lookups(rag, seen) -> None:
     rag.add_query_cache(cache)
     place, question = "place", np.ones(4, np.float32)
 
-    def ask(embedding: Any, text: str, k: int | None = None) -> Any:
-        return cache.get(embedding, place, lambda: [("1", "one"), ("2", "two")], question=text, k=k)
+    def ask(embedding: Any, text: str) -> Any:
+        return cache.get(embedding, place, lambda: [("1", "one"), ("2", "two")], question=text)
 
-    ask(question, "Does Ada live in Rome?", 2)
-    ask(question, "Does Ada live in Rome?", 2)
-    ask(question, "Does Ada not live in Rome?", 2)
+    ask(question, "Does Ada live in Rome?")
+    ask(question, "Does Ada live in Rome?")
+    ask(question, "Does Ada not live in Rome?")
     ask(np.full(4, np.nan), "?")
     assert [lookup.result for lookup in seen.lookups] == ["miss", "hit", "refused", "failed"]
     assert [lookup.documents for lookup in seen.lookups] == [0, 2, 0, 0]
