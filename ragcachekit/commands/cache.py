@@ -25,7 +25,7 @@ from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
-    from ragcachekit.store.disk_check import BadEntry
+    from ragcachekit.store.disk import BadEntry
 
 DAMAGED = "(damaged)"
 
@@ -58,12 +58,12 @@ def stats(cache: ContentDir = None) -> None:
 
 def verify(cache: ContentDir = None) -> None:
     """Read every entry and list the damaged ones; changes nothing. Ends with 1 if there are any."""
-    from ragcachekit.store import disk_check
+    from ragcachekit.store import disk
 
     bad = repairable = False
     for tier in _content(cache).tiers:
         with _reading() as progress:
-            found = disk_check.verify(tier.path, progress)
+            found = disk.verify(tier.path, progress)
         _list("damaged", found.damaged)
         _list("unreadable", found.unreadable)
         damaged = len(found.damaged)
@@ -80,11 +80,11 @@ def verify(cache: ContentDir = None) -> None:
 
 def repair(cache: ContentDir = None) -> None:
     """Drop damaged entries and what interrupted writes left."""
-    from ragcachekit.store import disk_check
+    from ragcachekit.store import disk
 
     for tier in _content(cache).tiers:
         with _reading() as progress:
-            done = disk_check.repair(tier.path, progress)
+            done = disk.repair(tier.path, progress)
         _list("dropped", done.damaged)
         typer.echo(
             f"{tier.name}: dropped {len(done.damaged)} damaged entries and {done.orphans} files of "
@@ -134,7 +134,7 @@ class Tier:
 
     def usage(self) -> tuple[Usage, ...]:
         """Entries by namespace, read from their headers."""
-        from ragcachekit.store.disk_files import entry_files
+        from ragcachekit.store.disk_folder import entry_files
         from ragcachekit.store.entry import EntryDamaged, read_key
 
         sizes = defaultdict[str, list[int]](list)
@@ -231,7 +231,7 @@ def _unreadable(path: Path, error: OSError) -> RagCacheError:
 
 def _tiers(place: Path) -> Iterator[Tier]:
     from ragcachekit.prefix_tree.disk import FOLDER
-    from ragcachekit.store.disk_check import is_disk_tier
+    from ragcachekit.store.disk import is_disk_tier
 
     if is_disk_tier(place):
         yield Tier(place)

@@ -165,7 +165,7 @@ def dry_work(settings: PrecomputeSettings) -> Work:
     Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
     """
     from ragcachekit.store.base import NullStore
-    from ragcachekit.store.factory import open_store
+    from ragcachekit.store.tiered import open_store
 
     corpus = settings.read_corpus()
     with (
@@ -184,7 +184,7 @@ def open_run(settings: PrecomputeSettings) -> Iterator[PrecomputeRun]:
     or the cache folder cannot be used, or the KV does not fit; ValueError for a wrong setting, or a chunk
     longer than the model's context.
     """
-    from ragcachekit.store.factory import open_store
+    from ragcachekit.store.tiered import open_store
 
     corpus = settings.checked_corpus()
     tier = open_store(settings.store)

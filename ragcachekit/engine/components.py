@@ -46,8 +46,8 @@ from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
-from ragcachekit.store.factory import open_store
 from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 
 

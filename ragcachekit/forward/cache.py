@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.tagged_keys import tagged
 from ragcachekit.policies.base import AttentionObserver
-from ragcachekit.store.load import Pair
+from ragcachekit.store.base import Pair
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
 

@@ -15,7 +15,7 @@ from ragcachekit.forward.stored_layers import StoredLayers
 from ragcachekit.model.rope.rotation import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import AttentionObserver
-from ragcachekit.store.load import Pair
+from ragcachekit.store.base import Pair
 from ragcachekit_kernels.dispatch import Place, Places
 from ragcachekit_kernels.dispatch import assemble as place_pieces
 

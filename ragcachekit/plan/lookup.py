@@ -13,8 +13,7 @@ from ragcachekit.model.layout import KVLayout, misfit
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.plan.variants import RENEW_ABOVE, StoredAverages, VariantPool, weight_at
-from ragcachekit.store.base import KVStore
-from ragcachekit.store.deadlines import LookupBudget
+from ragcachekit.store.base import KVStore, LookupBudget
 from ragcachekit.store.load import Hit, LoadingKV
 from ragcachekit.store.loader import Loader
 from ragcachekit.types import KVKey

@@ -19,7 +19,7 @@ from ragcachekit.files import NO_FOLLOW, open_regular
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
 from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
-from ragcachekit.store.disk_files import FolderBusy, FolderLock, LockFailed
+from ragcachekit.store.disk_folder import FolderLock, LockFailed
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey
 
@@ -203,14 +203,15 @@ class ForgetLog:
         The note comes last, as others may still read entries while they are being deleted. StoreError, after
         all else, if the wait for a writer timed out: it may write forgotten entries again.
         """
-        late: FolderBusy | None = None
+        late: LockFailed | None = None
         with ExitStack() as held:
             try:
                 held.enter_context(self._lock.held(_SECONDS_TO_FORGET))
-            except FolderBusy as error:
-                late = error
             except LockFailed as error:
-                _LOG.warning("other processes do not wait while something is forgotten: %s", error)
+                if error.busy:
+                    late = error
+                else:
+                    _LOG.warning("other processes do not wait while something is forgotten: %s", error)
             try:
                 yield
             finally:

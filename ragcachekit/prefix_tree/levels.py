@@ -12,10 +12,9 @@ import torch
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.base import Match, Node, Path, Reused, Root, Step
 from ragcachekit.store.base import Counters, StoreStats
-from ragcachekit.store.eviction import HIT, Access, EvictionPolicy
+from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Ranking
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.memory import in_own_memory
-from ragcachekit.store.ranking import Ranking
 from ragcachekit.types import whole_id
 
 MOVED = Access(times=0)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from threading import Lock
 from typing import TypeVar
 
+from ragcachekit.store.base import LookupBudget
 from ragcachekit.threads import DaemonPool, Job, refuse_after_fork
 
 log = logging.getLogger(__name__)
@@ -29,25 +27,6 @@ THREADS = 16
 
 PLAN_DEADLINES = 3
 """Deadlines of a service that the look-ups of one plan may take there."""
-
-# Not an argument of `open`: every store would have to pass it on, and only remote tiers need it.
-_current: ContextVar[LookupBudget | None] = ContextVar("ragcachekit_lookup_budget", default=None)
-
-
-class LookupBudget:
-    """Seconds that one plan has waited for each service."""
-
-    def __init__(self) -> None:
-        self.spent: defaultdict[object, float] = defaultdict(float)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Count the look-ups of this thread inside the ``with`` block."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
 
 
 class Breaker:
@@ -121,7 +100,7 @@ class DeadlineExecutor:
 
     def look(self, operation: Callable[[], T], default: T) -> T:
         """As :meth:`run`, but refused if the current plan has no whole deadline left for this service."""
-        plan = _current.get()
+        plan = LookupBudget.current()
         if plan is None:
             return self.run(operation, default)
         if plan.spent[self] > (PLAN_DEADLINES - 1) * self.deadline:

@@ -14,8 +14,7 @@ from typing import Any
 from ragcachekit.errors import StoreError, missing_extra
 from ragcachekit.store.base import concerns, quota_of
 from ragcachekit.store.entry import EntryDamaged, hashed
-from ragcachekit.store.eviction import Lru
-from ragcachekit.store.ranking import Ranking
+from ragcachekit.store.eviction import Lru, Ranking
 from ragcachekit.store.remote import RemoteStore, Usage, key_of_sealed
 from ragcachekit.types import KVKey
 
@@ -83,7 +82,7 @@ class FsspecBackend:
         # Object stores have no rename and show no half-written files.
         self._renames = type(fs).mv is not AbstractFileSystem.mv
         self._budget, self._quotas, self._lock_wait = budget, quotas, lock_wait
-        self._index: Ranking[str] = Ranking(Lru(), groups=True)
+        self._index: Ranking[str] = Ranking(Lru())
         self._keys: dict[str, KVKey] = {}  # known of the index; of others, forgetting reads the header
         self._lock = Lock()  # around both, never while waiting for the file system
         self._changing = Lock()  # around writes, deletions and forgets
@@ -180,7 +179,7 @@ class FsspecBackend:
         group = _group_of(name)
         with self._lock:
             self._index.touch(name)  # not evicted for itself
-            own = self._index.size(name) if name in self._index else 0
+            own = self._index.record(name).nbytes if name in self._index else 0
             if quota and self._index.nbytes_of(group) - own + nbytes > quota:
                 return self._index.lowest(group)
             if self._index.nbytes - own + nbytes > self._budget:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of
-from ragcachekit.model.packed import PackedKV, own_sums, unpacked_layer, unpacked_shapes
-from ragcachekit.store.base import LayerSource
+from ragcachekit.store.base import LayerSource, Pair
+from ragcachekit.store.quantised import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.threads import Condition, Job
 from ragcachekit.types import KVKey
 
@@ -20,9 +20,6 @@ PREFETCH = float(1 << 62)
 
 IDLE = float("inf")
 """Rank of loads that are not to be read yet."""
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer."""
 
 
 class LoadFailed(Exception):
@@ -81,7 +78,7 @@ class LoadingKV:
 
     Attributes come from the header and never wait; they are those of
     :class:`~ragcachekit.store.base.LayerSource`. ``keys[i]`` and ``values[i]`` wait until layer ``i`` is read
-    and verified. Entries in eight bits look unpacked, as in :class:`~ragcachekit.model.packed.PackedKV`.
+    and verified. Entries in eight bits look unpacked, as in :class:`~ragcachekit.store.quantised.PackedKV`.
     Reading stops when the last handle is dropped. ``waited`` counts this request's seconds of waiting.
     """
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
+from ragcachekit.store.base import Counters, Found, KVStore, StoreStats, concerns, quota_of
 from ragcachekit.store.deadlines import DeadlineExecutor
 from ragcachekit.store.entry import EntryDamaged, check_storable, decode_entry, encode_entry, read_header
 from ragcachekit.store.seal import OVERHEAD, OtherKey, Seal, body
@@ -84,7 +84,7 @@ FORGET_DEADLINES = 10
 """Deadlines that ``forget`` and opening may take: no answer waits for them."""
 
 
-class RemoteStore(Tier):
+class RemoteStore(KVStore):
     """Sealed chunk KV on a :class:`~ragcachekit.store.remote.Backend`, with deadlines.
 
     If the service does not answer within the deadline, methods return a miss, False or nothing; ``forget``
@@ -161,9 +161,6 @@ class RemoteStore(Tier):
             return True
         self._counters.count("failed_writes")
         return False
-
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
         return self._is_served(key) and self._executor.look(lambda: self._backend.exists(key), False)

@@ -14,7 +14,7 @@ from ragcachekit.prefix_tree.base import key_of
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import concerns
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.disk_folder import entry_files
 from ragcachekit.store.entry import read_key
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore

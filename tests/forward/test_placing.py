@@ -18,13 +18,12 @@ from loading_kit import start
 from placing_kit import SHAPES, assemble, assembled, assert_placed, changed, entry, many_kinds, prompt
 from ragcachekit.config import StoreConfig
 from ragcachekit.forward.stored_layers import AHEAD, StoredLayers
-from ragcachekit.model.packed import PackedKV, unpack
 from ragcachekit.plan.link_plan import Piece
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.load import LoadingKV
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.memory import HostStore
-from ragcachekit.store.quantised import QuantisedStore, pack
+from ragcachekit.store.quantised import PackedKV, QuantisedStore, pack, unpack
 from ragcachekit.types import KVKey
 
 EIGHT_BITS = ("int8", "fp8")

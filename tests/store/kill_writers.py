@@ -28,7 +28,7 @@ import torch
 from faults import Faults, injected
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.disk_folder import entry_files
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey

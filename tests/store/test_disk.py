@@ -18,9 +18,8 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import make_folder
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import LayerSource
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_check import repair, verify
-from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.disk import DiskStore, repair, verify
+from ragcachekit.store.disk_folder import entry_files
 from ragcachekit.store.entry import EntryDamaged, encode_entry
 from store_kit import (
     KEY,

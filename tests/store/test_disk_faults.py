@@ -18,9 +18,8 @@ from faults import Faults, injected
 from ragcachekit import StoreConfig
 from ragcachekit.errors import StoreError
 from ragcachekit.store import disk
-from ragcachekit.store.disk import default_disk_bytes
-from ragcachekit.store.disk_check import verify
-from ragcachekit.store.factory import open_store
+from ragcachekit.store.disk import default_disk_bytes, verify
+from ragcachekit.store.tiered import open_store
 from store_kit import (
     KEY,
     agrees_with_files,

@@ -12,7 +12,7 @@ import pytest
 
 from faults import Faults, injected
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_files import FolderLock, entry_files
+from ragcachekit.store.disk_folder import FolderLock, entry_files
 from store_kit import agrees_with_files, entry_size, filled, holds, key_of, kv_of, opened
 
 OURS = frozenset({"chunk-9"})

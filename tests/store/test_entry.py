@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk_check import verify
+from ragcachekit.store.disk import verify
 from ragcachekit.store.entry import (
     SCHEMA,
     EntryDamaged,

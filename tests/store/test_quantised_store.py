@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.packed import unpack
-from ragcachekit.store.base import Found, LayerSource, Tier
+from ragcachekit.store.base import Found, KVStore, LayerSource
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import HostStore
-from ragcachekit.store.quantised import QuantisedStore, pack
+from ragcachekit.store.quantised import QuantisedStore, pack, unpack
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, key_of, kv_of
@@ -23,7 +22,7 @@ BUDGET = 1 << 22
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Relative error of one rounding to the type itself."""
 
-TIERS: dict[str, Callable[[Path], Tier]] = {
+TIERS: dict[str, Callable[[Path], KVStore]] = {
     "host": lambda path: HostStore(BUDGET),
     "disk": lambda path: DiskStore(path / "kv", BUDGET),
 }

@@ -15,10 +15,9 @@ from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore, NullStore
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.factory import open_store
 from ragcachekit.store.fsspec_store import FsspecStore
 from ragcachekit.store.memory import GpuStore, HostStore
-from ragcachekit.store.tiered import TieredStore
+from ragcachekit.store.tiered import TieredStore, open_store
 from ragcachekit.types import KVKey
 from redis_kit import KEY_BYTES, RedisServer, redis_store, running_server
 from store_kit import KEY, contents, key_of, kv_of
