@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ragcachekit.store.load import AnyKV, LoadingKV
+from ragcachekit.store.loader import AnyKV, LoadingKV
 
 AHEAD = 2
 """Layers that are on their way while one is used: one has arrived, one is being copied."""

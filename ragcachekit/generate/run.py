@@ -33,7 +33,7 @@ from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit.reports import LinkReport
-from ragcachekit.store.load import LoadFailed
+from ragcachekit.store.loader import LoadFailed
 from ragcachekit.types import KVKey
 
 Replan = Callable[[PromptRequest, frozenset[KVKey]], LinkPlan]

@@ -16,7 +16,7 @@ from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
 from ragcachekit.prefix_tree.base import BLOCK
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import NullStore
-from ragcachekit.store.load import AnyKV, LoadingKV
+from ragcachekit.store.loader import AnyKV, LoadingKV
 from ragcachekit.types import Ids, KVKey
 
 COMPUTED = "computed"

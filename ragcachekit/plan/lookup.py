@@ -14,7 +14,7 @@ from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.plan.variants import RENEW_ABOVE, StoredAverages, VariantPool, weight_at
 from ragcachekit.store.base import KVStore, LookupBudget
-from ragcachekit.store.load import Hit, LoadingKV
+from ragcachekit.store.loader import Hit, LoadingKV
 from ragcachekit.store.loader import Loader
 from ragcachekit.types import KVKey
 

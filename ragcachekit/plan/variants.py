@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
-from ragcachekit.store.load import AnyKV
+from ragcachekit.store.loader import AnyKV
 from ragcachekit.types import KVKey
 
 HALF_LIFE = 1000

@@ -20,7 +20,7 @@ from ragcachekit.config import StoreConfig
 from ragcachekit.forward.stored_layers import AHEAD, StoredLayers
 from ragcachekit.plan.link_plan import Piece
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.loader import LoadingKV
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import PackedKV, QuantisedStore, pack, unpack

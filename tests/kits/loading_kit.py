@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, StoreStats
-from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.loader import LoadingKV
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 

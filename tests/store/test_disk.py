@@ -92,23 +92,6 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).read_bytes() for name in notes} == notes
 
 
-def test_files_of_former_versions_count_are_never_read_and_go(tmp_path: Path) -> None:
-    """They were named by their digest alone; a forget cannot tell whose they are."""
-    filled(tmp_path)
-    former = [tmp_path / f"{key_of(n).digest()}.safetensors" for n in (1, 8)]
-    for path in former:
-        path.write_bytes(b"of schema 5")
-        os.utime(path, (1, 1))
-    store = opened(tmp_path)
-    assert agrees_with_files(store, tmp_path)
-    assert not holds(store, 8)
-    assert {bad.name for bad in verify(tmp_path).damaged} == {path.name for path in former}
-    assert store.forget("somebody else") == 2
-    assert [path.exists() for path in former] == [False, False]
-    assert [holds(store, n) for n in range(4)] == [True] * 4
-    store.close()
-
-
 def a_socket(path: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # the path of a socket is short
