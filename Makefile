@@ -59,8 +59,6 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse \
 		--encoders standalone,similar:1,similar:3,similar:10 --json $(RESULTS)/fidelity-similar.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks craft-in-prompt --json $(RESULTS)/craft-in-prompt.json
-	for encoder in standalone similar:1; do OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks budget \
-		--encoders $$encoder --json $(RESULTS)/budget-$${encoder%:*}.json || exit 1; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks fidelity --policies reuse,lego:1,deep:0.1 \
 		--encoders standalone,standalone+int8,standalone+fp8,similar:1,similar:1+int8,similar:1+fp8 \
 		--neighbours document --json $(RESULTS)/fidelity-quantised.json

@@ -16,7 +16,6 @@ COMMANDS = {
     "query-cache-lookup": "query_cache.command:query_cache_lookup",
     "near-misses": "near_misses.command:near_misses",
     "fidelity": "world.fidelity:fidelity",
-    "budget": "selection.budget:budget",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
     "novel-questions": "novel_questions:novel_questions",

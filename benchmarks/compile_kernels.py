@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import show
+from ragcachekit.commands.report import BenchReport
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tests" / "kernels" / "compile_hopper.py"
 FIELDS = ("registers", "stack", "shared", "threads", "hgmma", "copies", "wide_copies", "wide_loads")

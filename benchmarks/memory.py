@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import show
+from ragcachekit.commands.report import BenchReport
 
 BUDGETS_MB = (50, 300)
 CHUNKS, TOKENS, REQUESTS = 40, 384, 20

@@ -19,8 +19,8 @@ from benchmarks.serve.systems import Served
 from benchmarks.serve.workload import Documents, ServeRequest, text_documents
 from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench.report import BenchReport, table
 from ragcachekit.commands.console import quiet_loading, show, written
+from ragcachekit.commands.report import BenchReport, table
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import CorpusError
 from ragcachekit.model.layout import KVLayout

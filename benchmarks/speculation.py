@@ -18,8 +18,8 @@ from benchmarks.query_cache.workload import Workload, of_dataset
 from benchmarks.serve.workload import Documents, text_documents
 from ragcachekit import RagCache, SpeculativePipeline
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import quiet_loading, show, written
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
-    from ragcachekit.plan.neighbours import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
+    from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
     from ragcachekit.retrieval.calibrate import calibrate
     from ragcachekit.retrieval.documents import DocumentIndex
@@ -42,7 +42,6 @@ __all__ = [
     "CancelScope",
     "Cancelled",
     "Chunk",
-    "CoRetrieved",
     "DeadlineExceeded",
     "DocumentIndex",
     "EngineError",
@@ -83,7 +82,7 @@ __all__ = [
 # What needs torch or numpy is imported at first use, so that importing the package stays light.
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
-    "ragcachekit.plan.neighbours": ("CoRetrieved", "Neighbours", "PrecedingChunks", "SimilarChunks"),
+    "ragcachekit.plan.companions": ("Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
     "ragcachekit.engine.request": ("Request",),
     "ragcachekit.engine.rag_cache": ("RagCache",),

@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 
 from benchmarks.cluster.route_simulation import ROUTERS, WORKLOADS, Setting, simulate
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import show, written
+from ragcachekit.commands.report import BenchReport
 
 FIGURES = ("hit_rate", "requests", "work", "ttft_s")
 

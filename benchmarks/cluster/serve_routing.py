@@ -26,8 +26,8 @@ from benchmarks.cluster.route_simulation import ROUTERS
 from benchmarks.cluster.route_simulation import zipf as zipf_draws
 from ragcachekit.cluster.app import AppSettings, build_app
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import show, written
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 
 WORDS = "river town bridge market stone winter letter engine harbour garden window paper road night council"

@@ -13,8 +13,8 @@ from langchain_core.runnables import Runnable
 
 from benchmarks.demo.chain import Asked, ask, messages
 from benchmarks.demo.corpus import Question
-from ragcachekit.commands.bench.resample import Bootstrap
-from ragcachekit.commands.reading_prompt import bare_ids
+from ragcachekit.commands.questions import bare_ids
+from ragcachekit.commands.report import Bootstrap
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.quality.compare import divergence, loss_per_token, word_f1

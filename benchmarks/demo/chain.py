@@ -17,7 +17,7 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from benchmarks.demo.corpus import CHUNK
 from langchain_ragcachekit.messages import to_dicts
-from ragcachekit.commands.reading_prompt import INSTRUCTION, SEPARATOR
+from ragcachekit.commands.questions import INSTRUCTION, SEPARATOR
 
 PROMPT = ChatPromptTemplate([("system", INSTRUCTION + SEPARATOR + "{context}"), ("human", "{question}")])
 

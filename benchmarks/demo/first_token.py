@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.demo.answers import Answered
 from benchmarks.demo.chain import messages
-from ragcachekit.commands.bench.timing import ONE_TOKEN
+from ragcachekit.commands.ttft import ONE_TOKEN
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError

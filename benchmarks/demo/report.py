@@ -12,8 +12,8 @@ from rich.table import Table
 from benchmarks.demo import first_token, query_hits
 from benchmarks.demo.answers import Answered
 from benchmarks.demo.corpus import Question
-from ragcachekit.commands.bench.report import BenchReport, machine
 from ragcachekit.commands.console import show
+from ragcachekit.commands.report import BenchReport, machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

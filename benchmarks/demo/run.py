@@ -18,9 +18,9 @@ from benchmarks.demo.answers import PART, Answered, Answering, quality
 from benchmarks.demo.chain import build_chain
 from benchmarks.demo.corpus import CHUNK, QUICK, Corpus, Question, Settings
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import quiet_loading
-from ragcachekit.commands.reading_prompt import prompt_for
+from ragcachekit.commands.questions import PromptMaker
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
@@ -97,7 +97,7 @@ def _answers(
     progress: bool,
 ) -> list[Answered]:
     places = {place for question in read.asked for place in _found(retriever, question)}
-    before = prompt_for(rag.tokenizer).before
+    before = PromptMaker(rag.tokenizer).before
     rag.encode([read.texts[place] for place in sorted(places)], system=before, progress=progress)
     # A second copy, which the library never touches: the answers of full are checked against it.
     own = AutoModelForCausalLM.from_pretrained(model, local_files_only=True).eval()

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.eviction.run import ONE_TIER, PGDSF, PRODUCT, TWO_TIERS
 from benchmarks.eviction.tiers import PREFILL
-from ragcachekit.commands.bench.report import BenchReport, table
+from ragcachekit.commands.report import BenchReport, table
 
 PAPER = {"gdsf": "1.02-1.32", "lru": "1.06-1.62", "lfu": "1.06-1.75"}
 """PGDSF's document hit rate by these policies' (RAGCache section 7.4)."""

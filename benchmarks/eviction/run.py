@@ -14,7 +14,7 @@ from benchmarks.eviction.profiles import Costs, open_costs
 from benchmarks.eviction.replay import CHUNKS, TREE, Outcome, Plan, Prompt, plan, replay
 from benchmarks.eviction.tiers import GPU_COSTS, PREFILL, Tiers, TwoTierOutcome, replay_tiers
 from benchmarks.eviction.traces import TRACES, Trace, TraceShape, open_trace, read_trace
-from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.store.eviction import open_eviction
 
 ONE_TIER, TWO_TIERS, PRODUCT = "one tier", "two tiers", "product"

@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.families.families import Family, all_families, build
 from benchmarks.families.second_check import compare
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench.report import BenchReport, versions
 from ragcachekit.commands.console import quiet_loading, show, written
+from ragcachekit.commands.report import BenchReport, versions
 from ragcachekit.engine.admission import admit
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.rope.probe import describe_rope

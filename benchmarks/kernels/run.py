@@ -13,8 +13,8 @@ from benchmarks.kernels.cases import KERNELS
 from benchmarks.kernels.checks import Case, distance
 from benchmarks.kernels.device_timing import Ceilings, Samples, ceilings, timed
 from benchmarks.kernels.sizes import QUESTION, Sizes
-from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.shapes import dtype_named
+from ragcachekit.commands.report import BenchReport
+from ragcachekit.commands.shapes import dtype_named
 from ragcachekit.errors import RagCacheError
 
 

@@ -21,8 +21,8 @@ from benchmarks.near_misses.pairs import (
     near_misses,
     rewordings,
 )
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.embedding import MiniLM
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.near_misses import near_miss
 
 TOLERANCES = (0.05, 0.1, 0.2)

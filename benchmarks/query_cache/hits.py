@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from benchmarks.query_cache.workload import Workload
-from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.retrieval.candidates import FACTOR
 from ragcachekit.retrieval.index import open_index

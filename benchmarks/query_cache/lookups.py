@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from benchmarks.query_cache.hits import PARTITION
-from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.proximity import GRAPH_FROM, Hit, ProximityCache
 
 Float32 = NDArray[np.float32]

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.commands.datasets import Sampling, load_dataset
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.estimate import read_log
+from ragcachekit.commands.questions import Sampling, load_dataset
 
 PREFIXES = (
     *("Please tell me:", "Quick question:", "I would like to know:", "One more question:", "I wonder:"),
@@ -76,7 +76,7 @@ def of_dataset(
 
     The index holds all passages of the file. Copies of their embeddings, with noise, fill it up to
     ``vectors``, so that a search costs what it costs in a large index. Errors as of
-    :func:`~ragcachekit.commands.datasets.load_dataset`.
+    :func:`~ragcachekit.commands.questions.load_dataset`.
     """
     passages = load_dataset(spec)
     places: dict[str, int] = {}

@@ -21,8 +21,8 @@ from benchmarks.world.reader_folder import READER, READER_NAME, one_thread
 from benchmarks.world.world import Question, make_world, messages
 from ragcachekit import RagCache
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import show, written
+from ragcachekit.commands.report import BenchReport
 
 POLICIES = (
     *("full", "reuse", "craft:0.5", "craft:1", "craft:2", "craft-focused:1", "query:0.1", "deep:0.1"),

@@ -17,9 +17,9 @@ from benchmarks.serve.replay import check_same, figures, replay, same_answers
 from benchmarks.serve.systems import ContinuousBatching, Engine, Sequential, System
 from benchmarks.serve.workload import Ids, ServeRequest, random_documents, text_documents
 from ragcachekit import QueueConfig, RagCache, StoreConfig, TreeConfig
-from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.shapes import describe, dtype_named, random_model
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
+from ragcachekit.commands.shapes import dtype_named, random_model
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.registry import open_policy
@@ -134,7 +134,7 @@ class _Bench:
         self._answers: dict[tuple[int, int], list[Ids]] = {}
         self._throughputs: dict[int, float] = {}
         self._rates, self._deadline = settings.rates, settings.deadline
-        used = settings.model or describe(settings.shape or SHAPE, settings.dtype)
+        used = settings.model or f"{settings.shape or SHAPE} shape, random weights, {settings.dtype}"
         self.name = (
             f"{used}; {settings.documents} documents of {settings.chunk_tokens} tokens "
             f"({self._documents.name}), {settings.chunks} per prompt, Zipf {settings.alpha:g}, "

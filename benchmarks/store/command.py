@@ -29,7 +29,7 @@ def store(
 ) -> None:
     """Read and write throughput of the disk tier beside raw files, and the cost of finding chunks."""
     from benchmarks.store import run as module
-    from ragcachekit.commands.bench.report import table
+    from ragcachekit.commands.report import table
 
     sizes_mb = numbers("--sizes", sizes)
     if not sizes_mb or min(sizes_mb) <= 0 or 0 < entries < 20:

@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 import torch
 
-from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.errors import RagCacheError
 from ragcachekit.files import read_into
 from ragcachekit.model.kv import ChunkKV

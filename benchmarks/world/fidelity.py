@@ -10,13 +10,12 @@ import typer
 
 from benchmarks.world.questions import world_sample
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
+from ragcachekit.commands import fidelity as shipped
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.bench import fidelity as shipped
-from ragcachekit.commands.bench.fidelity import FidelitySettings
-from ragcachekit.commands.bench.fidelity_rows import plot as draw
-from ragcachekit.commands.bench.fidelity_rows import tables
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.console import quiet_loading, resumed
+from ragcachekit.commands.fidelity import FidelitySettings, tables
+from ragcachekit.commands.fidelity import plot as draw
+from ragcachekit.commands.report import BenchReport
 
 POLICIES = (
     *("reuse", "lego0", *(f"lego:{k}" for k in (1, 2, 4, 6, 12))),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from benchmarks.world.world import TRAINING_SEEDS, World, make_world
-from ragcachekit.commands.datasets import Question
-from ragcachekit.commands.questions import Sample
+from ragcachekit.commands.questions import Question, Sample
 
 KINDS = ("a", "b", "c")
 ARTICLES = 4  # eight chunks; the reader was trained on two to five articles

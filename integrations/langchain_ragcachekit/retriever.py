@@ -23,13 +23,14 @@ from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
-from langchain_ragcachekit.document_order import noted_order, source_of, text_of
 from langchain_ragcachekit.search import (
     DEFAULT_K,
     RULES,
     Search,
     found_document,
     metric_of,
+    source_of,
+    text_of,
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
@@ -177,7 +178,6 @@ class RagCacheRetriever(BaseRetriever):
             raise ValueError(str(error)) from error
         if isinstance(store, RagCacheVectorStore):
             self._retrieval.follow(store.index)
-        self._retrieval.follow_order(self._namespace, partial(noted_order, store))
         return self
 
     @property

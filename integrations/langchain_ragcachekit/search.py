@@ -28,6 +28,9 @@ LIBRARIES = frozenset(
 )
 """Packages whose retrievers and stores depend on their fields and on nothing else."""
 
+SOURCES = ("source", "document_id", "doc_id", "file_path", "url")
+"""Metadata keys that name a document; the first one that is there counts."""
+
 RULES = KeyRules(
     libraries=LIBRARIES,
     indexes=(VectorStore, BaseStore),
@@ -154,3 +157,14 @@ def _with_arguments(
     if dropped:
         raise ValueError(f"{type(retriever).__name__} takes no {', '.join(dropped)}; set it on the retriever")
     return retriever.model_copy(update=dict(overrides)), {}
+
+
+def text_of(document: Document) -> str:
+    """The text that prompts show."""
+    return document.page_content
+
+
+def source_of(document: Document) -> str | None:
+    """The document that a chunk is of, as its loader named it."""
+    named = (document.metadata.get(name) for name in SOURCES)
+    return next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)

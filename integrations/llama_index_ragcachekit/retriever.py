@@ -18,9 +18,15 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from llama_index_ragcachekit.document_order import noted_order, text_of
 from llama_index_ragcachekit.events import QueryCacheEvent
-from llama_index_ragcachekit.search import RULES, filters_of, is_by_embedding, own_index_of, own_search
+from llama_index_ragcachekit.search import (
+    RULES,
+    filters_of,
+    is_by_embedding,
+    own_index_of,
+    own_search,
+    text_of,
+)
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
 from ragcachekit.retrieval.plumbing import (
     Answer,
@@ -104,7 +110,6 @@ class RagCacheRetriever(BaseRetriever):
         if index is not None:
             self._retrieval.follow(index)
         self._namespace = self._retrieval.namespace_of(settings.get("namespace"))
-        self._retrieval.follow_order(self._namespace, partial(noted_order, retriever))
 
     @classmethod
     def from_nodes(

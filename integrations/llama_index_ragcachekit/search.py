@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -11,7 +12,7 @@ from llama_index.core.callbacks.base_handler import BaseCallbackHandler
 from llama_index.core.graph_stores.types import PropertyGraphStore
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.retrievers import BaseRetriever, VectorIndexRetriever
-from llama_index.core.schema import NodeWithScore
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.storage.index_store.types import BaseIndexStore
 from llama_index.core.storage.kvstore.types import BaseKVStore
@@ -72,3 +73,15 @@ def own_search(retriever: BaseRetriever, embed_model: BaseEmbedding) -> OwnSearc
 def filters_of(retriever: Any) -> Any:
     """The filters of a vector index's retriever, as JSON."""
     return None if retriever._filters is None else retriever._filters.model_dump(mode="json")
+
+
+def texts_and_sources(found: Iterable[NodeWithScore]) -> tuple[list[str], list[str | None]]:
+    """Texts of nodes as they are registered with the engine, without empty ones, and their documents."""
+    nodes = [item.node for item in found]
+    pairs = [(text, node.ref_doc_id) for node in nodes if (text := text_of(node)).strip()]
+    return [text for text, _ in pairs], [source for _, source in pairs]
+
+
+def text_of(node: BaseNode) -> str:
+    """The bare text, as it is registered with the engine."""
+    return node.get_content(metadata_mode=MetadataMode.NONE)

@@ -15,9 +15,9 @@ from llama_index.core.settings import Settings
 from llama_index.core.tools import BaseTool
 from pydantic import Field, SkipValidation, field_validator
 
-from llama_index_ragcachekit.document_order import texts_and_sources
 from llama_index_ragcachekit.llm import RagCacheLLM
 from llama_index_ragcachekit.pickling import NotPickled
+from llama_index_ragcachekit.search import texts_and_sources
 
 SEPARATOR = "\n\n"
 TEMPLATE_TOKENS = 64

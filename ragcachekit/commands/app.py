@@ -14,14 +14,13 @@ import typer
 import ragcachekit
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import ask
-from ragcachekit.commands.bench.ttft import ttft
 from ragcachekit.commands.cache import clear, repair, stats, verify
 from ragcachekit.commands.check_model import check_model
 from ragcachekit.commands.console import Commands, quiet_loading
 from ragcachekit.commands.doctor import doctor
 from ragcachekit.commands.estimate import estimate
+from ragcachekit.commands.measure import calibrate, fidelity, ttft
 from ragcachekit.commands.precompute import precompute
-from ragcachekit.commands.quality import calibrate, fidelity
 from ragcachekit.commands.serve import add, remove, serve
 
 

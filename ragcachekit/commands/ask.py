@@ -16,13 +16,12 @@ import typer
 
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import errors, note, pairs, quiet_loading, show
-from ragcachekit.commands.own_files import OwnFiles, at_least_1
+from ragcachekit.commands.workspace import OwnFiles
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ragcachekit.commands.corpus import Corpus, CorpusChunk
-    from ragcachekit.commands.embedding import MiniLM
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.retrieval.cached_retrieval import Retrieved
     from ragcachekit.retrieval.index import VectorIndex
@@ -54,7 +53,7 @@ def ask(
 
     Embeddings and chunk KV stay in the cache folder: the next question starts where this one ended.
     """
-    settings = opt.settings_of(AskSettings, locals())
+    settings = opt.settings_of(OwnFiles, locals())
     quiet_loading()
     with open_session(settings) as session:
         for question in questions or _typed():
@@ -63,21 +62,6 @@ def ask(
             reply = session.ask(question, lambda text: typer.echo(text, nl=False))
             typer.echo()
             show(_about(reply, session.keep()))
-
-
-@dataclass(frozen=True)
-class AskSettings(OwnFiles):
-    """What ``ragcachekit ask`` takes: ``k`` chunks per prompt, ``tolerance`` of the query cache."""
-
-    k: int = 4
-    tolerance: float = 0.0
-    max_new_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least_1(self, "k", "max_new_tokens")
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance must be >= 0, got {self.tolerance}")
 
 
 @dataclass(frozen=True)
@@ -100,13 +84,13 @@ class Reply:
 class CorpusSearch:
     """Search of a corpus through a query cache, over the stored index, which is brought up to date."""
 
-    def __init__(self, settings: OwnFiles, corpus: Corpus, k: int, tolerance: float) -> None:
+    def __init__(self, settings: OwnFiles, corpus: Corpus) -> None:
         from ragcachekit.commands.embedding import MiniLM
         from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
         from ragcachekit.retrieval.proximity import ProximityCache
 
-        self._chunks, self._k, self._embedder = corpus.by_id, k, MiniLM()
-        self._cache = CachedRetrieval["CorpusChunk"](ProximityCache(CAPACITY, tolerance))
+        self._chunks, self._k, self._embedder = corpus.by_id, settings.k, MiniLM()
+        self._cache = CachedRetrieval["CorpusChunk"](ProximityCache(CAPACITY, settings.tolerance))
         self._index = corpus_index(settings, corpus, self._embedder)
 
     def __call__(self, question: str) -> Retrieved[CorpusChunk]:
@@ -123,15 +107,13 @@ class AskSession:
     """Answers several questions; made by :func:`open_session`."""
 
     def __init__(self, rag: RagCache, search: CorpusSearch, max_new_tokens: int) -> None:
-        from ragcachekit.commands.reading_prompt import prompt_for
+        from ragcachekit.commands.questions import PromptMaker
 
-        self.rag, self._search, self._prompt = rag, search, prompt_for(rag.tokenizer)
+        self.rag, self._search, self._prompt = rag, search, PromptMaker(rag.tokenizer)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
     def ask(self, question: str, on_text: Callable[[str], object] = lambda _: None) -> Reply:
         """Answer a question; ``on_text`` is called with every piece of the answer. Missed KV is stored."""
-        from ragcachekit.commands.reading_prompt import PLAIN_STOP, SEPARATOR
-
         if not question.strip():
             raise ValueError("the question is empty")
         start = time.perf_counter()
@@ -140,9 +122,8 @@ class AskSession:
         texts = [chunk.text for chunk in found.documents]
         self.rag.register(texts)
         self.rag.prefetch(texts)
-        prompt = self._prompt.filled(SEPARATOR.join(texts), question)
-        stop = None if self._prompt.chat else PLAIN_STOP
-        with self.rag.stream(prompt, stop=stop, **self._options) as pieces:
+        prompt = self._prompt.filled("\n\n".join(texts), question)
+        with self.rag.stream(prompt, stop=list(self._prompt.stop) or None, **self._options) as pieces:
             for piece in pieces:
                 on_text(piece)
             answer = pieces.answer
@@ -156,7 +137,7 @@ class AskSession:
 
 
 @contextmanager
-def open_session(settings: AskSettings) -> Iterator[AskSession]:
+def open_session(settings: OwnFiles) -> Iterator[AskSession]:
     """Read the corpus, embed what is new in it, load the model.
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError.
@@ -168,17 +149,25 @@ def open_session(settings: AskSettings) -> Iterator[AskSession]:
         note(skipped)
     store = StoreConfig(disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes)
     with settings.open_engine(store, corpus) as rag:  # first: a model that is refused costs no embedding
-        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance)
-        yield AskSession(rag, search, settings.max_new_tokens)
+        yield AskSession(rag, CorpusSearch(settings, corpus), settings.max_new_tokens)
 
 
-def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM) -> VectorIndex:
+def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: Any) -> VectorIndex:
     """Vector index of a corpus, stored in the cache folder; only new chunks are embedded."""
+    from ragcachekit.commands.embedding import DIM
+    from ragcachekit.errors import RetrievalError
     from ragcachekit.files import make_folder
+    from ragcachekit.retrieval.index import load_index, open_index
+    from ragcachekit.retrieval.index_files import read_index
 
     folder = os.fsencode(Path(settings.corpus).expanduser().resolve())
     path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}.index"
-    index, held = _stored_index(path)
+    index, held = open_index("faiss-flat", DIM), frozenset[str]()
+    if path.exists():
+        try:
+            index, held = load_index(path), frozenset(str(id) for _, id in read_index(path)[0].ids)
+        except RetrievalError as error:
+            note(f"the stored index is rebuilt: {error}")
     gone = [id for id in held if id not in corpus.by_id]
     new = [chunk for id, chunk in corpus.by_id.items() if id not in held]
     if gone:
@@ -190,20 +179,6 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: MiniLM) -> Vector
         make_folder(path.parent)
         index.save(path)
     return index
-
-
-def _stored_index(path: Path) -> tuple[VectorIndex, frozenset[str]]:
-    from ragcachekit.commands.embedding import DIM
-    from ragcachekit.errors import RetrievalError
-    from ragcachekit.retrieval.index import load_index, open_index
-    from ragcachekit.retrieval.index_files import read_index
-
-    if path.exists():
-        try:
-            return load_index(path), frozenset(str(id) for _, id in read_index(path)[0].ids)
-        except RetrievalError as error:
-            note(f"the stored index is rebuilt: {error}")
-    return open_index("faiss-flat", DIM), frozenset()
 
 
 def _typed() -> Iterator[str]:

@@ -13,11 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.bench.report import BenchReport, versions
-from ragcachekit.commands.bench.resample import Bootstrap
-from ragcachekit.commands.datasets import Question
 from ragcachekit.commands.engines import FULL, Engines, needs_neighbours
-from ragcachekit.commands.questions import AskSettings, PromptMaker, Sample
+from ragcachekit.commands.questions import MeasureSettings, PromptMaker, Question, Sample
+from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.identity.fingerprint import fingerprint
@@ -39,7 +37,7 @@ CANDIDATES = (
 )
 """Policies measured by default."""
 
-QUALITIES = ("kl", "f1", "judge")
+QUALITIES = ("kl", "f1")
 
 ROUND = 8
 """Questions between two decisions, and the least number of them."""
@@ -50,16 +48,13 @@ CONFIDENCE, OVER_CONFIDENCE = 0.9, 0.95
 MIN_SCORE = 0.1
 """Least mean score of ``full``; below it most of the score is chance."""
 
-Judge = Callable[[str, str, str], float]
-"""Function of question, answer and reference (the right answer, or that of ``full``), giving 0 to 1."""
-
 
 @dataclass(frozen=True)
-class CalibrateSettings(AskSettings):
+class CalibrateSettings(MeasureSettings):
     """What is calibrated, and on what; the record goes to the cache folder.
 
     ``budget`` is what may be lost, in the unit of ``quality``: nats per token of full's answer (``kl``), or
-    shares of a score (``f1`` of words, or that of a ``judge``); ``policies`` are the candidates.
+    shares of ``f1`` of words against the right answer; ``policies`` are the candidates.
     """
 
     encoder: str = "standalone"
@@ -106,47 +101,6 @@ class Candidate:
     def decision(self, budget: float) -> str:
         """Whether it is within the budget: "within", "over" or "not sure"."""
         return "over" if self.over else "within" if self.upper <= budget else "not sure"
-
-
-class Losses:
-    """Losses of policies over one encoder on ``questions``: KL, or with a ``judge`` of its scores."""
-
-    def __init__(
-        self,
-        engines: Engines,
-        maker: PromptMaker,
-        questions: Sequence[Question],
-        encoder: str,
-        judge: Judge | None = None,
-    ) -> None:
-        self._engines, self._maker, self._questions = engines, maker, questions
-        self._encoder, self._judge = encoder, judge
-
-    def of(self, number: int, policies: Sequence[str]) -> list[Loss]:
-        """What each policy loses on one question.
-
-        RagCacheError if a prompt cannot be reused; ValueError for a judge's score that is not from 0 to 1.
-        """
-        question, engines, out = self._questions[number], self._engines, []
-        prompt = self._maker.prompt(question)
-        full, reference = engines.full(prompt)
-        known = question.answers or (full.text.strip(),)
-        score = self._score(question.question, full.text, known)
-        for way in (PolicyAndEncoder(policy, self._encoder) for policy in policies):
-            found, report = engines.compare(question, prompt, way, reference)
-            lost = found.kl
-            if self._judge is not None:
-                lost = score - self._score(question.question, engines.answer(prompt, way).text, known)
-            out.append(Loss(lost, found.kl, score, report.recompute_ratio))
-        return out
-
-    def _score(self, question: str, answer: str, known: Sequence[str]) -> float:
-        if self._judge is None:
-            return 0.0
-        scores = [float(self._judge(question, answer.strip(), one)) for one in known]
-        if not all(0.0 <= score <= 1.0 for score in scores):
-            raise ValueError(f"the judge gave {scores} on {question!r}; scores are from 0 to 1")
-        return max(scores)
 
 
 def upper_bound(losses: ArrayLike, worst: float, seed: int = 0) -> float:
@@ -221,27 +175,20 @@ def candidates(names: Iterable[str], encoder: str) -> list[str]:
     return list(dict.fromkeys(out))
 
 
-def run(
-    settings: CalibrateSettings, *, judge: Judge | None = None, progress: bool = False
-) -> tuple[Calibration, BenchReport]:
+def run(settings: CalibrateSettings, *, progress: bool = False) -> tuple[Calibration, BenchReport]:
     """Measure the candidates and store the record, for engines loaded from files and made around a model.
 
-    ``judge`` scores answers for the quality ``judge``. Returned are the record as it was stored for a model
-    loaded by ``RagCache.from_pretrained``, and a row per candidate.
+    Returned are the record as it was stored for a model loaded by ``RagCache.from_pretrained``, and a row per
+    candidate.
 
     Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
     the model, the cache folder or a prompt cannot be used, or ``full`` scores (nearly) nothing.
     """
     CacheFolder(settings.folder).check_writable()
-    near = needs_neighbours(settings.encoder)
-    sample = settings.sample(answered=settings.quality == "f1", needs_neighbours=near)
+    scored = settings.quality == "f1"
+    sample = settings.sample(answered=scored, needs_neighbours=needs_neighbours(settings.encoder))
     if len(sample.questions) < ROUND:
         raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
-    if (judge is not None) != (settings.quality == "judge"):
-        raise ValueError(
-            'a judge and quality="judge" go together; run(settings, judge=...) takes the function'
-        )
-    judge = _judge_f1 if settings.quality == "f1" else judge
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
     encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
     policies, maker = candidates(settings.policies, encoder), PromptMaker(tokenizer)
@@ -251,17 +198,17 @@ def run(
         [encoder],
         stop=maker.stop,
         max_new_tokens=settings.max_new_tokens,
-        neighbours=sample.neighbours(settings.neighbours, progress) if near else None,
+        neighbours=lambda: sample.neighbours(settings.neighbours, progress),
         cache_dir=settings.cache_dir,
     )
     with closing(engines):
         found = race(
-            Losses(engines, maker, sample.questions, encoder, judge).of,
+            lambda number, names: _losses(engines, maker, sample.questions[number], names, encoder, scored),
             policies,
             np.random.default_rng(settings.seed).permutation(len(sample.questions)).tolist(),
             settings.budget,
             seed=settings.seed,
-            worst=float(judge is not None),
+            worst=float(scored),
             progress=progress,
         )
         record = _record(settings, sample, found, encoder, engines.fingerprint)
@@ -275,8 +222,30 @@ def run(
     return by_files, BenchReport("calibrate", settings.model, settings.seed, rows)
 
 
-def _judge_f1(_: str, answer: str, right: str) -> float:
-    return word_f1(answer, right)
+def _losses(
+    engines: Engines,
+    maker: PromptMaker,
+    question: Question,
+    policies: Sequence[str],
+    encoder: str,
+    scored: bool,
+) -> list[Loss]:
+    """What each policy loses on one question: KL, or F1 if ``scored``.
+
+    RagCacheError if a prompt cannot be reused.
+    """
+
+    def score(answer: str) -> float:
+        return max(word_f1(answer.strip(), right) for right in question.answers) if scored else 0.0
+
+    prompt, out = maker.prompt(question), list[Loss]()
+    full, reference = engines.full(prompt)
+    right = score(full.text)
+    for way in (PolicyAndEncoder(policy, encoder) for policy in policies):
+        found, report = engines.compare(question, prompt, way, reference)
+        lost = right - score(engines.answer(prompt, way).text) if scored else found.kl
+        out.append(Loss(lost, found.kl, right, report.recompute_ratio))
+    return out
 
 
 def _record(

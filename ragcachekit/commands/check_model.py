@@ -26,7 +26,7 @@ def check_model(
     Ends with 0 if it can (status exact), with 1 if the model is refused or the check found a difference.
     """
     quiet_loading()
-    from ragcachekit.commands.bench.report import BenchReport
+    from ragcachekit.commands.report import BenchReport
 
     load_tokenizer(model)  # a folder without a model is named first
     found = check(load_checked(model, device, dtype)[0])

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from ragcachekit.errors import RagCacheError, missing_extra
 
 if TYPE_CHECKING:
-    from ragcachekit.commands.bench.report import BenchReport
+    from ragcachekit.commands.report import BenchReport
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""

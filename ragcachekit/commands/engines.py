@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ragcachekit.commands.datasets import Question
-from ragcachekit.commands.questions import QuestionPrompt
+from ragcachekit.commands.questions import Question, QuestionPrompt
 from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.forward.linked_prompt import LinkedPrompt
+from ragcachekit.forward.prefill import LinkedPrompt
+from ragcachekit.plan.companions import Neighbours, PrecedingChunks
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
-from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport
@@ -29,8 +28,8 @@ class Engines:
     """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
 
     Chunks of the encoder ``standalone+int8`` are rounded to eight bits at rest. ``stop`` are texts where an
-    answer ends. ``neighbours`` are for the encoders ``similar:n`` and ``average:n``, which takes the chunks
-    beside a chunk where they are of documents.
+    answer ends. ``neighbours`` makes the neighbours for the encoders ``similar:n`` and ``average:n`` if there
+    is one; ``average:n`` takes the chunks beside a chunk where they are of documents.
     """
 
     def __init__(
@@ -41,13 +40,14 @@ class Engines:
         *,
         stop: Sequence[str] = (),
         max_new_tokens: int = 64,
-        neighbours: Neighbours | None = None,
+        neighbours: Callable[[], Neighbours] = lambda: PrecedingChunks(()),
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         encoders = list(encoders)
         self._model, self._stop = model, list(stop)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         self._encoded: set[tuple[str, str, str]] = set()
+        near = neighbours() if any(map(needs_neighbours, encoders)) else None
         self._stores = {
             kind: open_store(StoreConfig(quantise={"host": kind} if kind else {}))
             for kind in dict.fromkeys(map(quantisation, encoders))
@@ -58,7 +58,10 @@ class Engines:
                 tokenizer,
                 policy="reuse",
                 encoder=name.partition("+")[0],
-                neighbours=_neighbours(name, neighbours),
+                # A mean over contexts takes the chunks encoded together, not those before in a document.
+                neighbours=near
+                if needs_neighbours(name) and not (_averages(name) and isinstance(near, PrecedingChunks))
+                else None,
                 store=self._stores[quantisation(name)],
                 cold="now",
                 cache_dir=cache_dir,
@@ -73,11 +76,9 @@ class Engines:
 
     def full(self, prompt: QuestionPrompt, *continuations: tuple[int, ...]) -> tuple[Answer, Reference]:
         """What a full prefill answers, and log probabilities along that and other ``continuations``."""
-        answer = self.answer(prompt, FULL)
-        linked = self._link(prompt, FULL)
-        return answer, Reference.of(
-            Continuation(self._model, linked.inputs), answer.token_ids, *continuations
-        )
+        answer, linked = self.answer(prompt, FULL), self._link(prompt, FULL)
+        own = Continuation(self._model, linked.inputs)
+        return answer, Reference.of(own, answer.token_ids, *continuations)
 
     def compare(
         self, question: Question, prompt: QuestionPrompt, way: PolicyAndEncoder, reference: Reference
@@ -86,7 +87,8 @@ class Engines:
 
         RagCacheError if chunk KV is not kept, or the prompt is computed in full.
         """
-        self.encode(question, prompt, way)
+        if way != FULL:
+            self._encode(question, prompt, way.encoder)
         linked = self._link(prompt, way)
         if linked.report.fallback:
             raise RagCacheError(
@@ -100,26 +102,25 @@ class Engines:
             prompt.prompt, policy=way.policy, stop=None if whole else self._stop or None, **self._options
         )
 
-    def encode(self, question: Question, prompt: QuestionPrompt, way: PolicyAndEncoder) -> None:
-        """Encode chunks one by one: in a batch the last digits would depend on the order of questions.
-
-        For ``average:n`` the document is encoded as a whole: its chunks share forwards.
-        """
-        chunks = question.chunks if way != FULL else ()
-        new = [text for text in chunks if (way.encoder, prompt.before, text) not in self._encoded]
-        groups = [[text] for text in new]
-        if new and _averages(way.encoder):
-            groups = [list(question.document or chunks)]
-        for texts in groups:
-            self._engine(way).encode(texts, system=prompt.before)
-            self._encoded.update((way.encoder, prompt.before, text) for text in texts)
-
     def close(self) -> None:
         """Close engines and stores."""
         for engine in self._engines.values():
             engine.close()
         for store in self._stores.values():
             store.close()
+
+    def _encode(self, question: Question, prompt: QuestionPrompt, encoder: str) -> None:
+        """Encode chunks one by one: in a batch the last digits would depend on the order of questions.
+
+        For ``average:n`` the document is encoded as a whole: its chunks share forwards.
+        """
+        new = [text for text in question.chunks if (encoder, prompt.before, text) not in self._encoded]
+        groups = [[text] for text in new]
+        if new and _averages(encoder):
+            groups = [list(question.document or question.chunks)]
+        for texts in groups:
+            self._engines[encoder].encode(texts, system=prompt.before)
+            self._encoded.update((encoder, prompt.before, text) for text in texts)
 
     def _link(self, prompt: QuestionPrompt, way: PolicyAndEncoder) -> LinkedPrompt:
         """Try again if something was missing: what was computed in place would be too good."""
@@ -146,13 +147,6 @@ def quantisation(encoder: str) -> str:
 def needs_neighbours(encoder: str) -> bool:
     """Whether an encoder looks for similar chunks."""
     return encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
-
-
-def _neighbours(encoder: str, source: Neighbours | None) -> Neighbours | None:
-    """What an encoder takes of a source; a mean over contexts takes the chunks encoded together instead."""
-    if not needs_neighbours(encoder) or (_averages(encoder) and isinstance(source, PrecedingChunks)):
-        return None
-    return source
 
 
 def _averages(encoder: str) -> bool:

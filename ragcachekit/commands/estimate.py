@@ -19,15 +19,16 @@ import typer
 from rich.filesize import decimal as size
 
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.ask import AskSettings, CorpusSearch
+from ragcachekit.commands.ask import CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
+from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ragcachekit.commands.bench.report import BenchReport
     from ragcachekit.commands.corpus import Corpus
+    from ragcachekit.commands.report import BenchReport
 
 MIN_SHARE = 0.1  # of the prompt tokens that must come from the cache for it to be worth its memory
 SHARES = (0.1, 0.25, 0.5, 1.0)  # sizes of the cache that are replayed, of the KV that the log uses
@@ -59,7 +60,7 @@ def estimate(
     """
     questions = read_log(log)
     quiet_loading()
-    settings = AskSettings(corpus, model, cache=cache, chunk_tokens=chunk_tokens, k=k, tolerance=tolerance)
+    settings = OwnFiles(corpus, model, cache=cache, chunk_tokens=chunk_tokens, k=k, tolerance=tolerance)
     report = run(settings, questions)
     summary = report.part(SUMMARY).rows[0]
     show(_described(summary))
@@ -121,21 +122,20 @@ def _logged(number: int, text: str) -> LoggedQuestion:
     return LoggedQuestion(number, question, tuple(chunks))
 
 
-def run(settings: AskSettings, log: Sequence[LoggedQuestion]) -> BenchReport:
+def run(settings: OwnFiles, log: Sequence[LoggedQuestion]) -> BenchReport:
     """Replay a log; a row of the part ``summary``, and one per size of the cache.
 
     ``tokens_found`` is the share of all prompt tokens that come from a cache of that size, filled by the log
     alone; ``after_precompute`` the same where the corpus was encoded ahead, onto a disk. Raises ValueError
     for a chunk that the corpus lacks, with the line's number; CorpusError, RetrievalError, RagCacheError.
     """
-    from ragcachekit.commands.bench.report import BenchReport
-    from ragcachekit.commands.reading_prompt import SEPARATOR, bare_ids, prompt_for
-    from ragcachekit.commands.workspace import load_tokenizer
+    from ragcachekit.commands.questions import SEPARATOR, PromptMaker, bare_ids
+    from ragcachekit.commands.report import BenchReport
 
     tokenizer, corpus = load_tokenizer(settings.model), settings.checked_corpus()
     for skipped in corpus.notes:
         note(skipped)
-    prompt, token_bytes = prompt_for(tokenizer), kv_bytes_per_token(settings.model)
+    prompt, token_bytes = PromptMaker(tokenizer), kv_bytes_per_token(settings.model)
     sizes: dict[str, int] = {}
     prompts: list[list[str]] = []
     tokens, saved = [], 0
@@ -180,14 +180,14 @@ def run(settings: AskSettings, log: Sequence[LoggedQuestion]) -> BenchReport:
 
 
 def _retrieved(
-    settings: AskSettings, log: Sequence[LoggedQuestion], corpus: Corpus
+    settings: OwnFiles, log: Sequence[LoggedQuestion], corpus: Corpus
 ) -> Iterator[tuple[str, Sequence[str], bool]]:
     """Each question, its chunks' texts, and whether the query cache saves its search."""
     named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     # Nothing is embedded where every line names its chunks and only equal questions are hits.
     search = None
     if settings.tolerance or any(query.chunks is None for query in log):
-        search = CorpusSearch(settings, corpus, settings.k, settings.tolerance)
+        search = CorpusSearch(settings, corpus)
     asked = set[str]()
     for query in log:
         found = None if search is None else search(query.question)

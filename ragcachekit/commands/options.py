@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 PICTURES = (".png", ".svg", ".pdf")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
@@ -69,6 +70,18 @@ def _device(name: str | None) -> str | None:
     return name
 
 
+def _dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+    return name
+
+
+def _disk_gb(budget: float | None) -> float | None:
+    if budget is not None and not budget > 0:
+        raise ValueError(f"the disk budget must be > 0 GB, got {budget}")
+    return budget
+
+
 def _plot(path: Path | None) -> Path | None:
     if path is None:
         return None
@@ -100,7 +113,9 @@ CacheDir = Annotated[
     str | None,
     typer.Option(callback=_cache, help="Cache folder; default: ragcachekit in the user's cache folder."),
 ]
-DiskGb = Annotated[float | None, typer.Option(help="Budget of the KV on disk in GB; default 68.7.")]
+DiskGb = Annotated[
+    float | None, typer.Option(callback=_disk_gb, help="Budget of the KV on disk in GB; default 68.7.")
+]
 Namespace = Annotated[str, typer.Option(help="Tenant and corpus: a hard partition.")]
 
 Policy = Annotated[
@@ -128,7 +143,9 @@ Device = Annotated[
     str | None, typer.Option(callback=_device, help="cpu, cuda, ...; default: a GPU if there is one.")
 ]
 DeviceOrCpu = Annotated[str, typer.Option(callback=_device)]
-Dtype = Annotated[str, typer.Option(help="auto (as the model was saved), float32, bfloat16, float16.")]
+Dtype = Annotated[
+    str, typer.Option(callback=_dtype, help="auto (as the model was saved), float32, bfloat16, float16.")
+]
 Seed = Annotated[int, typer.Option(help="Of all that is drawn, and of bounds.")]
 
 Neighbours = Annotated[

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -21,19 +23,19 @@ from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import corpus_index
 from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show
-from ragcachekit.commands.manifest import Scope, read_manifests, write_manifest
-from ragcachekit.commands.own_files import OwnFiles, at_least_1
+from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import RagCacheError, StoreError, missing_extra
+from ragcachekit.files import replace_file
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ragcachekit.commands.corpus import Corpus
-    from ragcachekit.commands.workspace import CacheFolder
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.plan.link_plan import Missing
     from ragcachekit.store.base import KVStore
+
+_SCHEMA = 1
+_MANIFEST = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
 
 
 def precompute(
@@ -69,24 +71,22 @@ def precompute(
     """
     settings = opt.settings_of(PrecomputeSettings, locals())
     quiet_loading()
-    if dry_run:
-        work = dry_work(settings)
-        show(_amount(work))
-        typer.echo(f"it would be: {_changes(work)}")
-        return
     try:
-        with open_run(settings) as opened:
-            work = opened.work
-            show(_amount(work))
-            seconds = opened.run(progress=work.todo_tokens > 0)
+        with open_run(settings, dry=dry_run) as run:
+            _show_amount(run)
+            if dry_run:
+                typer.echo(f"it would be: {run.changes}")
+                return
+            seconds = run.run(progress=bool(run.todo))
     except KeyboardInterrupt:
         note("interrupted; what was stored stays, the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
+    stored = len(run.chunks) - len(run.todo)
     typer.echo(
-        f"encoded {counted(work.new, 'chunk')} ({work.todo_tokens} tokens, {size(work.todo_bytes)}) "
-        f"in {seconds:.1f} s, {work.stored} {'was' if work.stored == 1 else 'were'} stored already"
+        f"encoded {counted(len(run.todo), 'chunk')} ({run.todo_tokens} tokens, {size(run.todo_bytes)}) "
+        f"in {seconds:.1f} s, {stored} {'was' if stored == 1 else 'were'} stored already"
     )
-    typer.echo(_changes(work))
+    typer.echo(run.changes)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class PrecomputeSettings(OwnFiles):
     """What ``ragcachekit precompute`` takes; with ``keep_gone`` no KV is forgotten.
 
     ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``). All else must be as in
-    :class:`~ragcachekit.commands.ask.AskSettings` for the KV to be found. ``shared`` is the url of a tier to
-    store the KV in instead of the cache folder, ``shared_key`` the environment variable with its key. With
-    ``ray``, ``actors`` models encode on the cluster that ``RAY_ADDRESS`` names, or else on this machine.
+    :class:`OwnFiles` of ``ask`` for the KV to be found. ``shared`` is the url of a tier to store the KV in
+    instead of the cache folder, ``shared_key`` the environment variable with its key. With ``ray``,
+    ``actors`` models encode on the cluster that ``RAY_ADDRESS`` names, or else on this machine.
     """
 
     keep_gone: bool = False
@@ -107,11 +107,10 @@ class PrecomputeSettings(OwnFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least_1(self, "actors")
         if self.ray and find_spec("ray") is None:
             install = missing_extra("ray", "'ray[data,serve]'")
             raise RagCacheError(f"--ray needs Ray: {install}")
-        if self.ray and str(self.chunk_encoder).startswith(("average", "in-prompt")):
+        if self.ray and self.chunk_encoder.startswith(("average", "in-prompt")):
             raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
 
     @property
@@ -129,122 +128,94 @@ class PrecomputeSettings(OwnFiles):
         return self.folder.path / "shared" / hashlib.sha256(self.shared.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Work:
-    """How much there is to do.
-
-    ``todo_tokens`` are those of chunks that are not among the ``stored`` ones, ``token_bytes`` is the KV of
-    one token over all layers, ``id_bytes`` are those of the entries' token ids, ``gone`` counts chunks to
-    forget, ``notes`` name what was skipped.
-    """
-
-    files: int
-    chunks: int
-    tokens: int
-    stored: int
-    todo_tokens: int
-    token_bytes: int
-    id_bytes: int
-    gone: int
-    notes: tuple[str, ...]
-
-    @property
-    def new(self) -> int:
-        """Chunks to encode."""
-        return self.chunks - self.stored
-
-    @property
-    def todo_bytes(self) -> int:
-        """Bytes of KV to be stored."""
-        return self.todo_tokens * self.token_bytes + self.id_bytes
-
-
-def dry_work(settings: PrecomputeSettings) -> Work:
-    """Count the work without touching the cache folder.
-
-    Raises CorpusError, RagCacheError, ModelNotSupported, ValueError as :func:`open_run`.
-    """
-    from ragcachekit.store.base import NullStore
-    from ragcachekit.store.tiered import open_store
-
-    corpus = settings.read_corpus()
-    with (
-        tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
-        settings.open_engine(NullStore(), corpus, cache_dir=Path(scratch), cold="never") as rag,
-        closing(open_store(settings.store)) if settings.shared else nullcontext() as tier,
-    ):
-        return PrecomputeRun(settings, rag, corpus, tier).work
-
-
 @contextmanager
-def open_run(settings: PrecomputeSettings) -> Iterator[PrecomputeRun]:
-    """Load everything for a run, and check that its KV fits.
+def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[PrecomputeRun]:
+    """Load everything for a run, and check that its KV fits; ``dry``: do not touch the cache folder.
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError if the corpus, the model
     or the cache folder cannot be used, or the KV does not fit; ValueError for a wrong setting, or a chunk
     longer than the model's context.
     """
+    from ragcachekit.store.base import NullStore
     from ragcachekit.store.tiered import open_store
 
-    corpus = settings.checked_corpus()
-    tier = open_store(settings.store)
-    with closing(tier), settings.open_engine(tier, corpus, cold="never") as rag:
-        run = PrecomputeRun(settings, rag, corpus, tier if settings.shared else None)
-        needed = run.work.todo_bytes - sum(run.gone.values()) * run.work.token_bytes
-        room = sum(record.budget - record.nbytes for record in tier.stats())
-        _check_room(needed, room, None if settings.shared else settings.folder)
+    corpus = settings.read_corpus() if dry else settings.checked_corpus()
+    with ExitStack() as stack:
+        tier: KVStore = NullStore() if dry and not settings.shared else open_store(settings.store)
+        stack.callback(tier.close)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-"))
+        engine = settings.open_engine(
+            NullStore() if dry else tier, corpus, cache_dir=Path(scratch) if dry else None, cold="never"
+        )
+        run = PrecomputeRun(settings, stack.enter_context(engine), corpus, tier)
+        if not dry:
+            run.check_room()
         yield run
 
 
 class PrecomputeRun:
     """A corpus ready to be encoded.
 
-    ``work`` is how much there is to do, ``todo`` the chunks to encode, ``gone`` the ids of chunks to forget,
-    with their tokens. ``shared`` is the tier to look in, by default the cache folder.
+    ``chunks`` are all of it, ``todo`` those to encode, ``gone`` the ids of chunks to forget, with their
+    tokens. ``token_bytes`` is the KV of one token over all layers.
     """
 
-    def __init__(
-        self,
-        settings: PrecomputeSettings,
-        rag: RagCache,
-        corpus: Corpus,
-        shared: KVStore | None = None,
-    ) -> None:
-        from ragcachekit.commands.reading_prompt import prompt_for
-        from ragcachekit.policies.registry import open_policy
-        from ragcachekit.prompt.parser import PromptParser
+    def __init__(self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, tier: KVStore) -> None:
+        from ragcachekit.commands.questions import PromptMaker
 
-        self._settings, self._rag, self._corpus = settings, rag, corpus
-        self._shared = shared
-        self._system = prompt_for(rag.tokenizer).before
-        planner = settings.planner(rag.model, PromptParser(rag.tokenizer), rag.fingerprint, corpus)
-        policy = open_policy(settings.policy)
-        self._chunks = planner.missing(corpus.texts, rag.namespace, policy, self._system)
-        self.todo = [chunk for chunk in self._chunks if not self._is_stored(chunk)]
-        self._scope = Scope(
-            rag.namespace,
-            str(Path(settings.corpus).expanduser().resolve()),
-            self._chunks[0].key.encoding.partition("@")[0],
-            rag.fingerprint,
-            settings.chunk_tokens,
+        self._settings, self._rag, self._tier, self.corpus = settings, rag, tier, corpus
+        self._system = PromptMaker(rag.tokenizer).before
+        self.chunks = self._missing()
+        self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk)]
+        self.token_bytes = _token_bytes(rag.model)
+        self._manifest = Manifest(
+            settings.lists,
+            {
+                "namespace": rag.namespace,
+                "corpus": str(Path(settings.corpus).expanduser().resolve()),
+                "encoder": self.chunks[0].key.encoding.partition("@")[0],
+                "fingerprint": rag.fingerprint,
+                "chunk_tokens": settings.chunk_tokens,
+            },
         )
-        present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self._chunks}
-        earlier = read_manifests(settings.lists, self._scope)
-        keep = settings.keep_gone or earlier.notes
-        self.gone = {} if keep else {i: n for i, n in earlier.chunks.items() if i not in present}
+        present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self.chunks}
+        earlier = self._manifest.read()
+        self.gone = {i: n for i, n in earlier.items() if i not in present and not settings.keep_gone}
         # What is not forgotten stays listed.
-        self._listed = {i: n for i, n in earlier.chunks.items() if i not in self.gone} | present
-        self.work = Work(
-            corpus.files,
-            len(self._chunks),
-            sum(len(chunk.token_ids) for chunk in self._chunks),
-            len(self._chunks) - len(self.todo),
-            sum(len(chunk.token_ids) for chunk in self.todo),
-            _token_bytes(rag.model),
-            sum(chunk.id_bytes for chunk in self.todo),
-            len(self.gone),
-            (*corpus.notes, *earlier.notes),
-        )
+        self._listed = {i: n for i, n in earlier.items() if i not in self.gone} | present
+
+    @property
+    def todo_tokens(self) -> int:
+        """Tokens to encode."""
+        return sum(len(chunk.token_ids) for chunk in self.todo)
+
+    @property
+    def todo_bytes(self) -> int:
+        """Bytes of KV to be stored."""
+        return self.todo_tokens * self.token_bytes + sum(chunk.id_bytes for chunk in self.todo)
+
+    @property
+    def changes(self) -> str:
+        """The numbers of chunks to encode, stored and to forget, for people."""
+        new = len(self.todo)
+        return f"{new} new, {len(self.chunks) - new} kept, {len(self.gone)} forgotten"
+
+    def check_room(self) -> None:
+        """ValueError or StoreError if the KV does not fit into the budget or onto the disk."""
+        needed = self.todo_bytes - sum(self.gone.values()) * self.token_bytes
+        room = sum(record.budget - record.nbytes for record in self._tier.stats())
+        if needed > room:
+            raise ValueError(
+                f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB "
+                "left; raise --disk-gb, here and in `ask`, or clear what is not needed (ragcachekit cache "
+                "clear)"
+            )
+        folder = self._settings.folder
+        if self._settings.shared is None and needed > (free := shutil.disk_usage(folder.kv).free):
+            raise StoreError(
+                f"the KV takes {needed / 1e9:.2f} GB, {folder.path} has {free / 1e9:.2f} GB free; "
+                "free some space or choose another --cache"
+            )
 
     def run(self, *, progress: bool = False) -> float:
         """Forget what is gone, encode what is missing, embed what the index of ``ask`` lacks.
@@ -259,84 +230,138 @@ class PrecomputeRun:
         if self.gone:
             self._rag.forget(self.gone)
         # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
-        write_manifest(self._settings.lists, self._scope, self._listed)
+        self._manifest.write(self._listed)
         if self._settings.ray:
             self._encode_on_ray(progress)
         else:
-            self._rag.encode(self._corpus.texts, system=self._system, progress=progress)
-        if lost := sum(not self._is_stored(chunk) for chunk in self._chunks):
+            self._rag.encode(self.corpus.texts, system=self._system, progress=progress)
+        if lost := sum(not self._is_stored(chunk) for chunk in self.chunks):
             raise StoreError(
-                f"{lost} of {self.work.chunks} chunks could not be stored; free some space "
+                f"{lost} of {len(self.chunks)} chunks could not be stored; free some space "
                 "and run the same command again"
             )
         seconds = time.perf_counter() - start
-        corpus_index(self._settings, self._corpus, MiniLM())
+        corpus_index(self._settings, self.corpus, MiniLM())
         return seconds
+
+    def _missing(self) -> list[Missing]:
+        """What the engine looks up or encodes: all that a planner over an empty store misses."""
+        from ragcachekit.model.rope.probe import describe_rope
+        from ragcachekit.plan.planner import Planner
+        from ragcachekit.policies.registry import open_policy
+        from ragcachekit.prompt.parser import PromptParser
+        from ragcachekit.store.base import NullStore
+
+        rag, settings = self._rag, self._settings
+        planner = Planner(
+            rag.model,
+            PromptParser(rag.tokenizer),
+            rope=describe_rope(rag.model),
+            store=NullStore(),
+            fingerprint=rag.fingerprint,
+            encoder=settings.chunk_encoder,
+            neighbours=settings.neighbours(self.corpus),
+        )
+        return planner.missing(self.corpus.texts, rag.namespace, open_policy(settings.policy), self._system)
 
     def _encode_on_ray(self, progress: bool) -> None:
         from ragcachekit.cluster import EncodingJob, encode_chunks  # Ray is an extra
 
         settings, todo = self._settings, {chunk.key.chunk_id for chunk in self.todo}
-        ids = [chunk.key.chunk_id for chunk in self._chunks]
+        ids = [chunk.key.chunk_id for chunk in self.chunks]
         encode_chunks(
             EncodingJob(
-                partial(settings.open_engine, corpus=self._corpus, cold="never"), settings.store, self._system
+                partial(settings.open_engine, corpus=self.corpus, cold="never"), settings.store, self._system
             ),
-            list(dict(zip(ids, self._corpus.texts, strict=True)).items()),
+            list(dict(zip(ids, self.corpus.texts, strict=True)).items()),
             stored=set(ids) - todo,
             actors=settings.actors,
-            checkpoint=settings.lists / "ray" / self._scope.name.removesuffix(".json"),
+            checkpoint=settings.lists / "ray" / self._manifest.path.stem,
             progress=progress,
         )
 
     def _is_stored(self, chunk: Missing) -> bool:
         from ragcachekit.store.entry import entry_name
 
-        if self._shared is not None:
-            return chunk.key in self._shared
+        if self._settings.shared:
+            return chunk.key in self._tier
         return (self._settings.folder.kv / entry_name(chunk.key)).is_file()
+
+
+class Manifest:
+    """The list of what earlier runs encoded, so that what is gone from a corpus can be forgotten.
+
+    ``scope`` says what the list is about; lists of one namespace share the beginning of their names.
+    """
+
+    def __init__(self, folder: Path, scope: Mapping[str, Any]) -> None:
+        self._folder, self._scope = folder, scope
+        prefix = _digest(scope["namespace"])[:16]
+        self.path = folder / f"{prefix}-{_digest(json.dumps(scope, sort_keys=True))}.json"
+
+    def read(self) -> dict[str, int]:
+        """Ids and tokens of chunks that this list has and no other one of its namespace."""
+        own, elsewhere = dict[str, int](), set[str]()
+        for path in manifests(self._folder, self._scope["namespace"]):
+            try:
+                found = json.loads(path.read_text())
+                chunks = {id: int(tokens) for id, tokens in found["chunks"].items()}
+                if found["schema"] != _SCHEMA:
+                    raise ValueError(path)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                raise StoreError(
+                    f"the list of chunks {path} is damaged; delete it: what is gone from its corpus then "
+                    "stays stored until it is evicted"
+                ) from error
+            if path == self.path:
+                own = chunks
+            else:
+                elsewhere |= chunks.keys()
+        return {id: n for id, n in own.items() if id not in elsewhere}
+
+    def write(self, chunks: Mapping[str, int]) -> None:
+        """Replace the list atomically; StoreError if it cannot be written."""
+        text = json.dumps({"schema": _SCHEMA, **self._scope, "chunks": dict(chunks)}, indent=0)
+        try:
+            replace_file(self.path, text)
+        except OSError as error:
+            raise StoreError(
+                f"cannot note in {self._folder} what is encoded ({error.strerror}); free some space or "
+                "choose another --cache"
+            ) from error
+
+
+def manifests(folder: Path, namespace: str | None = None) -> list[Path]:
+    """Manifests of one namespace, or of all."""
+    files = folder.glob("*.json" if namespace is None else f"{_digest(namespace)[:16]}-*.json")
+    return [path for path in files if _MANIFEST.fullmatch(path.name)]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _token_bytes(model: Any) -> int:
     """Bytes of one token's entry over all layers, with what is kept for policies."""
     from ragcachekit.encode.standalone import ChunkEncoder
-    from ragcachekit.forward.attention_sums import ObservedCache
+    from ragcachekit.forward.rows import observed_cache
     from ragcachekit.model.encoding import Encoding
     from ragcachekit.model.rope.probe import describe_rope
 
-    encoder = ChunkEncoder(model, describe_rope(model), ObservedCache)
+    encoder = ChunkEncoder(model, describe_rope(model), observed_cache)
     ((_, kv),) = encoder.encode([[1]], Encoding("standalone"))
     return kv.nbytes
 
 
-def _check_room(needed: int, room: int, folder: CacheFolder | None) -> None:
-    if needed > room:
-        raise ValueError(
-            f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB left; "
-            "raise --disk-gb, here and in `ask`, or clear what is not needed (ragcachekit cache clear)"
-        )
-    if folder is None:
-        return
-    free = shutil.disk_usage(folder.kv).free
-    if needed > free:
-        raise StoreError(
-            f"the KV takes {needed / 1e9:.2f} GB, {folder.path} has {free / 1e9:.2f} GB free; "
-            "free some space or choose another --cache"
-        )
-
-
-def _changes(work: Work) -> str:
-    return f"{work.new} new, {work.stored} kept, {work.gone} forgotten"
-
-
-def _amount(work: Work) -> Table:
-    for skipped in work.notes:
+def _show_amount(run: PrecomputeRun) -> None:
+    for skipped in run.corpus.notes:
         note(skipped)
+    tokens, files = sum(len(chunk.token_ids) for chunk in run.chunks), counted(run.corpus.files, "file")
     rows = {
-        "corpus": f"{counted(work.files, 'file')}, {counted(work.chunks, 'chunk')}, {work.tokens} tokens",
-        "KV of a token": size(work.token_bytes),
-        "stored already": counted(work.stored, "chunk"),
-        "to encode": f"{counted(work.new, 'chunk')}, {work.todo_tokens} tokens, "
-        f"{size(work.todo_bytes)} of KV",
+        "corpus": f"{files}, {counted(len(run.chunks), 'chunk')}, {tokens} tokens",
+        "KV of a token": size(run.token_bytes),
+        "stored already": counted(len(run.chunks) - len(run.todo), "chunk"),
+        "to encode": f"{counted(len(run.todo), 'chunk')}, {run.todo_tokens} tokens, "
+        f"{size(run.todo_bytes)} of KV",
     }
-    return pairs(rows)
+    show(pairs(rows))

@@ -1,27 +1,22 @@
-"""Questions that a user's model is asked, from a file, a dataset or made of a corpus, and their prompts."""
+"""Questions that a user's model is asked: from a file, a dataset or made of a corpus; and their prompts."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, documents, read_corpus
-from ragcachekit.commands.datasets import Question, Sampling, draw_questions
-from ragcachekit.commands.reading_prompt import (
-    PLAIN_STOP,
-    SEPARATOR,
-    Messages,
-    ReadingPrompt,
-    bare_ids,
-    prompt_for,
-)
-from ragcachekit.commands.workspace import CacheFolder, check_dtype, load_tokenizer
+from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.errors import CorpusError, RagCacheError
-from ragcachekit.plan.neighbours import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
 from ragcachekit.prompt.tokenizer import PromptTokenizer
 from ragcachekit.quality.check import probes
 
@@ -30,14 +25,259 @@ EMBEDDING, DOCUMENT = "embedding", "document"
 
 ASK, FEW_SHOT = "ask", "few-shot"
 STYLES = (ASK, FEW_SHOT)
+ORDERS = ("shuffled", "given")
+HALVES = ("all", "develop", "report")
+INSTRUCTION = "Answer the question from the context."
+SEPARATOR = "\n\n"
+"""Text between chunks."""
 
-_INSTRUCTION = "Answer the question from the passages. Give a short answer."
+LONGBENCH_WORDS = 200
+"""Chunks of a context without marked passages have at most so many words, or one longer paragraph."""
+
+_PASSAGE = re.compile(r"(?m)^Passage \d+:\n")
+_PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
 _SHOTS = (
     ("What colour is the sky on a clear day?", "blue"),
     ("How many legs does a spider have?", "eight"),
     ("Which metal is liquid at room temperature?", "mercury"),
 )
-_PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question with its retrieved chunks, in the order of the prompt.
+
+    ``answers`` are equally right. ``question_type`` groups figures. ``document`` holds the chunks of the
+    document that ``chunks`` come from, in order, if it is known.
+    """
+
+    question: str
+    chunks: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+    question_type: str = ""
+    document: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Passages:
+    """One question as its file has it.
+
+    ``relevant`` are the passages that the answer needs, ``others`` further ones, both in the order of the
+    file; ``document`` are the chunks of the document that they come from, in order, if the file has it.
+    """
+
+    question: str
+    answers: tuple[str, ...]
+    relevant: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    document: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which questions of a dataset are asked, and with which passages.
+
+    ``distractors`` passages are added to the relevant ones (None: all of them). The ``half`` to ``develop``
+    on and that to ``report`` are told apart by a digest of the question, whatever the seed.
+    """
+
+    count: int = 50
+    distractors: int | None = 3
+    order: str = "shuffled"
+    half: str = "all"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or (self.distractors is not None and self.distractors < 0):
+            raise ValueError("give at least one question, and no fewer than 0 distractors")
+        if self.order not in ORDERS:
+            raise ValueError(f"unknown order {self.order!r}; known: {', '.join(ORDERS)}")
+        if self.half not in HALVES:
+            raise ValueError(f"unknown half {self.half!r}; known: {', '.join(HALVES)}")
+
+    def draw(self, questions: Sequence[Passages]) -> list[Passages]:
+        """At most ``count`` questions of the half, in random order; ValueError if there is none."""
+        kept = [one for one in questions if self.half in ("all", half_of(one.question))]
+        random.Random(self.seed).shuffle(kept)
+        if not kept:
+            raise ValueError(f"the file has no questions in the half {self.half!r}")
+        return kept[: self.count]
+
+    def chunks(self, one: Passages) -> tuple[str, ...]:
+        """The passages of one prompt, in order, each once."""
+        rng = random.Random(f"{self.seed} {one.question}")
+        others = [text for text in dict.fromkeys(one.others) if text not in one.relevant]
+        few = others if self.distractors is None else rng.sample(others, min(self.distractors, len(others)))
+        chosen = {*one.relevant, *few}
+        source = (one.document or (*one.relevant, *one.others)) if few else one.relevant
+        out = [text for text in dict.fromkeys(source) if text in chosen]
+        if self.order == "shuffled":
+            rng.shuffle(out)
+        return tuple(out)
+
+
+def half_of(question: str) -> str:
+    """``develop`` or ``report``, by the first bit of SHA-256."""
+    return HALVES[1 + (hashlib.sha256(question.encode()).digest()[0] >> 7)]
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """SHA-256 over all that is asked, in order."""
+    text = json.dumps([asdict(question) for question in questions], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_dataset(spec: str) -> list[Passages]:
+    """The questions of ``format:FILE``, such as ``squad:dev-v2.0.json``.
+
+    Raises ValueError for an unknown format, or a file of another one; OSError if it cannot be read.
+    """
+    kind, colon, file = spec.partition(":")
+    if not (colon and file and kind in LOADERS):
+        raise ValueError(f"unknown dataset {spec!r}; give {', '.join(f'{name}:FILE' for name in LOADERS)}")
+    try:
+        questions = LOADERS[kind](Path(file).expanduser().read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file} is not in the format of {kind} ({what})") from error
+    questions = [one for one in questions if one.answers]
+    if not questions:
+        raise ValueError(f"{file} has no question with an answer")
+    return questions
+
+
+def draw_questions(spec: str, sampling: Sampling) -> tuple[Question, ...]:
+    """Questions of ``format:FILE`` with the passages of their prompts; errors as :func:`load_dataset`."""
+    return tuple(
+        Question(one.question, sampling.chunks(one), one.answers, one.kind, one.document)
+        for one in sampling.draw(load_dataset(spec))
+    )
+
+
+def read_questions(path: str | os.PathLike[str], *, answered: bool = True) -> list[Question]:
+    """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line.
+
+    Not ``answered``: the answer may be missing. A line may have a ``"type"``, and as ``"document"`` the
+    chunks of the document that its chunks come from.
+
+    Raises ValueError for a bad line (with its number) or a file without questions; OSError.
+    """
+    out = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            try:
+                out.append(_question(json.loads(line), answered))
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not out:
+        raise ValueError(f'{path} has no questions; give {{"question", "chunks", "answer"}} per line')
+    return out
+
+
+def _question(found: Any, answered: bool) -> Question:
+    if not isinstance(found, dict):
+        raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
+    if missing := [name for name in ("question", "chunks", "answer")[: 2 + answered] if name not in found]:
+        raise ValueError(f"{', '.join(map(repr, missing))} missing")
+    chunks, kind, document = found["chunks"], found.get("type", ""), found.get("document", [])
+    if not isinstance(chunks, list) or not chunks or not isinstance(document, list):
+        raise TypeError(
+            "'chunks' must be a list of texts, at least one, and 'document' the list of its chunks"
+        )
+    texts = {"question": found["question"], "answer": found.get("answer", "none")}
+    texts |= {f"chunk {number}": chunk for number, chunk in enumerate((*chunks, *document), 1)}
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip():
+            raise TypeError(f"{name} must be a text that is not empty")
+    if not isinstance(kind, str) or kind == "all":
+        raise TypeError("'type' must be a text other than 'all'")
+    answers = (found["answer"],) if "answer" in found else ()
+    return Question(found["question"], tuple(chunks), answers, kind, tuple(document))
+
+
+def _items(text: str) -> list[Any]:
+    """The items of a JSON list, or of one JSON value per line."""
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _squad(text: str) -> list[Passages]:
+    """SQuAD 1.1 and 2.0: a question, its paragraph, and the other paragraphs of the article."""
+    out = []
+    for article in json.loads(text)["data"]:
+        document = tuple(paragraph["context"].strip() for paragraph in article["paragraphs"])
+        for own, paragraph in zip(document, article["paragraphs"], strict=True):
+            for item in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in item["answers"]))
+                if not item.get("is_impossible", False):
+                    out.append(Passages(item["question"].strip(), answers, (own,), document, document))
+    return out
+
+
+def _musique(text: str) -> list[Passages]:
+    """MuSiQue as published, or the passages of about 400 words that CacheBlend evaluates.
+
+    Without marks, passages that contain an answer count as relevant.
+    """
+    out = []
+    for item in (item for item in _items(text) if item.get("answerable", True)):
+        if "ctxs" in item:
+            answers = tuple(item["answers"])
+            texts = [_titled(part["title"], part["text"]) for part in item["ctxs"]]
+            marks = [any(answer.lower() in one.lower() for answer in answers) for one in texts]
+        else:
+            answers = (item["answer"], *item["answer_aliases"])
+            texts = [_titled(part["title"], part["paragraph_text"]) for part in item["paragraphs"]]
+            marks = [bool(part["is_supporting"]) for part in item["paragraphs"]]
+        relevant = tuple(one for one, mark in zip(texts, marks, strict=True) if mark)
+        others = tuple(one for one, mark in zip(texts, marks, strict=True) if not mark)
+        out.append(Passages(item["question"].strip(), answers, relevant, others))
+    return out
+
+
+def _titled(title: str, text: str) -> str:
+    return f"{title}\n{text.strip()}" if title else text.strip()
+
+
+def _longbench(text: str) -> list[Passages]:
+    """LongBench: every question with all of its context, as one document; no passage is marked relevant."""
+    out = []
+    for item in _items(text):
+        document = tuple(_cut(item["context"]))
+        answers, kind = tuple(item["answers"]), item.get("dataset", "")
+        out.append(Passages(item["input"].strip(), answers, document, (), document, kind))
+    return out
+
+
+def _cut(context: str) -> list[str]:
+    starts = [match.start() for match in _PASSAGE.finditer(context)]
+    if starts:
+        parts = [context[a:b].strip() for a, b in pairwise([0, *starts, len(context)])]
+        return [part for part in parts if part]
+    chunks: list[list[str]] = [[]]
+    for paragraph in filter(None, map(str.strip, context.split("\n"))):
+        if chunks[-1] and sum(len(text.split()) for text in (*chunks[-1], paragraph)) > LONGBENCH_WORDS:
+            chunks.append([])
+        chunks[-1].append(paragraph)
+    return ["\n".join(chunk) for chunk in chunks]
+
+
+def _jsonl(text: str) -> list[Passages]:
+    """As :func:`read_questions`; all chunks count as relevant."""
+    found = [_question(item, True) for item in _items(text)]
+    return [Passages(q.question, q.answers, q.chunks, (), q.document, q.question_type) for q in found]
+
+
+LOADERS: dict[str, Callable[[str], list[Passages]]] = {
+    "jsonl": _jsonl,
+    "longbench": _longbench,
+    "musique": _musique,
+    "squad": _squad,
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +305,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class AskSettings:
-    """Settings of commands that ask a user's model.
+class MeasureSettings:
+    """Settings of the commands that ask a user's model many questions.
 
     Questions are from a ``dataset`` (``squad:FILE``, ...; as ``sampling`` draws them) or from the JSONL file
     ``questions``, or else ``probes`` of them are made from ``corpus``, cut into chunks of at most
@@ -90,7 +330,6 @@ class AskSettings:
     cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_dtype(self.dtype)
         if self.neighbours not in (EMBEDDING, DOCUMENT):
             raise ValueError(f"unknown neighbours {self.neighbours!r}; known: {EMBEDDING}, {DOCUMENT}")
 
@@ -114,68 +353,21 @@ class AskSettings:
         return sample
 
     def _sample(self, answered: bool) -> Sample:
-        if self.dataset is not None:
-            return _with_documents(draw_questions(self.dataset, self.sampling))
-        if self.questions is None and self.corpus is None:
-            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
         corpus: tuple[tuple[str, ...], ...] = ()
-        if self.corpus is not None:
+        if self.corpus is not None and self.dataset is None:
             tokenizer = load_tokenizer(self.model)
             chunks = read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=tokenizer).chunks
             corpus = tuple(map(tuple, documents(chunks)))
-        if self.questions is None:
+        if self.dataset is not None:
+            asked = draw_questions(self.dataset, self.sampling)
+        elif self.questions is not None:
+            asked = tuple(read_questions(self.questions, answered=answered))
+        elif corpus:
             return Sample(_from_corpus(corpus, self.probes, self.seed), "probes", corpus)
-        asked = tuple(read_questions(self.questions, answered=answered))
-        if not corpus:
-            return _with_documents(asked)
-        return Sample(asked, documents=corpus, texts=tuple(text for texts in corpus for text in texts))
-
-
-def read_questions(path: str | os.PathLike[str], *, answered: bool = True) -> list[Question]:
-    """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line.
-
-    Not ``answered``: the answer may be missing. A line may have a ``"type"``, and as ``"document"`` the
-    chunks of the document that its chunks come from.
-
-    Raises ValueError for a bad line (with its number) or a file without questions; OSError.
-    """
-    out = []
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    out.append(_question(json.loads(line), answered))
-                except (ValueError, TypeError) as error:
-                    raise ValueError(f"{path}, line {number}: {error}") from error
-    if not out:
-        raise ValueError(f'{path} has no questions; give {{"question", "chunks", "answer"}} per line')
-    return out
-
-
-def _question(found: Any, answered: bool) -> Question:
-    if not isinstance(found, dict):
-        raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
-    if missing := [name for name in ("question", "chunks", "answer")[: 2 + answered] if name not in found]:
-        raise ValueError(f"{', '.join(map(repr, missing))} missing")
-    chunks, kind, document = found["chunks"], found.get("type", ""), found.get("document", [])
-    if not isinstance(chunks, list) or not chunks or not isinstance(document, list):
-        raise TypeError(
-            "'chunks' must be a list of texts, at least one, and 'document' the list of its chunks"
-        )
-    texts = {"question": found["question"], "answer": found.get("answer", "none")}
-    texts |= {f"chunk {number}": chunk for number, chunk in enumerate((*chunks, *document), 1)}
-    for name, text in texts.items():
-        if not isinstance(text, str) or not text.strip():
-            raise TypeError(f"{name} must be a text that is not empty")
-    if not isinstance(kind, str) or kind == "all":
-        raise TypeError("'type' must be a text other than 'all'")
-    answers = (found["answer"],) if "answer" in found else ()
-    return Question(found["question"], tuple(chunks), answers, kind, tuple(document))
-
-
-def _with_documents(questions: Sequence[Question]) -> Sample:
-    known = dict.fromkeys(one.document for one in questions if one.document)
-    return Sample(tuple(questions), documents=tuple(known))
+        else:
+            raise ValueError("give --questions (JSONL), or --corpus to make probes from")
+        known = dict.fromkeys(one.document for one in asked if one.document)
+        return Sample(asked, documents=corpus or tuple(known), texts=sum(corpus, ()))
 
 
 def _from_corpus(corpus: Sequence[Sequence[str]], number: int, seed: int) -> tuple[Question, ...]:
@@ -197,41 +389,72 @@ class QuestionPrompt:
 
 
 class PromptMaker:
-    """Puts questions into prompts of one style.
+    """Puts chunks and a question into a prompt of one style.
 
-    ``ask`` is the prompt of ``ragcachekit ask``, in the model's chat template if it has one. ``few-shot`` is
-    plain text, with three made-up questions and answers that show the form: models of few parameters answer
-    it better. ``stop`` are texts where an answer ends; ``pad`` is an id for padding. ValueError for another
-    style.
+    ``ask`` is the prompt of ``ragcachekit ask``, in the model's chat template if it has one: system and user
+    message, or one message if the template takes no system. ``few-shot`` is plain text, with three made-up
+    questions and answers that show the form: models of few parameters answer it better. ``filled`` gives
+    messages if ``chat``, else a string; ``before`` is the text before the chunks; ``stop`` are texts where an
+    answer ends; ``pad`` is an id for padding. ValueError for another style, or an unusable chat template.
     """
 
     def __init__(self, tokenizer: Any, style: str = ASK) -> None:
         if style not in STYLES:
             raise ValueError(f"unknown prompt {style!r}; known: {', '.join(STYLES)}")
-        few_shot = style == FEW_SHOT
-        self._reading = ReadingPrompt(_few_shot, False, "") if few_shot else prompt_for(tokenizer)
         self._tokenizer, self._tokens = tokenizer, PromptTokenizer(tokenizer)
-        self.pad = self._tokens.pad
-        self.stop: tuple[str, ...] = ("\n",) if few_shot else () if self._reading.chat else PLAIN_STOP
+        self.pad, self.chat = self._tokens.pad, bool(tokenizer.chat_template) and style == ASK
+        # A model without a chat template would go on with another question.
+        self.stop = () if self.chat else ("\n",) if style == FEW_SHOT else ("\nQuestion:",)
+        plain = _few_shot if style == FEW_SHOT else _plain
+        for filled in (_with_system, _one_message) if self.chat else (plain,):
+            try:
+                before, found, _ = self._rendered(filled(_PLACE, "Why?")).partition(_PLACE)
+            except Exception:  # templates refuse roles with errors of their own kinds
+                continue
+            if found:
+                self.filled: Callable[[str, str], str | Messages] = filled
+                self.before = before
+                return
+        raise ValueError("this model's chat template takes no user message; use a model with another one")
 
     def answer_ids(self, answer: str) -> tuple[int, ...]:
         """Token ids of ``answer`` where this prompt is to be continued."""
-        return self._tokens.text(answer if self._reading.chat else f" {answer}", first=False)
+        return self._tokens.text(answer if self.chat else f" {answer}", first=False)
 
     def prompt(self, question: Question) -> QuestionPrompt:
         """The prompt of one question; RagCacheError if the chat template changes the chunks."""
-        before, found, after = self._rendered(_PLACE, question).partition(_PLACE)
         context = SEPARATOR.join(question.chunks)
-        if not (before and found) or self._rendered(context, question) != before + context + after:
+        prompt = self.filled(context, question.question)
+        if not self._rendered(prompt).startswith(self.before + context):
             raise RagCacheError("this model's chat template changes the chunks; there is no reuse to measure")
-        prompt = self._reading.filled(context, question.question)
-        return QuestionPrompt(prompt, bare_ids(self._tokenizer, prompt), before)
+        return QuestionPrompt(prompt, bare_ids(self._tokenizer, prompt), self.before)
 
-    def _rendered(self, context: str, question: Question) -> str:
-        prompt = self._reading.filled(context, question.question)
+    def _rendered(self, prompt: str | Messages) -> str:
         return prompt if isinstance(prompt, str) else self._tokens.render(prompt)
+
+
+def bare_ids(tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """The ids that a user's own code sends: the tokenizer's own, without this library."""
+    if isinstance(prompt, str):
+        return tuple(tokenizer(prompt).input_ids)
+    found = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    return tuple(found["input_ids"])
+
+
+def _plain(context: str, question: str) -> str:
+    return f"{INSTRUCTION}{SEPARATOR}{context}\n\nQuestion: {question}\nAnswer:"
 
 
 def _few_shot(context: str, question: str) -> str:
     shots = "".join(f"Question: {asked}\nAnswer: {answer}\n\n" for asked, answer in _SHOTS)
-    return f"{_INSTRUCTION}{SEPARATOR}{context}\n\n{shots}Question: {question}\nAnswer:"
+    instruction = "Answer the question from the passages. Give a short answer."
+    return f"{instruction}{SEPARATOR}{context}\n\n{shots}Question: {question}\nAnswer:"
+
+
+def _with_system(context: str, question: str) -> Messages:
+    system = {"role": "system", "content": f"{INSTRUCTION}{SEPARATOR}{context}"}
+    return [system, {"role": "user", "content": question}]
+
+
+def _one_message(context: str, question: str) -> Messages:
+    return [{"role": "user", "content": f"{INSTRUCTION}{SEPARATOR}{context}\n\n{question}"}]

@@ -1,4 +1,4 @@
-"""Cache folder of the command line, and loading of the models that users name; light to import."""
+"""Cache folder, corpus and model that a user names, and the engine around them; light to import."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.errors import RagCacheError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+if TYPE_CHECKING:
+    from ragcachekit.config import StoreConfig
+    from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.plan.companions import Neighbours
+    from ragcachekit.store.base import KVStore
+
+DEFAULT_POLICY = "impact:0.1"
+"""Over ``system`` unless an encoder is given. Not ``auto``: what was encoded ahead must stay what is used."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,92 @@ def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         return load_model(name, device, dtype=dtype)
 
 
-def check_dtype(dtype: str) -> None:
-    """ValueError for an unknown dtype."""
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+@dataclass(frozen=True)
+class OwnFiles:
+    """Settings of ``ask``, ``precompute`` and ``estimate``, checked before anything is loaded.
+
+    ``corpus`` is a folder of documents, ``model`` a folder or hub id, ``cache`` the cache folder (None: the
+    user's own), ``chunk_tokens`` the greatest size of a chunk, ``k`` the number of chunks per prompt,
+    ``tolerance`` that of the query cache; the rest is as for :class:`~ragcachekit.RagCache`.
+    """
+
+    corpus: str
+    model: str
+    policy: str = DEFAULT_POLICY
+    encoder: str | None = None
+    cache: str | None = None
+    namespace: str = "default"
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    device: str | None = None
+    dtype: str = "auto"
+    disk_gb: float | None = None
+    k: int = 4
+    tolerance: float = 0.0
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        self.chunk_encoder  # noqa: B018  an unknown policy is an error at once
+
+    @property
+    def chunk_encoder(self) -> str:
+        """The encoder that was given, else the policy's own, else ``system``."""
+        from ragcachekit.policies.registry import open_policy
+
+        return self.encoder or open_policy(self.policy).encoder or "system"
+
+    @property
+    def folder(self) -> CacheFolder:
+        """The cache folder, not created yet."""
+        return CacheFolder.at(self.cache)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Disk budget; None for the library's default."""
+        return None if self.disk_gb is None else int(self.disk_gb * 1e9)
+
+    def read_corpus(self) -> Corpus:
+        """Read the corpus, cut by the model's tokenizer, before the model is loaded."""
+        return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=load_tokenizer(self.model))
+
+    def checked_corpus(self) -> Corpus:
+        """Read the corpus, after a look for the embedding model and at the cache folder."""
+        from ragcachekit.commands.embedding import model_folder
+
+        model_folder()
+        self.folder.check_writable()
+        return self.read_corpus()
+
+    def neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
+        """For ``similar:n``: the preceding chunks of the file."""
+        from ragcachekit.plan.companions import PrecedingChunks
+
+        if not self.chunk_encoder.startswith("similar"):
+            return None
+        return {self.namespace: PrecedingChunks(documents(corpus.chunks))}
+
+    def open_engine(
+        self,
+        store: StoreConfig | KVStore,
+        corpus: Corpus,
+        *,
+        cache_dir: Path | None = None,
+        cold: Literal["background", "never"] = "background",
+    ) -> RagCache:
+        """Load the model over ``store``."""
+        from ragcachekit.commands.sample_model import resolve_model
+        from ragcachekit.engine.rag_cache import RagCache
+
+        with explained(self.model):
+            return RagCache.from_pretrained(
+                resolve_model(self.model),
+                device=self.device,
+                policy=self.policy,
+                encoder=self.chunk_encoder,
+                neighbours=self.neighbours(corpus),
+                store=store,
+                namespace=self.namespace,
+                cold=cold,
+                encode_after=1,  # the next question comes in another process
+                cache_dir=cache_dir or self.folder.path,
+                dtype=self.dtype,
+            )

@@ -16,8 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.encode.standalone import prefill
-from ragcachekit.forward.attention_sums import ContextSums, SummingCache
-from ragcachekit.forward.own_rows import segments_of, stop_of
+from ragcachekit.forward.rows import ContextSums, SummingCache, segments_of, stop_of
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.extract import Stretch, extract
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV

@@ -12,9 +12,8 @@ from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import GenerateCall
-from ragcachekit.forward.own_rows import captured, turn_of, with_answer
-from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated
+from ragcachekit.forward.rows import captured, turn_of, with_answer
+from ragcachekit.generate.run import FirstScores, Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.prefix_tree.base import Match
@@ -64,7 +63,10 @@ class AfterAnswer:
 
     def follow_up(self, generated: Generated, captured: frozenset[KVKey] | None = None) -> None:
         """Use the timings, exact rows and missing chunks of an answered request."""
-        self._parts.loads.learn(generated)
+        plan, loads = generated.plan, self._parts.loads
+        if loads.planner is not None and generated.prefill is not None:
+            loads.planner.observe_prefill(plan.kept, len(plan.rows), generated.prefill)
+        loads.follow(plan.skipped, plan.report.loaded_bytes)
         if captured is None:
             captured = self.rows.after(generated)
         self.encode_missing(generated.plan.missing, captured)
@@ -205,7 +207,7 @@ class RowCapture:
     def __init__(self, components: EngineComponents, at_once: bool) -> None:
         parts = components
         self.tree, self._encoder, self._forgets = parts.tree, parts.background_encoder, parts.forgets
-        self._rope, self._unchanged = parts.generator.rope, parts.planner.unchanged
+        self._rope, self._unchanged = parts.rope, parts.planner.unchanged
         self._at_once, self._jobs = at_once, parts.background.queue(self._work, MAX_WAITING)
         self.pending = PendingRows(parts.background.closed)
 

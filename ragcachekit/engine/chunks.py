@@ -1,4 +1,4 @@
-"""The chunks of an engine: registered, ordered, prefetched, encoded and forgotten."""
+"""The chunks of an engine: registered, prefetched, encoded and forgotten."""
 
 from __future__ import annotations
 
@@ -52,23 +52,8 @@ class Chunks:
         since = self._parts.forgets.now()  # before the texts are read: what gives them may forget
         texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
-        self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
+        self._unless_forgotten(self._planner.companions.register, texts, namespace, since)
         return self._unless_forgotten(self._parser.register, texts, namespace, since)
-
-    def order(
-        self, document: str, texts: Iterable[str], starts: Sequence[int] | None, namespace: str
-    ) -> None:
-        """Note which chunks of a document follow each other."""
-        since, texts = self._parts.forgets.now(), strings(texts, "texts")
-        if starts is not None and len(starts) != len(texts):
-            raise ValueError(f"{len(starts)} starts for {len(texts)} texts")
-        places = dict(zip(reversed(texts), reversed(starts), strict=True)) if starts is not None else None
-
-        def note(namespace: str, texts: Sequence[str]) -> None:
-            known = None if places is None else [places[text] for text in texts]
-            self._planner.neighbours.order(namespace, document, texts, known)
-
-        self._unless_forgotten(note, texts, namespace, since)
 
     def prefetch(self, chunks: Iterable[str], namespace: str, system: str | None) -> None:
         """Begin to load chunks from slow tiers, in the background."""
@@ -95,7 +80,7 @@ class Chunks:
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
-        self._unless_forgotten(self._planner.neighbours.register, texts, namespace, since)
+        self._unless_forgotten(self._planner.companions.register, texts, namespace, since)
         if prompt is not None:
             if system is not None:
                 raise ValueError("give encode system= or prompt=, not both: the prompt has the system text")
@@ -190,7 +175,7 @@ class Chunks:
             raise ValueError(
                 "sources must be a list with the source of each text, None where it is not known"
             )
-        note = self._planner.neighbours.note_source
+        note = self._planner.companions.note_source
         for source in dict.fromkeys(sources):
             if source is not None:
                 of_it = [text for text, own in zip(texts, sources, strict=True) if own == source]
@@ -219,7 +204,7 @@ class Chunks:
             finally:  # also where a tier raised
                 with self.registering:
                     try:  # before the epoch: work that begins with the next one has no such neighbour
-                        self._planner.forget(namespace, ids, texts, within)
+                        self._planner.forget(namespace, ids, within)
                         self._parser.forget(namespace, None if ids is None else texts)
                     finally:
                         forgets.add(namespace, ids, texts, within)

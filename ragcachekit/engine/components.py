@@ -11,17 +11,15 @@ from typing import Any
 from torch import nn
 
 from ragcachekit.background import ActiveRequests, BackgroundWorker, Backoff, flush_all
-from ragcachekit.config import ShadowConfig, StoreConfig, TreeConfig, check_type
+from ragcachekit.config import LoadConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.similar import NeighbourEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.engine.options import EngineSettings
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.generate.generator import Generator
+from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity.fingerprint import fingerprint
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.layout import KVLayout
@@ -30,8 +28,10 @@ from ragcachekit.model.pretrained import default_cache_dir
 from ragcachekit.model.rope.forward_lock import guard_rotary
 from ragcachekit.model.rope.probe import describe_rope
 from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.plan.companions import by_namespace
 from ragcachekit.plan.encodings import IN_PROMPT
-from ragcachekit.plan.neighbours import by_namespace
+from ragcachekit.plan.load_planner import LoadPath
+from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.variants import recall
@@ -86,9 +86,10 @@ class EngineComponents:
         opened: ExitStack,
     ) -> None:
         self.forgets, layout = ForgetEpochs(), KVLayout.of(model)
-        cost = PrefillCost(model, fingerprint=self.fingerprint, folder=folder, context=rope.context)
+        cost = PrefillCost(model, context=rope.context)
         self.store = _store(settings, cost, opened)
-        self.loads = LoadPath(self.store, load_config(settings.load), cost=cost, layout=layout)
+        load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
+        self.loads = loads = LoadPath(self.store, load, cost)
         opened.callback(self.loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
         self.parser = PromptParser(tokenizer)
@@ -101,7 +102,7 @@ class EngineComponents:
             encoder=settings.encoder,
             neighbours=by_namespace(settings.neighbours, settings.namespace),
             same_source=settings.companions == "same-source",
-            fetch=self.loads.fetch,
+            fetch=lambda: Fetch(loads.source, loads.planner, layout=layout),
             tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
         )
         encodings, unchanged = self.planner.encodings(self.policy), self.planner.unchanged
@@ -110,11 +111,11 @@ class EngineComponents:
         if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
             self.planner.variants.averages.recall(self.store.keys())
         free = isinstance(self.policy, Auto) and settings.encoder is None
-        if not encodings.neighbours and not free and self.planner.neighbours:
+        if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         self.background, self.active = BackgroundWorker(), ActiveRequests()
         opened.callback(self.background.close)
-        encoder = ChunkEncoder(model, rope, ObservedCache)
+        encoder = ChunkEncoder(model, rope, observed_cache)
         backoff = partial(Backoff, self.active)
 
         def encoder_over(
@@ -129,7 +130,7 @@ class EngineComponents:
 
         stored = self.planner.note_stored
         self.background_encoder = encoder_over(self.store, stored, self.forgets, self.background)
-        self.generator = Generator(model, rope, self.parser, rope.context)
+        self.model, self.rope = model, rope
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):
             shadow = ShadowConfig(shadow or 0.0)

@@ -16,7 +16,7 @@ from ragcachekit.config import (
     TreeConfig,
     check_type,
 )
-from ragcachekit.plan.neighbours import Neighbours
+from ragcachekit.plan.companions import Neighbours
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.base import KVStore

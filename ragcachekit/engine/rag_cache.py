@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Self, Unpack
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, check_number
 from ragcachekit.engine.after_answer import AfterAnswer
-from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
+from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.diagnosis import Diagnosis, diagnose
 from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
@@ -37,9 +37,17 @@ from ragcachekit.engine.runner import Runner
 from ragcachekit.engine.scheduler import Scheduler
 from ragcachekit.engine.view import PromptView, prompt_view
 from ragcachekit.errors import Closed
-from ragcachekit.forward.linked_prompt import LinkedPrompt
-from ragcachekit.generate.options import effective, stop_strings, uses_beams
-from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
+from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
+from ragcachekit.generate.options import (
+    Detokenizer,
+    RequestStreamer,
+    TokenQueue,
+    check_options,
+    effective,
+    filled_options,
+    stop_strings,
+    uses_beams,
+)
 from ragcachekit.model.pretrained import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan
@@ -80,10 +88,10 @@ class RagCache:
         default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy alone.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
-        :class:`PrecedingChunks`, :class:`CoRetrieved` or your own; a mapping gives one per namespace.
+        :class:`PrecedingChunks` or your own; a mapping gives one per namespace.
     companions : {"any", "same-source"}
         Which chunks a chunk may be encoded after. "same-source": only those that are known to be of its own
-        document, by :meth:`order`, by the ``sources`` of :meth:`register` and :meth:`encode`, or through a
+        document, by the ``sources`` of :meth:`register` and :meth:`encode`, or through a
         retriever; else the text before the chunks alone. For corpora to which strangers add documents.
     store : StoreConfig or KVStore, optional
         Storage of chunk KV; default 4 GiB of host memory. A store that was passed in is not closed.
@@ -209,7 +217,7 @@ class RagCache:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
         if "streamer" in options:
             raise ValueError("stream() reads the tokens itself; give streamer= to generate or submit")
-        self.components.generator.check_options({**_of_generate(options), "streamer": True})
+        check_options({**_of_generate(options), "streamer": True}, self.model)
         _ = self.components.parser.tokens  # text needs a tokenizer
         return AnswerStream(self.submit(prompt, **{"wait": True, **options}))
 
@@ -263,10 +271,10 @@ class RagCache:
             If ``max_waiting`` requests wait already.
         PromptTooLong, GenerationNotSupported, Closed
         """
-        started_at, generator = time.perf_counter(), self.components.generator
+        started_at = time.perf_counter()
         if streamer is not None:
             options["streamer"] = streamer
-        generator.check_options(options, "cancel", "deadline", "wait")
+        check_options(options, self.model, "cancel", "deadline", "wait")
         observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed:
             stop = stop_strings(stop)
@@ -274,7 +282,9 @@ class RagCache:
             if not self._template_noted and self.components.parser.lacks_template(prompt):
                 self._template_noted = True
                 request = request.with_note(NO_TEMPLATE)
-            options = generator.options(options, len(request.token_ids), stop)
+            parser, context = self.components.parser, self.components.rope.context
+            _ = parser.tokens if stop else None  # stop strings are text
+            options = filled_options(options, len(request.token_ids), pad=parser.pad, context=context)
             raise_if_cancelled()
             check_deadline(deadline)
             if not isinstance(wait, bool):
@@ -323,10 +333,10 @@ class RagCache:
         """
         request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
         with self.components.active:
-            linked = self.components.generator.link(self.plan(request), self.replan)
-        self.components.loads.follow(linked.plan)
-        self.after_answer.encode_missing(linked.plan.missing)
-        return linked.prompt
+            linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        self.components.loads.follow(plan.skipped, plan.report.loaded_bytes)
+        self.after_answer.encode_missing(plan.missing)
+        return linked
 
     def inspect(
         self, prompt: PromptLike, *, namespace: str | None = None, policy: str | SelectionPolicy | None = None
@@ -340,7 +350,7 @@ class RagCache:
         decode = partial(self.components.parser.tokens.decode, special=True)
         request = self.prepare(prompt, namespace=namespace, policy=policy)
         with self.components.active:
-            plan = self.components.generator.link(self.plan(request), self.replan).plan
+            _, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
         return prompt_view(plan, decode)
 
     def diagnose(
@@ -401,36 +411,6 @@ class RagCache:
         known. Returns how many can be found (very short texts are left out).
         """
         return self.chunks.register(texts, self._checked(namespace), sources)
-
-    def order(
-        self,
-        document: str,
-        texts: Sequence[str],
-        *,
-        starts: Sequence[int] | None = None,
-        namespace: str | None = None,
-    ) -> None:
-        """Note which chunks of a document follow each other, for encoders with neighbours.
-
-        Costs no model work and registers nothing. Called by retrievers that have an index of their own.
-        ``similar:n`` encodes a chunk after those before it. ``average:n`` uses the chunks around it where
-        none was registered together with it.
-
-        Parameters
-        ----------
-        document : str
-            Any name; equal names are one document.
-        starts : sequence of int, optional
-            Place of each chunk, such as its first character; else they follow what is known already.
-        """
-        self.chunks.order(document, texts, starts, self._checked(namespace))
-
-    def drop_order(self, texts: Iterable[str], *, namespace: str | None = None) -> None:
-        """Take chunks out of the order of their documents: no chunk is encoded after them any more.
-
-        Their KV, and KV that was encoded after them, stays until :meth:`forget`.
-        """
-        self.components.planner.neighbours.drop_order(self._checked(namespace), strings(texts, "texts"))
 
     def prefetch(
         self, chunks: Iterable[str], *, namespace: str | None = None, system: str | None = None

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, check_number
-from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
+from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
 from ragcachekit.observers import ObservedRequest, attempt
 from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.reports import Answer

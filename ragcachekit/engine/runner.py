@@ -16,10 +16,10 @@ from ragcachekit.config import QueueConfig
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import Request
-from ragcachekit.forward.own_rows import own_entries
+from ragcachekit.forward.prefill import Replan
+from ragcachekit.forward.rows import own_entries
 from ragcachekit.generate.batch import BatchDecoder, Decoding
-from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated, Replan
+from ragcachekit.generate.run import FirstScores, Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.reports import Answer, GenerateReport
@@ -160,7 +160,7 @@ class Runner:
         if generated is None:
             assert run.decoding is not None, "begun"
             generated = run.decoding.generated()
-        answer = self._parts.generator.answer(generated, run.begun, call.options, call.stop)
+        answer = answer_of(generated, run.begun, call.stop, call.options, self._parts.parser.decode)
         self._after_answer.submit(generated, answer, call, run.first, run.captured)
         queued, report = (run.begun - call.submitted_at) * 1e3, answer.report
         report = replace(
@@ -197,7 +197,14 @@ class Runner:
 
     @cached_property
     def decoder(self) -> BatchDecoder:
-        return self._parts.generator.batch_decoder(self._config)
+        parts, config = self._parts, self._config
+        return BatchDecoder(
+            parts.model,
+            parts.rope,
+            decode=parts.parser.decode,
+            max_batch=config.max_batch,
+            max_bytes=config.batch_bytes,
+        )
 
     def _planned(self, prompt: PromptRequest) -> LinkPlan:
         """The plan, after entries that waiting requests miss too were encoded, once for all of them."""

@@ -1,146 +1,137 @@
-"""Which chunks a chunk is encoded after: neighbours as token ids, by namespace, without forgotten ones."""
+"""What a chunk is encoded after: chunks of a source, or registered together, and the last system text."""
 
 from __future__ import annotations
 
 import threading
-from bisect import insort
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ragcachekit.plan.neighbours import Neighbours, checked_texts
+import numpy as np
+
 from ragcachekit.types import Ids, KVKey, chunk_id
 
 MAX_TOKENISED = 4096
 """Texts whose token ids are cached: a prompt needs ten neighbours per chunk."""
 
-GIVEN, DOCUMENT, TOGETHER = "neighbours=", "document order", "registered together"
-"""Where neighbours come from, as reports name it."""
-
 BLOCK = 4  # chunks of one block of companions
 MAX_COMPANIONS = 65_536  # chunks per namespace
-NEAR = 4  # chunks of a document on either side
+MAX_NAMESPACES = 1024  # whose last system text is known
+WINDOW = 16  # prompts of a namespace that :meth:`LastPrompts.changing` is about
+_DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder equal texts
 
-NameOf = Callable[[str, str], str]
-"""The chunk id of a text in a namespace."""
+
+@runtime_checkable
+class Neighbours(Protocol):
+    """Chunks that are likely to be retrieved along with a chunk. Implementations promise:
+
+    - ``of`` is thread safe and fast: it is called for every chunk of every prompt;
+    - neighbours and their order stay the same until chunks are to be encoded anew. They are part of the KV
+      key: other neighbours are a miss, never a wrong answer.
+    """
+
+    def of(self, text: str) -> Sequence[str]:
+        """Texts of the chunks most similar to ``text``, most similar first; empty for an unknown text.
+
+        ``text`` itself may be among them. The caller drops it and takes as many as it needs.
+        """
+        ...
 
 
-class TokenNeighbours:
-    """Neighbours as token ids, by namespace, without forgotten ones; TypeError for a source without ``of``.
+class SimilarChunks:
+    """The most similar chunks by cosine of their embeddings (FusionRAG section 3.1), by brute force.
 
-    A namespace without a source has the order of its documents (:class:`DocumentOrder`) and its chunks that
-    were registered together (:class:`Companions`): one tenant's chunks must not affect another's KV.
+    Parameters
+    ----------
+    texts : iterable of str
+        The corpus. A text that occurs twice is one chunk; outer whitespace does not count.
+    embeddings : array_like or callable
+        ``[texts, dimensions]``, one row per text (a row of zeros is similar to nothing); or a function
+        from the list of texts to it, such as ``embed_documents`` of LangChain embeddings.
+    most : int
+        Maximal number of neighbours of a chunk.
 
-    With ``same_source`` a chunk's neighbours are those of its own source, whoever proposed them.
+    Raises
+    ------
+    ValueError
+        If there is not one finite row per text.
     """
 
     def __init__(
-        self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids], same_source: bool = False
+        self, texts: Iterable[str], embeddings: Any | Callable[[list[str]], Any], *, most: int = 50
     ) -> None:
-        for source in sources.values():
-            if not isinstance(source, Neighbours):
-                raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
-        self._sources = dict(sources)
-        self._tokenise = lru_cache(MAX_TOKENISED)(tokenise)
-        self._orders: dict[str, DocumentOrder] = {}
-        self._companions = Companions(self._name_of)
-        self.chunk_sources = ChunkSources(self._name_of) if same_source else None
-        self._lock = threading.Lock()
-        self._forgotten: dict[str, set[str]] = {}
-        self._returned: dict[str, set[str]] = {}  # since all chunks of the namespace were forgotten
+        if most < 1:
+            raise ValueError(f"most must be at least 1, got {most}")
+        given = checked_texts(texts)
+        rows = np.asarray(embeddings(given) if callable(embeddings) else embeddings, dtype=np.float32)
+        rows = rows if given else rows.reshape(0, 1)
+        if rows.ndim != 2 or len(rows) != len(given):
+            raise ValueError(f"embeddings must be one row per text ({len(given)}), got shape {rows.shape}")
+        if not np.isfinite(rows).all():
+            raise ValueError("embeddings must be finite; a row has NaN or infinity")
+        first: dict[str, int] = {}
+        for row, text in enumerate(given):
+            first.setdefault(text.strip(), row)
+        kept = list(first.values())
+        lengths = np.linalg.norm(rows[kept].astype(np.float64), axis=1, keepdims=True)
+        self._unit = (rows[kept] / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+        self._texts = [given[row] for row in kept]
+        self._at = {text: index for index, text in enumerate(first)}
+        self._most = most
+        self._found: dict[int, tuple[str, ...]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._sources)
+    def of(self, text: str) -> Sequence[str]:
+        """The most similar chunks first; equal similarities in the order of the corpus."""
+        at = self._at.get(text.strip())
+        if at is None or not self._unit[at].any():
+            return ()
+        if at not in self._found:
+            scores = np.round(self._unit @ self._unit[at], _DECIMALS)
+            scores[~self._unit.any(axis=1)] = -np.inf
+            scores[at] = -np.inf
+            order = np.argsort(-scores, kind="stable")[: self._most]
+            self._found[at] = tuple(self._texts[int(i)] for i in order if scores[i] > -np.inf)
+        return self._found[at]
 
-    def _name_of(self, text: str, namespace: str) -> str:
-        return chunk_id(self._tokenise(text), namespace)
 
-    def of(self, text: str, namespace: str, by_document: bool = False) -> tuple[str, tuple[Ids, ...]]:
-        """Where the neighbours of ``text`` come from, and their token ids, most similar first.
+class PrecedingChunks:
+    """The chunks before a chunk in its own document, nearest first.
 
-        Without a source those are the chunks that were registered with it, or those of its document. With
-        ``by_document`` the latter count more, and only chunks before it.
-        """
-        origin, near = self._texts_near(text, namespace, by_document)
-        if self.chunk_sources is not None:
-            near = self.chunk_sources.near(namespace, text, checked_texts(near))
-        found = [self._tokenise(one) for one in checked_texts(near)]
-        return (origin if found else ""), self._not_forgotten(found, namespace)
+    The graph of FusionRAG section 3.1 (discussion) with one kind of edge, for chunks that refer to a name
+    in an earlier chunk. ``documents`` are each document's chunks in order. Of a repeated text the first
+    place counts.
+    """
 
-    def _texts_near(self, text: str, namespace: str, by_document: bool) -> tuple[str, Sequence[str]]:
-        if (source := self._sources.get(namespace)) is not None:
-            return GIVEN, source.of(text)
-        order, together = self._orders.get(namespace), self._companions.of(namespace, text)
-        if order is None or text not in order or (together and not by_document):
-            return TOGETHER, together
-        return DOCUMENT, order.of(text, following=not by_document)
+    def __init__(self, documents: Iterable[Sequence[str]]) -> None:
+        self._places: dict[str, tuple[list[str], int]] = {}
+        for chunks in map(checked_texts, documents):
+            for place, text in enumerate(chunks):
+                self._places.setdefault(text.strip(), (chunks, place))
 
-    def _not_forgotten(self, found: Sequence[Ids], namespace: str) -> tuple[Ids, ...]:
-        with self._lock:
-            forgotten, returned = self._forgotten.get(namespace, set()), self._returned.get(namespace)
-            if not forgotten and returned is None:
-                return tuple(found)
-            names = [chunk_id(ids, namespace) for ids in found]
-            kept = (name not in forgotten and (returned is None or name in returned) for name in names)
-            return tuple(ids for ids, keep in zip(found, kept, strict=True) if keep)
+    def of(self, text: str) -> Sequence[str]:
+        """The chunks before it, nearest first."""
+        chunks, place = self._places.get(text.strip(), ([], 0))
+        return chunks[:place][::-1] if place else ()
 
-    def observe(self, namespace: str, texts: Sequence[str]) -> None:
-        """Note chunks that belong together."""
-        if namespace not in self._sources:
-            known = self.chunk_sources
-            for group in [texts] if known is None else known.groups(namespace, texts):
-                self._companions.observe(namespace, group)
 
-    def register(self, namespace: str, texts: Iterable[str]) -> None:
-        """Note chunks that belong together; those that were forgotten before are found again."""
-        texts = list(texts)
-        self.observe(namespace, texts)
-        self._return(namespace, texts)
+def by_namespace(
+    neighbours: Neighbours | Mapping[str, Neighbours] | None, namespace: str
+) -> Mapping[str, Neighbours]:
+    """A mapping from namespaces; a single source belongs to ``namespace``."""
+    if neighbours is None or isinstance(neighbours, Mapping):
+        return neighbours or {}
+    return {namespace: neighbours}
 
-    def order(
-        self, namespace: str, document: str, texts: Sequence[str], starts: Sequence[int] | None
-    ) -> None:
-        """Note the order of a document's chunks; they are not forgotten any more."""
-        self.note_source(document, namespace, texts)
-        if namespace not in self._sources:
-            self._orders.setdefault(namespace, DocumentOrder()).add(document, texts, starts)
-            self._return(namespace, texts)
 
-    def drop_order(self, namespace: str, texts: Iterable[str]) -> None:
-        """Take chunks out of the order of their documents."""
-        if (order := self._orders.get(namespace)) is not None:
-            order.discard(texts)
-
-    def note_source(self, source: str, namespace: str, texts: Iterable[str]) -> None:
-        """Note that chunks are of ``source``."""
-        if self.chunk_sources is not None:
-            self.chunk_sources.add(namespace, texts, source)
-
-    def forget(self, namespace: str, ids: frozenset[str] | None = None, texts: Iterable[str] = ()) -> None:
-        """Drop these chunks (None: all) from results until :meth:`register`; ``texts`` in every form."""
-        with self._lock:
-            if ids is None:
-                self._returned[namespace] = set()
-                self._forgotten.pop(namespace, None)
-                self._orders.pop(namespace, None)
-            else:
-                self._forgotten.setdefault(namespace, set()).update(ids)
-                self._returned.get(namespace, set()).difference_update(ids)
-        self.drop_order(namespace, texts)
-        self._companions.forget(namespace, ids)
-        if self.chunk_sources is not None:
-            self.chunk_sources.forget(namespace, ids, texts)
-
-    def _return(self, namespace: str, texts: Iterable[str]) -> None:
-        if not self._forgotten.get(namespace) and namespace not in self._returned:
-            return
-        ids = {self._name_of(text, namespace) for text in texts}
-        with self._lock:
-            self._forgotten.get(namespace, set()).difference_update(ids)
-            if namespace in self._returned:
-                self._returned[namespace] |= ids
+def checked_texts(texts: Iterable[str]) -> list[str]:
+    """A list of them; TypeError for a single string, which would be taken for its letters."""
+    listed = list(texts)
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in listed):
+        raise TypeError("chunks must be given as a list of strings")
+    return listed
 
 
 class _Named(NamedTuple):
@@ -152,28 +143,124 @@ _Near = OrderedDict[str, tuple[_Named, tuple[_Named, ...]]]  # by text: the chun
 
 
 class Companions:
-    """For each chunk the others of its block, in the first list that it was registered in; thread safe.
+    """The chunks that each chunk is encoded after, by namespace, without forgotten ones. Thread safe.
 
-    A list is what a retriever found for one question, or what :meth:`RagCache.encode` was given. It is cut
-    into blocks of at most :data:`BLOCK` chunks; those of one block are encoded after each other, and share
-    the forwards that encode them. The least recently registered chunks are dropped first. Blanks at the end
-    of a text do not count; those at its beginning are part of the chunk, and of its id.
+    A namespace's source of neighbours lists them. Without one they are the other chunks of its block: a list
+    of chunks (what a retriever found for one question, or what :meth:`RagCache.encode` was given) is cut
+    into blocks of at most :data:`BLOCK`, and a chunk belongs to the first one. Chunks of a block are encoded
+    after each other, and share the forwards that encode them. One tenant's chunks never affect another's KV.
 
-    ``name_of`` tokenises: it is called once per text, and never while a forget waits.
+    With ``same_source`` a chunk's companions are those of its own source, whoever proposed them. A text of
+    two sources is of none until it is forgotten: whoever may add a document could copy a chunk of another
+    one into it. TypeError for a source of neighbours without ``of``.
     """
 
-    def __init__(self, name_of: NameOf) -> None:
-        self._lock, self._name_of = threading.Lock(), name_of
-        self._near: dict[str, _Near] = {}
+    def __init__(
+        self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids], same_source: bool = False
+    ) -> None:
+        for source in sources.values():
+            if not isinstance(source, Neighbours):
+                raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
+        self._given, self.same_source = dict(sources), same_source
+        self._tokenise = lru_cache(MAX_TOKENISED)(tokenise)
+        self._lock = threading.Lock()
+        self._near: defaultdict[str, _Near] = defaultdict(_Near)
+        self._all_forgotten: set[str] = set()  # namespaces
+        self._exceptions: defaultdict[str, set[str]] = defaultdict(set)  # ids to which the opposite applies
+        self._sources: defaultdict[str, dict[str, str | None]] = defaultdict(dict)  # by chunk id
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
+    def of(self, text: str, namespace: str) -> tuple[Ids, ...]:
+        """Token ids of the companions of ``text``, most similar first, or those that follow it first."""
+        if (given := self._given.get(namespace)) is not None:
+            near = checked_texts(given.of(text))
+        else:
+            with self._lock:
+                found = self._near.get(namespace, _Near()).get(text.rstrip())
+            near = [other.text for other in found[1]] if found else []
+        if self.same_source:
+            near = self._of_source(self._source(text, namespace), near, namespace)
+        ids = tuple(self._tokenise(one) for one in near)
+        with self._lock:
+            everything, exceptions = namespace in self._all_forgotten, self._exceptions.get(namespace, set())
+            if not everything and not exceptions:
+                return ids
+            return tuple(one for one in ids if (chunk_id(one, namespace) in exceptions) == everything)
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note a list of chunks, in the order of a document or of a search."""
+        if namespace in self._given:
+            return
+        if self.same_source:
+            sources = {text: self._source(text, namespace) for text in texts}
+            for source in dict.fromkeys(sources.values()):
+                self._note(namespace, self._of_source(source, texts, namespace))
+        else:
+            self._note(namespace, texts)
+
+    def register(self, namespace: str, texts: Sequence[str]) -> None:
+        """Note a list of chunks; those that were forgotten before are found again."""
+        self.observe(namespace, texts)
+        if namespace in self._all_forgotten or self._exceptions.get(namespace):
+            ids = {self._name_of(text, namespace) for text in texts}
+            with self._lock:
+                self._except(namespace, ids, namespace in self._all_forgotten)
+
+    def note_source(self, source: str, namespace: str, texts: Iterable[str]) -> None:
+        """Note that these chunks are of ``source``, as a retriever or the user named it."""
+        if self.same_source:
+            # Chains may strip it.
+            names = {self._name_of(form, namespace) for text in texts for form in (text, text.strip())}
+            with self._lock:
+                known = self._sources[namespace]
+                known.update({name: source if known.get(name, source) == source else None for name in names})
+
+    def allow(self, key: KVKey) -> bool:
+        """Whether a stored chunk and all that it was encoded after, but the first text, may be together."""
+        known = self._sources.get(key.namespace, {})
+        sources = {known.get(name) for name in (key.chunk_id, *key.context[1:])}
+        return not self.same_source or (len(sources) == 1 and None not in sources)
+
+    def forget(self, namespace: str, ids: frozenset[str] | None = None) -> None:
+        """Drop these chunks (None: all) from results until :meth:`register`."""
+        with self._lock:
+            near, known = self._near.pop(namespace, _Near()), self._sources.pop(namespace, {})
+            if ids is None:
+                self._all_forgotten.add(namespace)
+                self._exceptions.pop(namespace, None)
+                return
+            self._except(namespace, ids, namespace not in self._all_forgotten)
+            self._sources[namespace] = {name: one for name, one in known.items() if name not in ids}
+            self._near[namespace] = _Near(
+                (text, (chunk, tuple(other for other in others if other.name not in ids)))
+                for text, (chunk, others) in near.items()
+                if chunk.name not in ids
+            )
+
+    def _except(self, namespace: str, ids: Iterable[str], add: bool) -> None:
+        exceptions = self._exceptions[namespace]
+        (exceptions.update if add else exceptions.difference_update)(ids)
+
+    def _name_of(self, text: str, namespace: str) -> str:
+        return chunk_id(self._tokenise(text), namespace)
+
+    def _source(self, text: str, namespace: str) -> str | None:
+        return self._sources.get(namespace, {}).get(self._name_of(text, namespace))
+
+    def _of_source(self, source: str | None, texts: Iterable[str], namespace: str) -> list[str]:
+        """Those of ``texts`` that are of that source; none where it is not known."""
+        return [t for t in texts if source is not None and self._source(t, namespace) == source]
+
+    def _note(self, namespace: str, texts: Sequence[str]) -> None:
+        # Tokenised once per text, and not while a forget waits.
         known, chunks = self._near.get(namespace, _Near()), list[_Named]()
         for text in dict.fromkeys(text.rstrip() for text in texts):
             found = known.get(text)
             chunks.append(found[0] if found else _Named(text, self._name_of(text, namespace)))
         with self._lock:
-            near = self._near.setdefault(namespace, _Near())
+            near = self._near[namespace]
             new = [chunk for chunk in chunks if not near.get(chunk.text, (chunk, ()))[1]]
             for block in _blocks(new if len(new) > 1 else [*new, *(c for c in chunks if c not in new)]):
                 for at, chunk in enumerate(block):
@@ -186,23 +273,6 @@ class Companions:
             while len(near) > max(MAX_COMPANIONS, len(chunks)):
                 near.popitem(last=False)
 
-    def of(self, namespace: str, text: str) -> tuple[str, ...]:
-        """The other chunks of its block, those that follow it first."""
-        with self._lock:
-            found = self._near.get(namespace, _Near()).get(text.rstrip())
-            return tuple(other.text for other in found[1]) if found else ()
-
-    def forget(self, namespace: str, ids: Collection[str] | None) -> None:
-        """Drop chunks by their ids (None: all) from the namespace, as companions too."""
-        with self._lock:
-            near = self._near.pop(namespace, _Near())
-            if ids is not None:
-                self._near[namespace] = _Near(
-                    (text, (chunk, tuple(other for other in others if other.name not in ids)))
-                    for text, (chunk, others) in near.items()
-                    if chunk.name not in ids
-                )
-
 
 def _blocks(chunks: Sequence[_Named]) -> list[Sequence[_Named]]:
     """Blocks of nearly equal size."""
@@ -211,118 +281,52 @@ def _blocks(chunks: Sequence[_Named]) -> list[Sequence[_Named]]:
     return [chunks[start:stop] for start, stop in pairwise(cuts)]
 
 
-class _Place(NamedTuple):
-    start: int  # in characters where the splitter gives them, else by arrival
-    text: str
+@dataclass
+class _SystemTexts:
+    last: Ids
+    seen: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # hash, was it new
 
 
-class DocumentOrder:
-    """Chunks of documents by their start; one namespace. Thread safe.
-
-    A chunk belongs to the document that it was first added with. Adding or removing one document changes no
-    neighbour of a chunk of another one.
-    """
+class LastPrompts:
+    """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`. Thread safe."""
 
     def __init__(self) -> None:
+        self._known: dict[str, _SystemTexts] = {}
         self._lock = threading.Lock()
-        self._places: dict[str, list[_Place]] = {}  # by document
-        self._at: dict[str, tuple[str, _Place]] = {}  # by text without outer blanks
 
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def __contains__(self, text: str) -> bool:
-        return text.strip() in self._at
-
-    def add(self, document: str, texts: Sequence[str], starts: Sequence[int] | None = None) -> None:
-        """Note chunks of a document; without ``starts`` they follow those that are known already."""
+    def observe(self, namespace: str, system: Ids) -> None:
+        """Record the system text of a prompt with chunks."""
         with self._lock:
-            places = self._places.setdefault(document, [])
-            after = places[-1].start + 1 if places else 0
-            for number, text in enumerate(text.rstrip() for text in texts):
-                if not text or text.strip() in self._at:
-                    continue
-                place = _Place(after + number if starts is None else starts[number], text)
-                insort(places, place)
-                self._at[text.strip()] = document, place
-            if not places:
-                del self._places[document]
+            seen = self._put(namespace, system).seen
+            seen.append((hash(system), all(hash(system) != known for known, _ in seen)))
 
-    def discard(self, texts: Iterable[str]) -> None:
-        """Drop chunks, as neighbours too."""
+    def suggest(self, namespace: str, system: Ids) -> None:
+        """Take a system text for the last one where no prompt was observed."""
         with self._lock:
-            for text in texts:
-                document, place = self._at.pop(text.strip(), ("", None))
-                if place is not None:
-                    self._places[document].remove(place)
-                    if not self._places[document]:
-                        del self._places[document]
+            if namespace not in self._known:
+                self._put(namespace, system)
 
-    def of(self, text: str, following: bool = False) -> tuple[str, ...]:
-        """The chunks before it, nearest first, then those that follow; none for an unknown text."""
+    def last(self, namespace: str) -> Ids | None:
+        """Token ids of the system text; None before any prompt."""
         with self._lock:
-            document, place = self._at.get(text.strip(), ("", None))
-            if place is None:
-                return ()
-            places = self._places[document]
-            at = places.index(place)
-            near = places[max(at - NEAR, 0) : at][::-1] + (places[at + 1 :][:NEAR] if following else [])
-            return tuple(one.text for one in near)
+            known = self._known.get(namespace)
+            return None if known is None else known.last
 
-
-class ChunkSources:
-    """The source of each chunk, for ``companions="same-source"``; thread safe.
-
-    A text of two sources is of none that could be trusted: whoever may add a document could copy a chunk of
-    another one into it. It stays so until it is forgotten.
-    """
-
-    def __init__(self, name_of: NameOf) -> None:
-        self._lock, self._name_of = threading.Lock(), name_of
-        self._by_text: dict[str, dict[str, str | None]] = {}
-        self._by_id: dict[str, dict[str, str | None]] = {}
-
-    def add(self, namespace: str, texts: Iterable[str], source: str) -> None:
-        """Note that these chunks are of ``source``, as a retriever or the user named it."""
-        for text in texts:
-            bare = text.strip()
-            if self._by_text.get(namespace, {}).get(bare, "") == source:
-                continue
-            names = [self._name_of(form, namespace) for form in (text, bare)]  # chains may strip it
-            with self._lock:
-                by_text = self._by_text.setdefault(namespace, {})
-                held = source if by_text.get(bare, source) == source else None
-                by_text[bare] = held
-                self._by_id.setdefault(namespace, {}).update(dict.fromkeys(names, held))
-
-    def near(self, namespace: str, text: str, others: Iterable[str]) -> list[str]:
-        """Those of ``others`` that are of the source of ``text``; none where that is not known."""
-        known = self._by_text.get(namespace, {})
-        source = known.get(text.strip())
-        return [other for other in others if source is not None and known.get(other.strip()) == source]
-
-    def groups(self, namespace: str, texts: Iterable[str]) -> Sequence[Sequence[str]]:
-        """The texts by their source, without those of none."""
-        known, groups = self._by_text.get(namespace, {}), dict[str, list[str]]()
-        for text in texts:
-            if (source := known.get(text.strip())) is not None:
-                groups.setdefault(source, []).append(text)
-        return list(groups.values())
-
-    def allow(self, key: KVKey) -> bool:
-        """Whether a stored chunk and all that it was encoded after, but the first text, have one source."""
-        known = self._by_id.get(key.namespace, {})
-        sources = {known.get(name) for name in (key.chunk_id, *key.context[1:])}
-        return len(sources) == 1 and None not in sources
-
-    def forget(self, namespace: str, ids: Collection[str] | None, texts: Iterable[str]) -> None:
-        """Forget chunks by their ids and texts; without ids, all of the namespace."""
+    def changing(self, namespace: str) -> bool:
+        """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
         with self._lock:
-            if ids is None:
-                self._by_text.pop(namespace, None)
-                self._by_id.pop(namespace, None)
-                return
-            gone = {text.strip() for text in texts}
-            for known, names in ((self._by_text, gone), (self._by_id, ids)):
-                held = known.get(namespace, {})
-                known[namespace] = {name: source for name, source in held.items() if name not in names}
+            known = self._known.get(namespace)
+            return known is not None and sum(new for _, new in known.seen) > WINDOW // 2
+
+    def forget(self, namespace: str) -> None:
+        """Forget the namespace's system text."""
+        with self._lock:
+            self._known.pop(namespace, None)
+
+    def _put(self, namespace: str, system: Ids) -> _SystemTexts:
+        known = self._known.pop(namespace, None) or _SystemTexts(system)
+        known.last = system
+        self._known[namespace] = known
+        if len(self._known) > MAX_NAMESPACES:
+            del self._known[next(iter(self._known))]
+        return known

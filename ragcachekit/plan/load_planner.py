@@ -11,7 +11,6 @@ import torch
 from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
 from ragcachekit.model.prefill_profile import PrefillCost, PrefillProfile
-from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader, LoadingKV
@@ -168,7 +167,7 @@ def pipelined(load: float, compute: float, layers: int) -> float:
 
 
 class LoadPath:
-    """Reads entries of one engine's slow tiers: ``source`` is a loader if the store has any, else the store."""
+    """Loads of one engine: ``source`` is a loader if the store has slow tiers, else the store itself."""
 
     def __init__(self, store: KVStore, config: LoadConfig, cost: PrefillCost) -> None:
         self.cost = cost
@@ -202,17 +201,11 @@ class LoadPath:
         coming = [Candidate.of(kv, ()) for kv in self.source.coming(keys())]
         return not coming or self.planner.hides(coming, *rows())
 
-    def learn(self, plan: LinkPlan, prefill: float | None) -> None:
-        """Record how many seconds an answer's prefill took, and :meth:`follow` its plan."""
-        if self.planner is not None and prefill is not None:
-            self.planner.observe_prefill(plan.kept, len(plan.rows), prefill)
-        self.follow(plan)
-
-    def follow(self, plan: LinkPlan) -> None:
+    def follow(self, skipped: Sequence[KVKey], loaded_bytes: int) -> None:
         """Load what was computed instead, which keeps the measured speed current; measure prefills once."""
-        if plan.skipped:
-            self.prefetch(lambda: plan.skipped)
-        loaded = self.planner is not None and self.planner.profile is None and plan.report.loaded_bytes
+        if skipped:
+            self.prefetch(lambda: skipped)
+        loaded = self.planner is not None and self.planner.profile is None and loaded_bytes
         if (loaded or self.cost.needed) and not self._measured:
             self._measured = self._jobs.submit(self.measure)
 

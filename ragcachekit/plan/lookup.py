@@ -14,14 +14,10 @@ from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.plan.variants import RENEW_ABOVE, StoredAverages, VariantPool, weight_at
 from ragcachekit.store.base import KVStore, LookupBudget
-from ragcachekit.store.loader import Hit, LoadingKV
-from ragcachekit.store.loader import Loader
+from ragcachekit.store.loader import Hit, Loader, LoadingKV
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
-
-MEMORY_TIERS = ("gpu", "host")
-"""Tiers whose entries need no loading."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from ragcachekit.model.kv import PER_TOKEN
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, Missing, Piece, miss_reason, plain_plan
-from ragcachekit.plan.load_planner import RowCost, row_cost_of
-from ragcachekit.plan.lookup import MEMORY_TIERS, Decision, Entry, Fetch, find_entries
+from ragcachekit.plan.load_planner import MEMORY_TIERS, RowCost, row_cost_of
+from ragcachekit.plan.lookup import Decision, Entry, Fetch, find_entries
 from ragcachekit.plan.prefix_match import TURN
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.plan.variants import VariantPool
@@ -168,7 +168,6 @@ def _report(request: PromptRequest, parts: _Parts, tokens: int, load_ms: float) 
         loaded_bytes=sum(slow.values()),
         tree_tokens=known.match.tokens if known is not None else 0,
         notes=request.notes,
-        neighbours=request.neighbours,
         miss_reason=miss_reason(request),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,13 +11,12 @@ from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.identity.guard import ModelGuard
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
 from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.companions import TokenNeighbours
+from ragcachekit.plan.companions import Companions, LastPrompts, Neighbours
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.neighbours import Neighbours
 from ragcachekit.plan.plan import make_plan
-from ragcachekit.plan.prefetch_keys import LastPrompts, is_chunk_id, prefetch_keys
+from ragcachekit.plan.prefetch_keys import is_chunk_id, prefetch_keys
 from ragcachekit.plan.prefix_match import PrefixMatcher
 from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.plan.variants import open_pool
@@ -71,9 +69,8 @@ class Planner:
         tree: PrefixMatcher | None = None,
     ) -> None:
         self.context, self.last_prompts, self.variants = rope.context, LastPrompts(), open_pool(store)
-        self.neighbours = TokenNeighbours(neighbours or {}, parser.chunk_ids, same_source)
-        if self.neighbours.chunk_sources is not None:
-            self.variants.averages.allow = self.neighbours.chunk_sources.allow
+        self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source)
+        self.variants.averages.allow = self.companions.allow
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder = fingerprint, encoder
         self._fetch = fetch or (lambda: Fetch(store))
@@ -88,25 +85,20 @@ class Planner:
     def encodings(
         self,
         policy: SelectionPolicy,
-        near: Callable[[Ids, bool], Sequence[Ids]] = lambda _chunk, _by_document: (),
+        near: Callable[[Ids], Sequence[Ids]] = lambda _: (),
     ) -> Encodings:
-        """Encodings for ``policy``.
-
-        ``near`` returns a chunk's neighbours as token ids; its second argument is whether those of its
-        document count more than those that were registered with it.
-        """
+        """Encodings for ``policy``; ``near`` returns a chunk's neighbours as token ids."""
         if policy.encoder and self._encoder not in (None, policy.encoder):
             raise ValueError(
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
         name = policy.encoder or self._encoder or "standalone"
-        if name == IN_PROMPT and self.neighbours.chunk_sources is not None:
+        if name == IN_PROMPT and self.companions.same_source:
             raise ValueError(
                 "the encoder 'in-prompt' keeps chunks as they were after any other chunks, which "
                 "companions='same-source' rules out; use 'average:3' or 'system' with it"
             )
-        by_document = not name.startswith("average")
-        return Encodings(name, self._rope, self._bos, lambda ids: near(ids, by_document), self._joint)
+        return Encodings(name, self._rope, self._bos, near, self._joint)
 
     # -- prompts -----------------------------------------------------------------------------------
 
@@ -114,7 +106,7 @@ class Planner:
         """Note the text before the first chunk as the namespace's last; ValueError without chunks."""
         if not parsed.has_chunks:
             raise ValueError(f"prompt= has no chunk: {parsed.fallback or parsed.no_chunks or 'mark them'}")
-        self.last_prompts.observe(parsed.namespace, parsed.segments)
+        self.last_prompts.observe(parsed.namespace, Encodings.system_of(parsed.segments))
 
     def prepare(self, parsed: ParsedPrompt, policy: SelectionPolicy, epoch: int = 0) -> PromptRequest:
         """Name the keys of a prompt's chunks; nothing is looked up before :meth:`look_up`.
@@ -127,21 +119,18 @@ class Planner:
                 f"the prompt has {count} tokens, the model's context is {self.context}; "
                 "retrieve fewer or shorter chunks"
             )
-        self.last_prompts.observe(namespace, segments)
-        self.neighbours.observe(namespace, list(parsed.texts.values()))
-        origins, notes = Counter[str](), list[str]()
-
-        def near(ids: Ids, by_document: bool) -> Sequence[Ids]:
-            return self._near(parsed.texts.get(ids), namespace, notes, by_document, origins)
-
-        encodings = self.encodings(policy, near)
+        if parsed.has_chunks:
+            self.last_prompts.observe(namespace, Encodings.system_of(segments))
+        self.companions.observe(namespace, list(parsed.texts.values()))
+        notes = list[str]()
+        encodings = self.encodings(policy, lambda ids: self._near(parsed.texts.get(ids), namespace, notes))
         if parsed.fallback is not None or not policy.reads_cache:
             request = PromptRequest(segments, policy, encodings.name, namespace, fallback=parsed.fallback)
         else:
             request = PromptRequest.of(
                 segments, policy, encodings, Fetch(self._store), self._fingerprint, namespace
             )
-            if self.neighbours.chunk_sources is not None:  # a prompt's own rows come after any chunks
+            if self.companions.same_source:  # a prompt's own rows come after any chunks
                 request = replace(request, wanted=tuple(replace(w, in_place=None) for w in request.wanted))
             notes += [parsed.no_chunks] if parsed.no_chunks else []
         return replace(
@@ -149,7 +138,6 @@ class Planner:
             notes=(*parsed.notes, *notes),
             epoch=epoch,
             texts=parsed.texts,
-            neighbours=", ".join(f"{origin}: {count}" for origin, count in origins.most_common()),
         )
 
     def look_up(self, request: PromptRequest) -> PromptRequest:
@@ -182,8 +170,8 @@ class Planner:
         their means nearly exact here: neighbours are taken in reverse.
         """
 
-        def near(ids: Ids, by_document: bool) -> Sequence[Ids]:
-            found = self._near(texts.get(ids), namespace, [], by_document)
+        def near(ids: Ids) -> Sequence[Ids]:
+            found = self._near(texts.get(ids), namespace, [])
             return found[::-1] if encodings.averages else found
 
         encodings = self.encodings(policy, near)
@@ -207,8 +195,7 @@ class Planner:
         chunks = [self._parser.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
         encodings = self.encodings(
-            policy,
-            lambda ids, first: self.neighbours.of(known[ids], namespace, first)[1] if ids in known else (),
+            policy, lambda ids: self.companions.of(known[ids], namespace) if ids in known else ()
         )
         before = self._system_ids(encodings, system, namespace)
         out = []
@@ -239,9 +226,7 @@ class Planner:
             before = self._parser.system_ids(system)
         items = [chunk if is_chunk_id(chunk) else self._parser.chunk_ids(chunk) for chunk in chunks]
         texts = {ids: chunk for ids, chunk in zip(items, chunks, strict=True) if not isinstance(ids, str)}
-        encodings = self.encodings(
-            policy, lambda ids, by_document: self._near(texts.get(ids), namespace, [], by_document)
-        )
+        encodings = self.encodings(policy, lambda ids: self._near(texts.get(ids), namespace, []))
         return prefetch_keys(items, encodings, before, self._fingerprint, namespace, self.variants)
 
     def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
@@ -259,14 +244,13 @@ class Planner:
         self,
         namespace: str,
         ids: frozenset[str] | None,
-        texts: Sequence[str],
         within: ForgottenTexts | None = None,
     ) -> None:
         """Forget chunks as neighbours; with None all of the namespace, including its last system text.
 
         The system text is forgotten, too, where ``within`` finds a text in it.
         """
-        self.neighbours.forget(namespace, ids, texts)
+        self.companions.forget(namespace, ids)
         last = self.last_prompts.last(namespace) or ()
         if ids is None or (within is not None and within.within(last)):
             self.last_prompts.forget(namespace)
@@ -281,22 +265,12 @@ class Planner:
             )
         return known
 
-    def _near(
-        self,
-        text: str | None,
-        namespace: str,
-        notes: list[str],
-        by_document: bool,
-        origins: Counter[str] | None = None,
-    ) -> Sequence[Ids]:
+    def _near(self, text: str | None, namespace: str, notes: list[str]) -> Sequence[Ids]:
         """Neighbours of a prompt's chunk; an index that fails costs the better encoding, not the answer."""
         if text is None:
             return ()
         try:
-            origin, near = self.neighbours.of(text, namespace, by_document)
-            if origins is not None:
-                origins[origin or "none"] += 1
-            return near
+            return self.companions.of(text, namespace)
         except Exception as error:
             log.warning("the neighbours of a chunk could not be looked up", exc_info=True)
             notes.append(f"a chunk's neighbours could not be looked up ({error!r}): taken to have none")

@@ -36,7 +36,6 @@ class PromptRequest:
     fallback: str | None = None  # reason for a prefill in full
     epoch: int = 0  # number of forgets when the prompt came
     waited_ms: float = 0.0  # by earlier plans, in vain
-    neighbours: str = ""  # where those of its chunks come from, for the report
     texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
 
     @classmethod

@@ -100,7 +100,7 @@ class AutoPolicies:
         self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
         self._parser, self._planner, self._check = parser, planner, check
         self._wait_until_idle = wait_until_idle
-        self._policies = self._open(candidates(encoder, bool(planner.neighbours)))
+        self._policies = self._open(candidates(encoder, bool(planner.companions)))
         self._lock = RLock()
         self._namespaces: dict[str, _Namespace] = {}
         self._seen = SeenPrompts()
@@ -211,7 +211,7 @@ class AutoPolicies:
         return self._namespaces[namespace]
 
     def _path(self, namespace: str) -> Path:
-        scope = self._encoder or ("neighbours" if self._planner.neighbours else "")
+        scope = self._encoder or ("neighbours" if self._planner.companions else "")
         return choice_path(self._folder, self._fingerprint, namespace, scope)
 
     def _pair(self, namespace: str, known: _Namespace) -> tuple[PolicyAndEncoder, tuple[str, ...]]:

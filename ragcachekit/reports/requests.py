@@ -49,9 +49,6 @@ class LinkReport(Report):
       approximate unless ``chunks`` has them as exact.
     - ``fallback``: Why the prompt was prefilled in full, if it was.
     - ``notes``: Damaged entries, why no chunk was found, and the like.
-    - ``neighbours``: Where the chunks' neighbours come from, with the number of chunks: ``document order``,
-      ``registered together``, ``neighbours=`` (a source that was given) or ``none``. Empty where the encoder
-      needs none.
     - ``kernels``: What attended in the linked forward: ``triton``, or ``torch`` and why. Empty where the
       prompt was prefilled in full.
     - ``miss_reason``: Why nothing was reused; empty where something was.
@@ -76,7 +73,6 @@ class LinkReport(Report):
     notes: tuple[str, ...] = ()
     kernels: str = ""
     prefix: ChunkUse | None = None
-    neighbours: str = ""
     plan_ms: float = 0.0
     miss_reason: str = ""
 

@@ -22,7 +22,6 @@ import numpy as np
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved
 from ragcachekit.retrieval.candidates import Candidate, OwnSearch, from_json, to_json
-from ragcachekit.retrieval.chunk_order import NotedOrder
 from ragcachekit.retrieval.document_storage import IndexChange
 from ragcachekit.retrieval.documents import DocumentIndex
 from ragcachekit.retrieval.near_misses import Guard
@@ -34,7 +33,6 @@ __all__ = [
     "Answer",
     "Call",
     "KeyRules",
-    "NotedOrder",
     "OwnSearch",
     "Partition",
     "Retrieved",
@@ -155,7 +153,6 @@ class RetrieverCache(CachedRetrieval[Document]):
         super().__init__(keys, _text_of(text), guard=guard, saved=saved)
         self.partitioner = Partitioner(rules, partition, version)
         self._engine, self._document_text, self._source = cache, text, source
-        self._order: NotedOrder[Any] | None = None
         self._is_behind = False  # entries on disk that a change should have dropped
         self._followed: WeakKeyDictionary[DocumentIndex, Hashable] = WeakKeyDictionary()
         if cache is not None:
@@ -236,19 +233,6 @@ class RetrieverCache(CachedRetrieval[Document]):
                 self._apply(IndexChange(index.version, None, None))  # changed while nobody followed it
         return self._followed[index]
 
-    def follow_order(
-        self, namespace: str, make: Callable[[Any, str, Callable[[object], Hashable]], Any]
-    ) -> None:
-        """Give the engine the order of chunks in their documents, now and after changes of the index.
-
-        ``make`` gets the engine, the namespace and what counts the changes of a store, and returns a
-        :class:`NotedOrder`, or None where documents cannot be listed.
-        """
-        if self._engine is not None:
-            self._order = make(self._engine, namespace, self.partitioner.changes_of)
-            if self._order is not None:
-                self._order.update()
-
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
         if call.in_thread is not None and self._store is not None:
@@ -307,8 +291,6 @@ class RetrieverCache(CachedRetrieval[Document]):
         pairs = [(text, self._source(one)) for one in documents if (text := self._document_text(one)).strip()]
         if self._engine is None or not pairs:
             return
-        if self._order is not None:
-            self._order.update()
         texts, sources = [text for text, _ in pairs], [source for _, source in pairs]
 
         def register() -> None:
@@ -326,8 +308,6 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     def _apply(self, change: IndexChange) -> None:
         """Drop what a change concerns; where the disk fails, all of it now and at the next change."""
-        if self._order is not None:
-            self._order.forget(change.gone)
         try:
             if self._is_behind or change.gone is None or change.embeddings is None:
                 self.clear()

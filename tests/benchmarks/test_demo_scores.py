@@ -8,7 +8,7 @@ from benchmarks.demo import first_token, query_hits
 from benchmarks.demo import report as shown
 from benchmarks.demo.answers import PART, Answered, contains, quality, wilson
 from benchmarks.demo.query_hits import Lookup
-from ragcachekit.commands.bench.report import BenchReport
+from ragcachekit.commands.report import BenchReport
 
 ONE = {
     **{"question": "Why?", "known": "linear time", "full": "in linear time", "cached": "in linear time"},

@@ -21,7 +21,7 @@ from benchmarks.serve.systems import Served, TokenTimes
 from benchmarks.serve.workload import random_documents, text_documents
 from benchmarks.world.reader_folder import READER
 from ragcachekit import Chunk
-from ragcachekit.commands.bench.shapes import random_model
+from ragcachekit.commands.shapes import random_model
 from ragcachekit.errors import CorpusError, RagCacheError
 
 SIZES = {"documents": 8, "chunks": 3, "chunk_tokens": 20, "max_new_tokens": 6, "warm_up": 2}

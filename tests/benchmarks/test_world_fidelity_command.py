@@ -11,7 +11,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from ragcachekit.commands.bench import fidelity
+from ragcachekit.commands import fidelity
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands.ask import AskSettings, open_session
+from ragcachekit.commands.ask import open_session
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.commands.reading_prompt import prompt_for
-from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
+from ragcachekit.commands.questions import PromptMaker
+from ragcachekit.commands.workspace import CacheFolder, OwnFiles, load_tokenizer
 from ragcachekit.errors import RagCacheError, RetrievalError
 
 SMALL = ("--chunk-tokens", "34")
@@ -129,7 +129,7 @@ def test_a_damaged_kv_file_costs_its_reuse_only(ask, question, tmp_path):
 
 def test_a_model_without_chat_template_gets_a_plain_prompt(ask, question, reader_copy):
     model = reader_copy(None)
-    assert not prompt_for(load_tokenizer(str(model))).chat
+    assert not PromptMaker(load_tokenizer(str(model))).chat
     first = ask(question[0], "--max-new-tokens", "4", model=model)
     second = ask(question[0], "--max-new-tokens", "4", model=model)
     assert first.exit_code == 0
@@ -143,7 +143,7 @@ def test_a_template_without_system_gets_one_message(ask, question, reader_copy):
         "{{ '<|user|>' + m['content'] + eos_token }}{%- endfor -%}<|assistant|>"
     )
     model = reader_copy(template)
-    prompt = prompt_for(load_tokenizer(str(model)))
+    prompt = PromptMaker(load_tokenizer(str(model)))
     assert prompt.chat
     assert prompt.before == "<|user|>Answer the question from the context.\n\n"
     ask(question[0], "--max-new-tokens", "4", model=model)
@@ -153,19 +153,17 @@ def test_a_template_without_system_gets_one_message(ask, question, reader_copy):
 def test_an_unusable_template_is_refused(reader_copy):
     model = reader_copy("{{ raise_exception('no') }}")
     with pytest.raises(ValueError, match="takes no user message"):
-        prompt_for(load_tokenizer(str(model)))
+        PromptMaker(load_tokenizer(str(model)))
 
 
 def test_the_text_before_the_chunks_is_that_of_the_prompt(corpus, one_minilm, prepared, tmp_path):
     """Chunks encoded behind it are exact where they stand first."""
     shutil.copytree(prepared, tmp_path / "cache")
     cache = str(tmp_path / "cache")
-    settings = AskSettings(
-        str(corpus), READER, policy="reuse", encoder="system", cache=cache, chunk_tokens=34
-    )
+    settings = OwnFiles(str(corpus), READER, policy="reuse", encoder="system", cache=cache, chunk_tokens=34)
     text = read_corpus(corpus, chunk_tokens=34, tokenizer=load_tokenizer(READER)).texts
     with open_session(settings) as session:
-        session.rag.encode(text, system=prompt_for(session.rag.tokenizer).before)
+        session.rag.encode(text, system=PromptMaker(session.rag.tokenizer).before)
         link = session.ask("Where is it?").report["link"]
     first = next(chunk for chunk in link["chunks"] if chunk["source"] != "computed")
     assert link["exact_tokens"] == first["tokens"] > 0

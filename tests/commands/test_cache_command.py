@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from ragcachekit.commands.cache import DAMAGED, CacheContent
-from ragcachekit.commands.manifest import Scope, write_manifest
+from ragcachekit.commands.cache import DAMAGED, tiers_in, usage
+from ragcachekit.commands.precompute import Manifest
+from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
@@ -49,8 +50,8 @@ def beside():
 
 
 def held(folder):
-    content = CacheContent.at(folder)
-    return {use.namespace: use.entries for tier in content.tiers for use in tier.usage()}
+    tiers = tiers_in(CacheFolder(folder))
+    return {name: len(sizes) for tier in tiers for name, sizes in usage(tier).items()}
 
 
 def test_stats_by_namespace(command, folder):
@@ -61,8 +62,7 @@ def test_stats_by_namespace(command, folder):
     assert counts == {"acme": 2, "other": 1, "all": 3}
     assert "vector indexes: 10 bytes" in result.stdout
     sizes = sum(file.stat().st_size for file in (folder / "kv").glob("*.safetensors"))
-    (tier,) = CacheContent.at(folder).tiers
-    assert sum(use.nbytes for use in tier.usage()) == sizes
+    assert sum(map(sum, usage(folder / "kv").values())) == sizes
 
 
 @pytest.mark.parametrize("what", [("stats",), ("verify",), ("repair",), ("clear", "--yes")])
@@ -124,7 +124,7 @@ def test_clear_deletes_what_the_commands_wrote(command, prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "cache")
     (index,) = (folder / "indexes").glob("*.index")
     (folder / "indexes" / f".{index.name}.a1_b2c3d.tmp").write_text("its writer was killed")
-    write_manifest(folder / "precomputed", Scope("acme", "corpus", "standalone", "f", 34), {"a": 1})
+    Manifest(folder / "precomputed", {"namespace": "acme"}).write({"a": 1})
     result = command("cache", "clear", "--cache", folder, "--yes")
     assert "left" not in result.stdout
     assert [list((folder / name).iterdir()) for name in ("indexes", "precomputed")] == [[], []]

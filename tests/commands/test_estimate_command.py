@@ -6,10 +6,10 @@ import shutil
 import pytest
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands.ask import AskSettings, open_session
+from ragcachekit.commands.ask import open_session
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.estimate import kv_bytes_per_token, replay
-from ragcachekit.commands.workspace import load_tokenizer
+from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.model.layout import KVLayout
 from ragcachekit.model.pretrained import load_model
 
@@ -65,7 +65,7 @@ def test_the_share_is_that_of_a_session_of_ask(estimate, world, corpus, one_mini
     """Tokens that span the edge of a chunk are computed, so the engine reuses one or two fewer per chunk."""
     asked = [question.text for question in world.questions[:6]] * 2
     _, summary, sizes = estimate(asked)
-    settings = AskSettings(
+    settings = OwnFiles(
         str(corpus),
         READER,
         policy="reuse",

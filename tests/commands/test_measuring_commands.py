@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands import check_model, console
-from ragcachekit.commands.bench import report
+from ragcachekit.commands import check_model, console, report
 
 
 def test_the_reader_is_exact(command, tmp_path):
@@ -128,7 +127,7 @@ def test_a_missing_matplotlib_is_said_before_the_run(command, monkeypatch, tmp_p
 
     real = importlib.util.find_spec
     monkeypatch.setattr("ragcachekit.commands.options.importlib.util.find_spec", find)
-    monkeypatch.setattr("ragcachekit.commands.bench.timing.run", None)
+    monkeypatch.setattr("ragcachekit.commands.ttft.run", None)
     result = command("bench", "ttft", "--plot", tmp_path / "plot.png")
     assert result.exit_code == 2
     assert "--plot needs matplotlib: pip install" in result.output

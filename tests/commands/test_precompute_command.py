@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from benchmarks.world.reader_folder import READER
 from command_fixtures import kv_of
 from ragcachekit.commands.embedding import DIM
-from ragcachekit.commands.precompute import PrecomputeSettings, dry_work, open_run
-from ragcachekit.commands.reading_prompt import prompt_for
+from ragcachekit.commands.precompute import PrecomputeSettings, open_run
+from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
 
@@ -88,31 +88,29 @@ def test_the_first_question_embeds_nothing_but_itself(precompute, command, corpu
 
 
 def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
-    work = dry_work(settings)
-    config = json.loads((Path(READER) / "config.json").read_text())
-    per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
-    per_token += 4  # the attention that the token got, kept for policies
-    assert work.token_bytes == per_token
-    tokenizer = AutoTokenizer.from_pretrained(READER)
-    behind = len(tokenizer(prompt_for(tokenizer).before, add_special_tokens=False).input_ids)
-    ids = 4 * (work.tokens + work.chunks * behind)  # of all that an entry was computed from, for forget
-    assert work.todo_bytes == work.tokens * per_token + ids
+    with open_run(settings, dry=True) as run:
+        tokens = sum(len(chunk.token_ids) for chunk in run.chunks)
+        config = json.loads((Path(READER) / "config.json").read_text())
+        per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
+        per_token += 4  # the attention that the token got, kept for policies
+        assert run.token_bytes == per_token
+        tokenizer = AutoTokenizer.from_pretrained(READER)
+        before = len(tokenizer(PromptMaker(tokenizer).before, add_special_tokens=False).input_ids)
+        ids = 4 * (tokens + len(run.chunks) * before)  # of all that an entry was computed from, for forget
+        assert run.todo_bytes == tokens * per_token + ids
     result = precompute("--dry-run")
     assert result.exit_code == 0
-    assert (
-        f"{work.chunks} chunks, {work.tokens} tokens, {work.todo_bytes / 1e6:.1f} MB of KV" in result.stdout
-    )
+    amount = f"{len(run.chunks)} chunks, {tokens} tokens, {run.todo_bytes / 1e6:.1f} MB of KV"
+    assert amount in result.stdout
     assert not (tmp_path / "cache").exists()
 
 
 def test_the_estimate_is_what_is_then_stored(settings):
-    work = dry_work(settings)
-    with open_run(settings) as opened:
-        assert (opened.work.todo_bytes, opened.work.chunks) == (work.todo_bytes, work.chunks)
-        opened.run()
+    with open_run(settings) as run:
+        run.run()
     entries = list(kv_of(settings.folder.kv))
-    assert sum(kv.nbytes for kv in entries) == work.todo_bytes
-    assert (sum(kv.tokens for kv in entries), len(entries)) == (work.tokens, work.chunks)
+    assert sum(kv.nbytes for kv in entries) == run.todo_bytes
+    assert (sum(kv.tokens for kv in entries), len(entries)) == (run.todo_tokens, len(run.chunks))
 
 
 @pytest.fixture
@@ -188,21 +186,15 @@ def test_what_another_corpus_of_the_namespace_has_is_kept(rerun, mine, tmp_path)
     assert len(stored(tmp_path)) == count - chunks + 1
 
 
-@pytest.mark.parametrize("text", ["{", '{"schema": 1, "chunks": {"a": "b"}}', '{"schema": 9}'])
-def test_a_damaged_list_forgets_nothing_and_is_written_anew(rerun, mine, tmp_path, text):
+@pytest.mark.parametrize("text", ["{", '{"schema": 1, "chunks": {"a": "b"}}', '{"schema": 9, "chunks": {}}'])
+def test_a_damaged_list_is_refused_and_forgets_nothing(rerun, precompute, mine, tmp_path, text):
     (count, _, _), _ = rerun()
     (manifest,) = (tmp_path / "cache" / "precomputed").iterdir()
     manifest.write_text(text)
-    file = sorted(mine.iterdir())[0]
-    chunks = len(file.read_text().split("\n\n"))
-    file.unlink()
-    counts, output = rerun()
-    assert counts == (0, count - chunks, 0)
-    assert "nothing is forgotten this time" in output
+    sorted(mine.iterdir())[0].unlink()
+    result = precompute("--corpus", mine)
+    assert (result.exit_code, "is damaged; delete it" in result.output) == (2, True)
     assert len(stored(tmp_path)) == count
-    listed = json.loads(manifest.read_text())["chunks"]
-    assert len(listed) == count - chunks
-    assert "nothing is forgotten" not in rerun()[1]
 
 
 def test_an_interrupted_run_does_not_lose_what_older_ones_encoded(rerun, mine, tmp_path, monkeypatch):

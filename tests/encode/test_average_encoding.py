@@ -12,7 +12,6 @@ from families import off, plain, prefill, tokens
 from link_kit import described
 from ragcachekit.encode import in_prompt
 from ragcachekit.model.encoding import AverageEncoding
-from ragcachekit.plan.companions import Companions
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.variants import StoredAverages
@@ -184,47 +183,6 @@ class TestNames:
         _, _, second = self.wanted(A, CHUNK, near=(B, long))
         assert isinstance(second.encoding, AverageEncoding)
         assert second.encoding.neighbours == (B,)
-
-
-class TestCompanions:
-    def test_those_of_one_block_stand_behind_each_other(self):
-        found = Companions(lambda text, namespace: f"{namespace}/{text}")
-        found.observe("here", ["a", "b", "c", "d"])
-        assert found.of("here", "c") == ("d", "a", "b")
-        assert found.of("here", "a\n") == ("b", "c", "d")
-        assert found.of("there", "c") == () == found.of("here", "e")
-
-    def test_blocks_are_of_nearly_equal_size(self):
-        found = Companions(lambda text, namespace: f"{namespace}/{text}")
-        found.observe("here", "abcdefghi")
-        assert found.of("here", "a") == ("b", "c")
-        assert found.of("here", "e") == ("f", "d")
-        assert found.of("here", "i") == ("g", "h")
-
-    def test_companions_stay_those_of_the_first_list(self):
-        found = Companions(lambda text, namespace: f"{namespace}/{text}")
-        found.observe("here", ["a"])
-        assert found.of("here", "a") == ()
-        found.observe("here", ["a", "b"])
-        found.observe("here", ["c", "b", "a"])
-        assert found.of("here", "a") == ("b",)
-        assert found.of("here", "c") == ("b", "a"), "the only new one takes what is known"
-
-    def test_of_a_list_longer_than_what_is_remembered_all_have_companions(self, monkeypatch):
-        monkeypatch.setattr("ragcachekit.plan.companions.MAX_COMPANIONS", 4)
-        found = Companions(lambda text, namespace: f"{namespace}/{text}")
-        found.observe("here", "abcdefgh")
-        assert all(found.of("here", text) for text in "abcdefgh")
-        found.observe("here", "xy")
-        assert [bool(found.of("here", text)) for text in "afghxy"] == [False, False, True, True, True, True]
-
-    def test_what_is_forgotten_is_no_companion(self):
-        found = Companions(lambda text, namespace: f"{namespace}/{text}")
-        found.observe("here", ["a", "b", "c"])
-        found.forget("here", frozenset(["here/b"]))
-        assert (found.of("here", "a"), found.of("here", "b")) == (("c",), ())
-        found.forget("here", None)
-        assert found.of("here", "a") == ()
 
 
 def test_stored_means_are_found_whatever_is_behind_them():

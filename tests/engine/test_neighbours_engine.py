@@ -204,29 +204,6 @@ class TestForget:
         assert not any(one in (k.chunk_id, *k.context) for k in rag.components.store.put_keys)
 
 
-class TestDocumentOrder:
-    """Neighbours without ``neighbours=``: the order of documents that a retriever's index knows."""
-
-    def test_a_chunk_stands_behind_the_one_before_it(self, make):
-        rag, other = make(None, "similar:1"), make(PrecedingChunks([[ONE, TWO, THREE]]), "similar:1")
-        rag.order("guide", [THREE, ONE, TWO], starts=[200, 0, 100])
-        for each in (rag, other):
-            each.encode([ONE, TWO, THREE], system=BEFORE)
-        assert rag.components.store.put_keys == other.components.store.put_keys
-        report = rag.generate(PROMPT, **ASKED).report.link
-        assert report.neighbours == "document order: 2"
-        assert report.approximate_tokens + report.exact_tokens > 0
-        assert other.generate(PROMPT, **ASKED).report.link.neighbours == "neighbours=: 2"
-
-    def test_a_forgotten_chunk_is_no_neighbour(self, make):
-        rag = make(None, "similar:1")
-        rag.order("guide", [ONE, TWO])
-        rag.forget(texts=[ONE])
-        rag.register([TWO])
-        report = rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED).report.link
-        assert report.neighbours == "none: 1"
-
-
 class TestBadInput:
     def test_neighbours_need_the_encoder(self, make):
         with pytest.raises(ValueError, match="encoder='similar:10'"):

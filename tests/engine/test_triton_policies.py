@@ -10,8 +10,8 @@ import torch
 
 from engine_kit import RecordingStore, chunk, rag_for, text
 from ragcachekit import Prompt
-from ragcachekit.forward import narrowing as narrow
-from ragcachekit.forward import scoring_pass as choose
+from ragcachekit.forward import prefill as choose
+from ragcachekit.forward import prefill as narrow
 from ragcachekit.plan import plan
 from ragcachekit_kernels import scores
 

@@ -81,18 +81,12 @@ class FakeEngine:
         self.words, self.gate, self.renders_tools = words, gate, False
         self.queue = SimpleNamespace(has_room=lambda: True, refuse_own_thread=lambda: None)
         self.calls, self.streams, self.registered, self.prefetched = [], [], [], []
-        self.query_caches, self.orders, self.dropped, self.submitted = [], [], [], []
+        self.query_caches, self.submitted = [], []
 
     def register(self, texts, *, namespace=None, sources=None):
         texts = list(texts)
         self.registered.append((namespace, texts))
         return len(texts)
-
-    def order(self, document, texts, *, starts=None, namespace=None):
-        self.orders.append((namespace, document, list(texts), starts))
-
-    def drop_order(self, texts, *, namespace=None):
-        self.dropped.append((namespace, list(texts)))
 
     def add_query_cache(self, cache):
         self.query_caches.append(cache)

@@ -1,6 +1,5 @@
 """RagCacheRetriever.from_documents and from_nodes: order, restart, repeated embeddings, recall of results."""
 
-import random
 import subprocess
 import sys
 
@@ -9,51 +8,13 @@ import pytest
 from fake_engine import FakeEngine
 from integration_kit import FACTS, WordEmbeddings
 from langchain_core.documents import Document
-from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_text_splitters import RecursiveCharacterTextSplitter
 from llama_index.core.schema import TextNode
 from llama_kit import Embedder
 
 from langchain_ragcachekit import RagCacheRetriever
 from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
-from ragcachekit import RagCache
-from speaking import byte_level, speaker
 
 QUESTION = "Where was Ada Lind born?"
-WORDS = [f"word{number}" for number in range(300)]
-
-
-def corpus(documents=150):
-    rng = random.Random(0)
-    sentences = [
-        [" ".join(rng.choices(WORDS, k=12)) + "." for _ in range(rng.randrange(6, 14))]
-        for _ in range(documents)
-    ]
-    return [Document(" ".join(one), metadata={"source": f"{n}.md"}) for n, one in enumerate(sentences)]
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_neighbours_are_found_without_a_line_of_the_users(own, tmp_path):
-    splitter = RecursiveCharacterTextSplitter(chunk_size=300, chunk_overlap=0, add_start_index=True)
-    chunks = splitter.split_documents(corpus())
-    assert len(chunks) > 450
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, encoder="similar:1", policy="reuse") as rag:
-        if own:
-            RagCacheRetriever.from_documents(chunks, WordEmbeddings(), index="brute", cache=rag)
-        else:
-            store = InMemoryVectorStore.from_documents(chunks, WordEmbeddings())
-            RagCacheRetriever.wrap(store, cache=rag)
-        known = rag.components.planner.neighbours
-        expected, last = {}, {}
-        for chunk in chunks:  # the splitter gives them in order
-            expected[chunk.page_content] = last.get(chunk.metadata["source"])
-            last[chunk.metadata["source"]] = chunk.page_content
-        followers = {text: before for text, before in expected.items() if before is not None}
-        right = sum(
-            known.of(text, "default", True)[1][:1] == (known._tokenise(before),)
-            for text, before in followers.items()
-        )
-        assert right >= 0.95 * len(followers)
 
 
 def test_a_restart_answers_from_the_cache(tmp_path):

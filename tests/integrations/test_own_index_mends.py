@@ -7,7 +7,6 @@ import pytest
 from fake_engine import FakeEngine
 from integration_kit import FACTS, WordEmbeddings
 from langchain_core.documents import Document
-from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import Document as LlamaDocument
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import TextNode
@@ -29,32 +28,6 @@ def stored(texts=FACTS):
     return [
         Document(text, id=str(n), metadata={"source": "f", "start_index": n}) for n, text in enumerate(texts)
     ]
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_replaced_chunk_leaves_the_order_and_the_new_one_takes_its_place(own):
-    engine = FakeEngine()
-    if own:
-        retriever = RagCacheRetriever.from_documents(stored(), WordEmbeddings(), index="brute", cache=engine)
-    else:
-        store = InMemoryVectorStore(WordEmbeddings())
-        store.add_documents(stored())
-        retriever = RagCacheRetriever.wrap(store, cache=engine)
-    new = Document("Ada Lind was born in Chur.", id="0", metadata={"source": "f", "start_index": 0})
-    retriever.vectorstore.add_documents([new])
-    retriever.invoke(QUESTION)
-    assert engine.dropped == [("default", [FACTS[0]])]
-    assert engine.orders[1:] == [("default", "f", [new.page_content], [0])]
-
-
-def test_a_text_of_two_documents_stays_in_the_order_of_the_other_one():
-    engine = FakeEngine()
-    both = [Document("the same", id=name, metadata={"source": name, "start_index": 0}) for name in "ab"]
-    retriever = RagCacheRetriever.from_documents(both, WordEmbeddings(), index="brute", cache=engine)
-    retriever.vectorstore.delete(["a"])
-    retriever.invoke(QUESTION)
-    assert engine.dropped == [("default", ["the same"])]
-    assert engine.orders[-1] == ("default", "b", ["the same"], [0])
 
 
 @pytest.mark.parametrize("partition", [None, lambda *_: "all"])

@@ -13,8 +13,9 @@ from benchmarks.__main__ import app as proofs_app
 from benchmarks.world.reader_folder import READER
 from benchmarks.world.world import make_world
 from ragcachekit.commands.app import app
-from ragcachekit.commands.ask import AskSettings, open_session
+from ragcachekit.commands.ask import open_session
 from ragcachekit.commands.embedding import MiniLM
+from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry import read_key
 
@@ -42,7 +43,7 @@ def minilm():
 def prepared(corpus, minilm, tmp_path_factory):
     """A cache folder with the corpus's index and the reader's digests, but no KV; to be copied."""
     folder = tmp_path_factory.mktemp("prepared")
-    settings = AskSettings(str(corpus), READER, cache=str(folder), chunk_tokens=34)
+    settings = OwnFiles(str(corpus), READER, cache=str(folder), chunk_tokens=34)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ragcachekit.commands.embedding.MiniLM", lambda: minilm)
         with open_session(settings):

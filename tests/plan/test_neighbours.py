@@ -1,21 +1,19 @@
-"""Where neighbours come from: an index, a document, a log; and what the engine makes of it."""
+"""The chunks that a chunk is encoded after: an index, a document, those registered with it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from ragcachekit import CoRetrieved, Neighbours, PrecedingChunks, SimilarChunks
-from ragcachekit.plan.companions import TokenNeighbours
+from ragcachekit import Neighbours, PrecedingChunks, SimilarChunks
+from ragcachekit.plan.companions import Companions
 from ragcachekit.types import chunk_id
 
 TEXTS = ["north", "east", "north east", "south"]
 ROWS = np.array([[0, 2.0], [3.0, 0], [1.0, 1.2], [0, -1.0]])
 
 
-@pytest.mark.parametrize(
-    "source", [SimilarChunks(TEXTS, ROWS), PrecedingChunks([TEXTS]), CoRetrieved([TEXTS])]
-)
+@pytest.mark.parametrize("source", [SimilarChunks(TEXTS, ROWS), PrecedingChunks([TEXTS])])
 def test_all_keep_the_contract(source):
     assert isinstance(source, Neighbours)
     assert source.of("nowhere") == ()
@@ -84,24 +82,6 @@ class TestPrecedingChunks:
         assert list(source.of("z")) == ["b"]
 
 
-class TestCoRetrieved:
-    def test_most_frequent_first_then_first_seen(self):
-        log = CoRetrieved([["a", "b", "c"], ["c", "a"]])
-        assert log.of("a") == ("c", "b")
-        log.observe(["a", "b", "a"])
-        log.observe(["a", "b", "d"])
-        assert log.of("a") == ("b", "c", "d")
-
-    def test_settled_counts_stay_until_settled_again(self):
-        log = CoRetrieved([["a", "b"]])
-        log.settle()
-        for _ in range(3):
-            log.observe(["a", "c"])
-        assert (log.of("a"), log.of("c")) == (("b",), ())
-        log.settle()
-        assert (log.of("a"), log.of("c")) == (("c", "b"), ("a",))
-
-
 def letters(text):
     return tuple(ord(letter) for letter in text)
 
@@ -112,43 +92,43 @@ def name(text):
 
 class TestTokens:
     def source(self):
-        return TokenNeighbours({"here": PrecedingChunks([["a", "b", "c", "d"]])}, letters)
+        return Companions({"here": PrecedingChunks([["a", "b", "c", "d"]])}, letters)
 
     def test_are_given_in_their_own_namespace_only(self):
-        assert self.source().of("c", "here")[1] == ((98,), (97,))
-        assert self.source().of("c", "there")[1] == ()
-        assert not TokenNeighbours({}, letters)
+        assert self.source().of("c", "here") == ((98,), (97,))
+        assert self.source().of("c", "there") == ()
+        assert not Companions({}, letters)
 
     def test_each_text_is_tokenised_once(self):
         asked = []
-        source = TokenNeighbours(
+        source = Companions(
             {"here": PrecedingChunks([["a", "b", "c"]])}, lambda text: asked.append(text) or letters(text)
         )
-        assert source.of("c", "here")[1] == source.of("c", "here")[1]
+        assert source.of("c", "here") == source.of("c", "here")
         assert asked == ["b", "a"]
 
     def test_forgotten_ones_are_left_out_until_they_come_again(self):
         source = self.source()
         source.forget("here", frozenset([name("b")]))
-        assert source.of("d", "here")[1] == ((99,), (97,))
+        assert source.of("d", "here") == ((99,), (97,))
         source.register("here", ["a"])
-        assert source.of("d", "here")[1] == ((99,), (97,))
+        assert source.of("d", "here") == ((99,), (97,))
         source.register("here", ["b"])
-        assert source.of("d", "here")[1] == ((99,), (98,), (97,))
+        assert source.of("d", "here") == ((99,), (98,), (97,))
 
     def test_after_all_is_forgotten_only_what_came_again_counts(self):
         source = self.source()
         source.forget("here", frozenset([name("b")]))
         source.forget("here")
-        assert source.of("d", "here")[1] == ()
+        assert source.of("d", "here") == ()
         source.register("here", ["b", "c"])
-        assert source.of("d", "here")[1] == ((99,), (98,))
+        assert source.of("d", "here") == ((99,), (98,))
         source.forget("here", frozenset([name("c")]))
-        assert source.of("d", "here")[1] == ((98,),)
+        assert source.of("d", "here") == ((98,),)
 
     def test_a_source_without_the_method_is_refused(self):
         with pytest.raises(TypeError, match="of\\(text\\)"):
-            TokenNeighbours({"here": {"a": ["b"]}}, letters)
+            Companions({"here": {"a": ["b"]}}, letters)
 
     def test_one_string_is_no_answer(self):
         class Wrong:
@@ -156,4 +136,46 @@ class TestTokens:
                 return "abc"
 
         with pytest.raises(TypeError, match="list of strings"):
-            TokenNeighbours({"here": Wrong()}, letters).of("a", "here")
+            Companions({"here": Wrong()}, letters).of("a", "here")
+
+
+class TestRegisteredTogether:
+    """Chunks of a namespace without a source."""
+
+    @pytest.fixture
+    def near(self):
+        found = Companions({}, letters)
+        return found, lambda text, namespace="here": "".join(chr(i) for (i,) in found.of(text, namespace))
+
+    def test_those_of_one_block_stand_after_each_other(self, near):
+        near[0].observe("here", "abcd")
+        assert (near[1]("c"), near[1]("a\n"), near[1]("e"), near[1]("c", "there")) == ("dab", "bcd", "", "")
+
+    def test_blocks_are_of_nearly_equal_size(self, near):
+        near[0].observe("here", "abcdefghi")
+        assert (near[1]("a"), near[1]("e"), near[1]("i")) == ("bc", "fd", "gh")
+
+    def test_companions_stay_those_of_the_first_list(self, near):
+        near[0].observe("here", "a")
+        assert near[1]("a") == ""
+        near[0].observe("here", "ab")
+        near[0].observe("here", "cba")
+        assert near[1]("a") == "b"
+        assert near[1]("c") == "ba", "the only new one takes what is known"
+
+    def test_of_a_list_longer_than_what_is_remembered_all_have_companions(self, near, monkeypatch):
+        monkeypatch.setattr("ragcachekit.plan.companions.MAX_COMPANIONS", 4)
+        near[0].observe("here", "abcdefgh")
+        assert all(map(near[1], "abcdefgh"))
+        near[0].observe("here", "xy")
+        assert [bool(near[1](text)) for text in "afghxy"] == [False, False, True, True, True, True]
+
+    def test_what_is_forgotten_is_no_companion(self, near):
+        near[0].observe("here", "abc")
+        near[0].forget("here", frozenset([name("b")]))
+        assert (near[1]("a"), near[1]("b")) == ("c", "")
+        near[0].observe("here", "ab")
+        assert near[1]("b") == "a", "a prompt may still hold it, but no chunk is encoded after it"
+        assert near[1]("a") == "c"
+        near[0].forget("here")
+        assert near[1]("a") == ""

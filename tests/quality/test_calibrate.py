@@ -22,7 +22,6 @@ from ragcachekit.commands.app import app
 from ragcachekit.commands.calibrate import (
     CalibrateSettings,
     Candidate,
-    Judge,
     Loss,
     candidates,
     lower_bound,
@@ -34,6 +33,7 @@ from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.quality.check import probes
+from ragcachekit.quality.compare import word_f1
 from ragcachekit.quality.records import Calibration, read_calibration
 
 PER_TYPE = 3
@@ -190,46 +190,43 @@ def test_default_candidates_fit_the_encoder_and_leave_full_out() -> None:
 # -- qualities ----------------------------------------------------------------------------------------
 
 
-def asked_by_judge(folder: Path, questions_file: Path, judge: Judge, **changes: Any) -> Calibration:
-    settings = CalibrateSettings(
-        READER,
-        questions=questions_file,
-        policies=("reuse",),
-        quality="judge",
-        budget=0.9,
-        max_new_tokens=3,
-        cache_dir=folder,
-        namespace="judged",
-        **changes,
-    )
-    return calibrate.run(settings, judge=judge)[0]
+def scored(folder: Path, questions_file: Path, **changes: Any) -> Calibration:
+    options = {"policies": ("reuse",), "quality": "f1", "budget": 0.9, "max_new_tokens": 3} | changes
+    options = {"namespace": "scored", **options}
+    settings = CalibrateSettings(READER, questions=questions_file, cache_dir=folder, **options)
+    return calibrate.run(settings)[0]
 
 
-def test_a_judge_scores_answers_of_full_and_of_the_way(folder: Path, questions_file: Path) -> None:
-    calls: list[tuple[str, str, str]] = []
+def test_f1_is_lost_against_the_answers_of_full(folder: Path, questions_file: Path) -> None:
+    record = scored(folder, questions_file)
+    rows = [json.loads(line) for line in questions_file.read_text().splitlines()]
+    lost, maker = [], PromptMaker(load_model(READER, "cpu")[1])
+    with RagCache.from_pretrained(READER, cold="now", encoder="standalone", cache_dir=folder) as rag:
+        for row in rows:
+            prompt = maker.filled("\n\n".join(row["chunks"]), row["question"])
+            rag.encode(row["chunks"], system=maker.before)
+            rag.link(prompt, policy="reuse")  # the text before the chunks
+            full, reuse = (
+                word_f1(rag.generate(prompt, policy=name, **ASKED).text, row["answer"])
+                for name in ("full", "reuse")
+            )
+            lost.append(full - reuse)
+    order = np.random.default_rng(0).permutation(len(rows))[: record.curve[0].n]
+    assert record.curve[0].loss == pytest.approx(np.take(lost, order).mean())
+    assert record.curve[0].upper == upper_bound(np.take(lost, order), 1.0)
+    assert record.quality == "f1"
 
-    def judge(question: str, answer: str, reference: str) -> float:
-        calls.append((question, answer, reference))
-        return 1.0 if answer.lower() == reference.lower() else 0.25
 
-    record = asked_by_judge(folder, questions_file, judge)
-    rows = {row["question"]: row for row in map(json.loads, questions_file.read_text().splitlines())}
-    assert all(reference == rows[question]["answer"] for question, _, reference in calls)
-    scores = [1.0 if answer.lower() == ref.lower() else 0.25 for _, answer, ref in calls]
-    lost = np.subtract(scores[::2], scores[1::2])  # full, then reuse
-    assert record.curve[0].loss == pytest.approx(lost.mean())
-    assert record.curve[0].upper == upper_bound(lost, 1.0)
-    assert record.quality == "judge"
-
-
-def test_a_judge_must_score_from_0_to_1(folder: Path, questions_file: Path) -> None:
-    with pytest.raises(ValueError, match="scores are from 0 to 1"):
-        asked_by_judge(folder, questions_file, lambda *_: 7.0)
+def test_answers_that_score_nothing_can_lose_nothing(folder: Path, tmp_path: Path) -> None:
+    rows = [
+        {"question": q.question, "chunks": list(q.chunks), "answer": "zzz"}
+        for q in world_questions(0, PER_TYPE)
+    ]
+    path = tmp_path / "wrong.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(RagCacheError, match=r"scores \(nearly\) nothing"):
-        asked_by_judge(folder, questions_file, lambda *_: 0.0)
-    with pytest.raises(ValueError, match="go together"):
-        calibrate.run(CalibrateSettings(READER, questions=questions_file, quality="judge", cache_dir=folder))
-    assert not list(folder.glob("calibrations/*judged*"))
+        scored(folder, path, namespace="nothing")
+    assert not list(folder.glob("calibrations/*nothing*"))
 
 
 # -- the curve ----------------------------------------------------------------------------------------
@@ -404,7 +401,6 @@ ASKING = ("--model", READER, "--questions", FILE)
         ((*ASKING, "--policies", "magic"), "unknown policy"),
         ((*ASKING, "--encoder", "backwards"), "unknown encoder"),
         ((*ASKING, "--encoder", "similar:1"), 'questions with their "document"'),
-        ((*ASKING, "--quality", "judge"), "go together"),
     ],
 )
 def test_bad_arguments(folder: Path, questions_file: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ragcachekit.commands.bench.fidelity import FidelitySettings, run
-from ragcachekit.commands.datasets import Passages, Sampling, draw_questions, half_of, load_dataset
+from ragcachekit.commands.fidelity import FidelitySettings, run
+from ragcachekit.commands.questions import Passages, Sampling, draw_questions, half_of, load_dataset
 
 PARAGRAPHS = [f"Paragraph {n} tells that item {n} is number {n}." for n in range(6)]
 

@@ -19,13 +19,12 @@ from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER
 from benchmarks.world.world import messages
 from ragcachekit import RagCache
+from ragcachekit.commands import fidelity
 from ragcachekit.commands.app import app
-from ragcachekit.commands.bench import fidelity
-from ragcachekit.commands.bench.fidelity import FidelitySettings
-from ragcachekit.commands.bench.fidelity_rows import plot, tables
-from ragcachekit.commands.bench.report import BenchReport
 from ragcachekit.commands.engines import Engines
+from ragcachekit.commands.fidelity import FidelitySettings, plot, tables
 from ragcachekit.commands.questions import Sample
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import PromptTooLong, RagCacheError
 
@@ -173,8 +172,6 @@ def test_tables_and_plots(report: BenchReport, tmp_path: Path) -> None:
     assert len([str(table.title) for table in tables(report)]) == 3
     plot(report, tmp_path / "f.png")
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no rows to draw"):
-        plot(BenchReport("fidelity", "m", 0, ()), tmp_path / "n.png")
 
 
 # -- going on -----------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
 from benchmarks.world.world import messages
-from ragcachekit.commands.datasets import Question
-from ragcachekit.commands.questions import PromptMaker, read_questions
+from ragcachekit.commands.questions import PromptMaker, Question, read_questions
 from ragcachekit.errors import RagCacheError
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ragcachekit.commands.bench.fidelity_rows import (
+from ragcachekit.commands.engines import FULL
+from ragcachekit.commands.fidelity import (
     ALONE,
     REUSE,
     Measurement,
@@ -18,9 +19,8 @@ from ragcachekit.commands.bench.fidelity_rows import (
     quality_rows,
     ratio_asked,
 )
-from ragcachekit.commands.bench.resample import RESAMPLES, Bootstrap
-from ragcachekit.commands.datasets import Question
-from ragcachekit.commands.engines import FULL
+from ragcachekit.commands.questions import Question
+from ragcachekit.commands.report import RESAMPLES, Bootstrap
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import bag_f1, divergence, exact_match, loss_per_token, word_f1
 
@@ -96,8 +96,6 @@ def test_the_bootstrap_draws_questions_again() -> None:
     picks = np.random.default_rng(5).integers(0, 23, (RESAMPLES, 23))
     expected = np.quantile([values[pick].mean() for pick in picks], [0.025, 0.975])
     assert Bootstrap(23, seed=5).of_mean(values) == pytest.approx(tuple(expected))
-    with pytest.raises(ValueError, match="at least one"):
-        Bootstrap(0)
     with pytest.raises(ValueError, match="NaN"):
         Bootstrap(2).of_mean([1.0, math.nan])
 

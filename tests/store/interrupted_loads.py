@@ -18,8 +18,7 @@ from ragcachekit.store import deadlines
 from ragcachekit.store.base import Found, KVStore
 from ragcachekit.store.deadlines import DeadlineExecutor
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.loader import LoadingKV
-from ragcachekit.store.loader import Loader
+from ragcachekit.store.loader import Loader, LoadingKV
 from store_kit import contents, key_of, kv_of
 
 ENTRIES = 6

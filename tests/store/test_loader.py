@@ -16,8 +16,7 @@ from loading_kit import WAIT, Gate, SlowStore, Spoil, start
 from ragcachekit.store import loader as loader_module
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry import EntryDamaged
-from ragcachekit.store.loader import LoadFailed, LoadingKV
-from ragcachekit.store.loader import Loader
+from ragcachekit.store.loader import Loader, LoadFailed, LoadingKV
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from store_kit import contents, key_of, kv_of

@@ -27,7 +27,7 @@ from ragcachekit import (
 )
 from ragcachekit.engine.request import Request
 from ragcachekit.forward.batch import RequestKV
-from ragcachekit.forward.cache import LinkedCache
+from ragcachekit.forward.linker import LinkedCache
 from ragcachekit.generate.batch import Decoding
 from soak_kit import figures
 

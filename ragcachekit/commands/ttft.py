@@ -19,13 +19,12 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from ragcachekit.commands.bench.prompts import corpus_prompt, random_prompt
-from ragcachekit.commands.bench.report import BenchReport
-from ragcachekit.commands.bench.shapes import describe, dtype_named, random_model
+from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
+from ragcachekit.commands.shapes import corpus_prompt, dtype_named, random_model, random_prompt
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.forward.agreement import tolerance_for
+from ragcachekit.forward.check import tolerance_for
 from ragcachekit.model.pretrained import load_model
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore
@@ -74,12 +73,24 @@ class TtftSettings:
             raise ValueError("a corpus needs the tokenizer of a model; random weights have none")
         for dtype in self.dtypes:
             dtype_named(dtype)
-        if self.runs < 1:
-            raise ValueError(f"runs must be at least 1, got {self.runs}")
         if not self.tiers or not set(self.tiers) <= set(KNOWN_TIERS):
             raise ValueError(f"unknown tiers {tuple(self.tiers)}; known: {', '.join(KNOWN_TIERS)}")
         for policy in self.policies:
             open_policy(policy)
+
+    def load(self, dtype: str) -> tuple[Any, Any]:
+        """Model and tokenizer; None for random weights, which have none."""
+        if self.model is None:
+            shape = self.shape or _SHAPE
+            return random_model(shape, dtype=dtype, device=self.device, seed=self.seed), None
+        return load_model(resolve_model(os.fspath(self.model)), self.device, dtype=dtype_named(dtype))
+
+    def prompt(self, lm: Any, tokenizer: Any, tokens: int) -> Prompt:
+        """The prompt of one size."""
+        if self.corpus is not None:
+            return corpus_prompt(self.corpus, tokenizer, tokens, self.chunk_tokens, self.seed)
+        vocab = lm.config.get_text_config().vocab_size
+        return random_prompt(vocab, tokens, self.chunk_tokens, self.question_tokens, self.seed)
 
 
 class Sample(NamedTuple):
@@ -94,35 +105,33 @@ class Sample(NamedTuple):
 
 @dataclass
 class Timings:
-    """Samples of one row of the table, filled round by round."""
+    """One row of the table: how it ``ask``\\ s, and the samples so far, one per round."""
 
     policy: str
     tier: str
+    ask: Callable[[], Sample]
     samples: list[Sample] = field(default_factory=list)
-
-    def median(self, name: str) -> float:
-        """Of one field."""
-        return float(statistics.median(getattr(sample, name) for sample in self.samples))
 
     def row(self, full_ms: float) -> dict[str, Any]:
         """The flat row; ``full_ms`` is the median of ``full`` in the same run."""
+        medians = Sample(*map(statistics.median, zip(*self.samples, strict=True)))
         times = [sample.ttft_ms for sample in self.samples]
         return {
             "tier": self.tier,
-            "prompt_tokens": round(self.median("prompt_tokens")),
-            "recompute_ratio": self.median("recompute_ratio"),
-            "ttft_ms": statistics.median(times),
+            "prompt_tokens": round(medians.prompt_tokens),
+            "recompute_ratio": medians.recompute_ratio,
+            "ttft_ms": medians.ttft_ms,
             "ttft_ms_min": min(times),
             "ttft_ms_max": max(times),
-            "speedup": full_ms / statistics.median(times),
-            "link_ms": self.median("link_ms"),
-            "wait_ms": self.median("wait_ms"),
+            "speedup": full_ms / medians.ttft_ms,
+            "link_ms": medians.link_ms,
+            "wait_ms": medians.wait_ms,
             "runs": len(times),
         }
 
 
 @dataclass(frozen=True)
-class Engines:
+class TierEngines:
     """Engines around one model.
 
     Each of ``warm``, by tier, reads that tier alone and stores nothing; ``cold`` has a host tier that stays
@@ -152,42 +161,27 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     waiting for loads. Raises ValueError for sizes that do not fit together; RagCacheError if the library's
     answer is not the model's own: no figure is given then.
     """
-    name = describe(settings.shape or _SHAPE, ", ".join(settings.dtypes))
-    if settings.model is not None:
-        name = ", ".join([os.fspath(settings.model), *settings.dtypes])
+    name = os.fspath(settings.model or f"{settings.shape or _SHAPE} shape, random weights")
     found: list[dict[str, Any]] = []
     rounds = len(settings.dtypes) * len(settings.prompt_tokens) * (settings.runs + 1)
     with tqdm(total=rounds, disable=not progress, desc="ttft", unit="round") as bar:
         for dtype in settings.dtypes:
-            lm, tokenizer = _load(settings, dtype)
-            for count in settings.prompt_tokens:
-                if settings.corpus is None:
-                    vocab = lm.config.get_text_config().vocab_size
-                    sizes = count, settings.chunk_tokens, settings.question_tokens
-                    prompt = random_prompt(vocab, *sizes, settings.seed)
-                else:
-                    sample = tokenizer, count, settings.chunk_tokens, settings.seed
-                    prompt = corpus_prompt(settings.corpus, *sample)
-                timings = _measure(lm, prompt, settings, bar)
-                full_ms = next(t.median("ttft_ms") for t in timings if t.policy == "full")
+            lm, tokenizer = settings.load(dtype)
+            for tokens in settings.prompt_tokens:
+                timings = _measure(lm, settings.prompt(lm, tokenizer, tokens), settings, bar)
+                full = next(t for t in timings if t.policy == "full")
+                full_ms = statistics.median(sample.ttft_ms for sample in full.samples)
                 for t in timings:
                     encoder = open_policy(t.policy).encoder if t.tier != NO_TIER else "none"
                     named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
                     found.append({"dtype": dtype, **named, **t.row(full_ms)})
-    return BenchReport("ttft", name, settings.seed, tuple(found))
-
-
-def _load(settings: TtftSettings, dtype: str) -> tuple[Any, Any]:
-    if settings.model is None:
-        shape = settings.shape or _SHAPE
-        return random_model(shape, dtype=dtype, device=settings.device, seed=settings.seed), None
-    return load_model(resolve_model(os.fspath(settings.model)), settings.device, dtype=dtype_named(dtype))
+    return BenchReport("ttft", ", ".join([name, *settings.dtypes]), settings.seed, tuple(found))
 
 
 @contextmanager
 def open_engines(
     model: Any, tiers: Sequence[str], fill: Callable[[RagCache], object], encoder: str | None = None
-) -> Iterator[Engines]:
+) -> Iterator[TierEngines]:
     """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile.
 
     ``fill`` makes an engine encode all that is measured, before the others open its tiers.
@@ -215,11 +209,8 @@ def open_engines(
         kinds = {tier: tier.removesuffix("-cold") for tier in tiers}
         stores = {kind: open_tier(kind) for kind in dict.fromkeys(kinds.values())}
         fill(engine(TieredStore(tuple(stores.values())), "now"))
-        yield Engines(
-            {tier: engine(stores[kind], "never") for tier, kind in kinds.items()},
-            engine(open_tier("host"), "never"),
-            folder,
-        )
+        warm = {tier: engine(stores[kind], "never") for tier, kind in kinds.items()}
+        yield TierEngines(warm, engine(open_tier("host"), "never"), folder)
 
 
 def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Sample:
@@ -299,20 +290,18 @@ def _measure(lm: Any, prompt: Prompt, settings: TtftSettings, bar: tqdm[Any]) ->
         for rag, policy in itertools.product(engines.warm.values(), used):
             check_policy(rag, prompt, policy)
         bar.update()
-        ways = _ways(lm, prompt, used, engines)
+        timings = _timings(lm, prompt, used, engines)
         if lm.device.type == "cuda":  # kernels are compiled at the first request
-            for _, ask in ways:
-                ask()
+            for one in timings:
+                one.ask()
         for _ in range(settings.runs):
-            for timings, ask in ways:
-                timings.samples.append(ask())
+            for one in timings:
+                one.samples.append(one.ask())
             bar.update()
-        return [timings for timings, _ in ways]
+        return timings
 
 
-def _ways(
-    model: Any, prompt: Prompt, policies: Sequence[str], engines: Engines
-) -> list[tuple[Timings, Callable[[], Sample]]]:
+def _timings(model: Any, prompt: Prompt, policies: Sequence[str], engines: TierEngines) -> list[Timings]:
     """What one round measures, in order; ``policies`` without ``full``."""
 
     def of(rag: RagCache, policy: str, tier: str) -> Sample:
@@ -324,12 +313,12 @@ def _ways(
     prefix = _prefix_cache(model, ids, len(prompt.segments[-1].token_ids or ()))
     uncached = policies[0] if policies else "reuse"
     return [
-        (Timings("generate", NO_TIER), lambda: _time_generate(model, ids)),
-        (Timings("prefix-cache", NO_TIER), lambda: _time_generate(model, ids, prefix)),
-        (Timings("full", NO_TIER), partial(of, engines.cold, "full", NO_TIER)),
-        (Timings("cold", NO_TIER), partial(of, engines.cold, uncached, NO_TIER)),
+        Timings("generate", NO_TIER, lambda: _time_generate(model, ids)),
+        Timings("prefix-cache", NO_TIER, lambda: _time_generate(model, ids, prefix)),
+        Timings("full", NO_TIER, partial(of, engines.cold, "full", NO_TIER)),
+        Timings("cold", NO_TIER, partial(of, engines.cold, uncached, NO_TIER)),
         *(
-            (Timings(p, tier), partial(of, rag, p, tier))
+            Timings(p, tier, partial(of, rag, p, tier))
             for tier, rag in engines.warm.items()
             for p in policies
         ),
@@ -357,3 +346,20 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
     output[:, -1].tolist()  # waits for the device
     ratio = 1.0 if prefix is None else 0.0
     return Sample((time.perf_counter() - start) * 1e3, ratio, len(ids[0]))
+
+
+def draw(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Draw the rows as bars, with the range from least to greatest."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    bars = report.rows
+    below = [r["ttft_ms"] - r["ttft_ms_min"] for r in bars]
+    above = [r["ttft_ms_max"] - r["ttft_ms"] for r in bars]
+    figure = Figure(figsize=(1.5 + 1.1 * len(bars), 4), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = axes.bar(range(len(bars)), [r["ttft_ms"] for r in bars], yerr=[below, above], capsize=3)
+    axes.bar_label(drawn, [f"{r['speedup']:.1f}x" for r in bars], padding=2)
+    axes.set_xticks(range(len(bars)), [f"{r['policy']}\n{r['tier']}\n{r['dtype']}" for r in bars])
+    axes.set_ylabel("time to first token (ms)")
+    axes.set_title(f"{report.model}, {bars[0]['prompt_tokens']} prompt tokens", fontsize=9)
+    figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Bench reports: rows in one JSON frame, and tables for the terminal."""
+"""Reports of measurements: rows in one JSON frame, tables for the terminal, bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from rich.table import Table
 
 SCHEMA = 1
+RESAMPLES = 2000
 _WHOLE = 24  # characters of a word that a table keeps together however narrow the terminal is
+
+Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""Sums per column ``[resamples, columns]`` -> the figure ``[resamples]``; NaN where it has none."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,7 @@ class BenchReport:
 
     def part(self, name: str) -> BenchReport:
         """The report with the rows of one part only, without the column ``part``."""
-        rows = [dict(row) for row in self.rows if row["part"] == name]
-        for row in rows:
-            del row["part"]
+        rows = [{key: row[key] for key in row if key != "part"} for row in self.rows if row["part"] == name]
         return replace(self, rows=tuple(rows))
 
     def table(self, title: str, columns: Sequence[str] | None = None) -> Table:
@@ -73,11 +77,17 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] 
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory and accelerator of this machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = None
+    if hasattr(os, "sysconf"):  # not on Windows
+        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     return {
-        "processor": _processor(),
+        "processor": named[0] if named else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": memory,
         "system": f"{platform.system()} {platform.machine()}",
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
@@ -102,14 +112,35 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def _memory_gib() -> float | None:
-    if not hasattr(os, "sysconf"):  # Windows
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+class Bootstrap:
+    """Draws of ``n`` units with replacement, the same for every figure, so that figures are paired."""
 
+    def __init__(self, n: int, seed: int = 0) -> None:
+        picks = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+        # How often each unit was drawn: one matrix product then resamples any figure.
+        self._counts = np.stack([np.bincount(pick, minlength=n) for pick in picks]).astype(np.float64)
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    def interval(self, columns: ArrayLike, statistic: Statistic) -> tuple[float, float] | None:
+        """95 % percentile interval of ``statistic`` of the sums over ``columns`` ``[n, columns]``.
+
+        None if the figure has no value in most of the resamples.
+        """
+        figures = statistic(self._counts @ np.asarray(columns, np.float64))
+        figures = figures[~np.isnan(figures)]
+        if figures.size <= RESAMPLES // 2:
+            return None
+        low, high = np.quantile(figures, (0.025, 0.975))
+        return float(low), float(high)
+
+    def upper_of_mean(self, values: ArrayLike, level: float) -> float:
+        """One-sided upper bound of the mean of ``values`` ``[n]``: the percentile ``level`` (0 to 1)."""
+        column = np.asarray(values, np.float64)
+        return float(np.quantile(self._counts @ column / len(column), level))
+
+    def of_mean(self, values: ArrayLike) -> tuple[float, float]:
+        """95 % percentile interval of the mean of ``values`` ``[n]``."""
+        column = np.asarray(values, np.float64)
+        found = self.interval(column[:, None], lambda sums: sums[:, 0] / len(column))
+        if found is None:
+            raise ValueError("the values hold NaN")
+        return found

@@ -1,4 +1,4 @@
-"""calibrate and the fidelity bench: what reuse does to the answers of a user's own model."""
+"""``ragcachekit calibrate``, ``bench ttft`` and ``bench fidelity``, light to import."""
 
 from __future__ import annotations
 
@@ -78,15 +78,55 @@ def fidelity(
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
-    from ragcachekit.commands.bench import fidelity as module
-    from ragcachekit.commands.bench.fidelity_rows import plot as draw
-    from ragcachekit.commands.bench.fidelity_rows import tables
-    from ragcachekit.commands.datasets import Sampling
+    from ragcachekit.commands import fidelity as module
+    from ragcachekit.commands.questions import Sampling
 
     quiet_loading()
     lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
     lists["sampling"] = Sampling(count, distractors, order, half, seed)
     settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
-    report = resumed(lambda work: module.run(settings, work=work, progress=True), tables, resume, json)
+    report = resumed(lambda work: module.run(settings, work=work, progress=True), module.tables, resume, json)
     if plot is not None:
-        draw(report, plot)
+        module.plot(report, plot)
+
+
+def ttft(
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out."
+        ),
+    ] = None,
+    model: opt.OptionalModel = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(callback=opt.check_corpus, help="Documents for --model; else random tokens."),
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="Of the whole prompt; sizes with commas.")] = "2048",
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each chunk, about.")] = 490,
+    question_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    policies: Annotated[str, typer.Option(help="With commas between.")] = "full,lego:16,reuse",
+    encoder: opt.Encoder = None,
+    tiers: Annotated[str, typer.Option(help="Where the KV lies: gpu, host, disk, disk-cold.")] = "host",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; with commas.")] = "float32",
+    runs: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 5,
+    device: opt.DeviceOrCpu = "cpu",
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """Time to first token of one long prompt, in every way, beside a check that the answers agree."""
+    quiet_loading()
+    from ragcachekit.commands import ttft as module
+
+    settings = opt.settings_of(
+        module.TtftSettings,
+        locals(),
+        prompt_tokens=[int(count) for count in opt.numbers("--prompt-tokens", prompt_tokens)],
+        policies=opt.names(policies),
+        tiers=opt.names(tiers),
+        dtypes=opt.names(dtype),
+    )
+    report = module.run(settings, progress=True)
+    show(report.table(f"Time to first token: {report.model}"))
+    written(report, json, plot, module.draw)
