@@ -13,7 +13,7 @@ from ragcachekit.model.layout import KVLayout, misfit
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.plan.variants import RENEW_ABOVE, StoredAverages, VariantPool, weight_at
-from ragcachekit.store.base import KVStore, LookupBudget
+from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
 from ragcachekit.types import KVKey
 
@@ -45,8 +45,7 @@ class Decision:
 class Fetch:
     """Look-ups for one prompt, each done once for all of its plans.
 
-    Together they wait at most three deadlines for a remote service (``lookup_budget``); later ones are
-    misses. A bare store reads everything during the look-up. Without a ``planner`` everything found is used.
+    A bare store reads everything during the look-up. Without a ``planner`` everything found is used.
     KV of another ``layout`` is a miss, and deleted from the store.
     """
 
@@ -54,13 +53,11 @@ class Fetch:
         self,
         store: KVStore | Loader,
         planner: LoadPlanner | None = None,
-        lookup_budget: LookupBudget | None = None,
         layout: KVLayout | None = None,
     ) -> None:
         self._layout = layout
         self._store = store
         self._planner = planner
-        self._budget = lookup_budget or LookupBudget()
         self._known: dict[KVKey, Hit | None] = {}
         self._lost: frozenset[KVKey] = frozenset()
 
@@ -123,17 +120,15 @@ class Fetch:
             return hit
         log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
         try:
-            with self._budget.held():
-                self._store.discard(key)
+            self._store.discard(key)
         except Exception:  # a user's own store may fail, or lack this method
             log.warning("the entry could not be dropped", exc_info=True)
         return None
 
     def _look(self, key: KVKey, weight: float) -> Hit | None:
-        with self._budget.held():
-            if isinstance(self._store, Loader):
-                return self._store.open(key, weight)
-            found = self._store.get(key, weight)
+        if isinstance(self._store, Loader):
+            return self._store.open(key, weight)
+        found = self._store.get(key, weight)
         return Hit(found.kv, found.tier) if found is not None else None
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -249,28 +246,3 @@ class NullStore(KVStore):
 
     def close(self) -> None:
         return
-
-
-# Not an argument of `open`: every store would have to pass it on, and only remote tiers need it.
-_lookups: ContextVar[LookupBudget | None] = ContextVar("ragcachekit_lookup_budget", default=None)
-
-
-class LookupBudget:
-    """Seconds that one plan has waited for each remote service."""
-
-    def __init__(self) -> None:
-        self.spent: defaultdict[object, float] = defaultdict(float)
-
-    @staticmethod
-    def current() -> LookupBudget | None:
-        """That of the plan whose look-ups this thread does."""
-        return _lookups.get()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Count the look-ups of this thread inside the ``with`` block."""
-        token = _lookups.set(self)
-        try:
-            yield
-        finally:
-            _lookups.reset(token)

@@ -84,15 +84,6 @@ def entry_name(key: KVKey) -> str:
     return f"{hashed(key.namespace)}-{key.digest()}.safetensors"
 
 
-def check_storable(kv: ChunkKV) -> None:
-    """Raise TypeError for KV of a dtype without a safetensors name."""
-    for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
-        if tensor.dtype not in _NAMES:
-            raise TypeError(
-                f"KV of {tensor.dtype} cannot be stored; cast it to one of {', '.join(map(str, _NAMES))}"
-            )
-
-
 # -- header ----------------------------------------------------------------------------------------------
 
 
@@ -130,7 +121,10 @@ class EntryHeader:
 
 def encode_entry(key: KVKey, kv: ChunkKV) -> list[memoryview]:
     """The bytes of an entry, in parts: the header, then each tensor. TypeError for a dtype without a name."""
-    check_storable(kv)
+    for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
+        if tensor.dtype not in _NAMES:
+            known = ", ".join(map(str, _NAMES))
+            raise TypeError(f"KV of {tensor.dtype} cannot be stored; cast it to one of {known}")
     sums = dict(sorted(kv.sums.items()))
     layers = [(_bytes(k), _bytes(v)) for k, v in zip(kv.keys, kv.values, strict=True)]
     recorded = [_bytes(tensor) for tensor in sums.values()]

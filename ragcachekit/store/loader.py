@@ -159,18 +159,18 @@ class LoadingKV:
 
     def _read(self, number: int) -> Pair:
         load = self.load
-        if number < len(load.pairs):
+        if number < len(load.pairs) or load.complete:  # then an IndexError
             return load.pairs[number]
         started_at = time.perf_counter()
         there = load.changed.wait_for(
-            lambda: number < len(load.pairs) or load.error is not None,
+            lambda: number < len(load.pairs) or load.complete or load.error is not None,
             max(0.0, self._until - time.monotonic()),
         )
         if not there:
             with load.changed:
                 load.late(load, self._seconds)
         self.waited += time.perf_counter() - started_at
-        if number >= len(load.pairs):
+        if number >= len(load.pairs) and not load.complete:
             raise LoadFailed(frozenset([self.key]), load.error or self._late)
         return load.pairs[number]
 
@@ -249,9 +249,7 @@ class Loader:
     def open(self, key: KVKey, weight: float = 1.0) -> Hit | None:
         """The entry in the store; its layers are read after :meth:`begin`, for a whole prompt at once."""
         opened = self._opened(key, weight)
-        if opened is None or isinstance(opened, Found):
-            return Hit(opened.kv, opened.tier) if opened is not None else None
-        return Hit(opened, opened.tier)
+        return opened and Hit(opened.kv if isinstance(opened, Found) else opened, opened.tier)
 
     def begin(self, handles: Iterable[LoadingKV]) -> None:
         """Read these for one request; those of earlier requests are read first."""

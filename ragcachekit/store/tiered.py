@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ragcachekit.store.base import Found, KVStore, LayerSource, NullStore, Store
 from ragcachekit.store.eviction import open_eviction
 from ragcachekit.store.memory import Cost, GpuStore, HostStore
 from ragcachekit.store.quantised import QuantisedStore
-from ragcachekit.threads import Condition, refuse_after_fork
+from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 
@@ -70,57 +71,15 @@ def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, KVStor
         budget = default_disk_bytes(path) if config.disk_bytes is None else config.disk_bytes
         yield "disk", DiskStore(path, budget, quotas=quotas)
     if config.redis_url is not None:
-        from ragcachekit.store.redis_store import RedisStore
+        from ragcachekit.store.backends import RedisStore
 
         limits: dict[str, Any] = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
         yield "redis", RedisStore(config.redis_url, key=config.remote_key, **limits)
     if config.bulk_url is not None:
-        from ragcachekit.store.fsspec_store import FsspecStore
+        from ragcachekit.store.backends import FsspecStore
 
         more: dict[str, Any] = {"deadline": config.bulk_deadline, "quotas": quotas}
         yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, key=config.remote_key, **more)
-
-
-class InFlightMoves:
-    """Moves between tiers; one that began before a drop ended is refused.
-
-    Moves never wait; a drop waits for those that run.
-    """
-
-    def __init__(self) -> None:
-        self._changed = Condition()
-        refuse_after_fork(self)
-        self._moving = self._dropping = self._dropped = 0
-
-    def now(self) -> int:
-        """The number to take before an entry is read, for :meth:`move`."""
-        return self._dropped
-
-    @contextmanager
-    def move(self, since: int) -> Iterator[bool]:
-        """Whether an entry that was read after ``since`` may be written into another tier."""
-        with self._changed:
-            may = not self._dropping and self._dropped == since
-            self._moving += may
-        try:
-            yield may
-        finally:
-            with self._changed:
-                self._moving -= may
-                self._changed.notify_all()
-
-    @contextmanager
-    def drop(self) -> Iterator[None]:
-        """A block in which tiers forget and nothing moves."""
-        with self._changed:
-            self._dropping += 1
-        try:
-            self._changed.wait_for(lambda: not self._moving)
-            yield
-        finally:
-            with self._changed:
-                self._dropping -= 1
-                self._dropped += 1
 
 
 class TieredStore(KVStore):
@@ -129,7 +88,7 @@ class TieredStore(KVStore):
     A put goes to every tier but the ``hot`` ones. What a tier evicts is handed down to the next one, unless
     that has it (RAGCache section 5.1: swap out only once). Nothing is handed down to a ``shared`` tier, where
     another process may have forgotten it, and no hit is copied into a ``remote`` one, which would wait for
-    its service. Nothing moves while a forget runs.
+    its service. Nothing moves while a forget runs, nor what was read before it ended.
 
     Parameters
     ----------
@@ -143,10 +102,13 @@ class TieredStore(KVStore):
     def __init__(self, tiers: Sequence[KVStore], *, hot: int = 0) -> None:
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
-        self._moves = InFlightMoves()
+        self._lock = RLock()  # around moves, and around forgetting in every tier
+        self._is_forgetting = False
+        self._forgets = 0
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        since = self._moves.now()
+        since = self._forgets
         for place, tier in enumerate(self._tiers):
             found = tier.get(key, weight)
             if found is not None:
@@ -156,7 +118,7 @@ class TieredStore(KVStore):
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`; a slow tier's entry is copied into the faster ones after reading."""
-        since = self._moves.now()
+        since = self._forgets
         for place, tier in enumerate(self._tiers):
             opened = tier.open(key, weight)
             if isinstance(opened, Found):
@@ -208,9 +170,15 @@ class TieredStore(KVStore):
         def drop(tier: KVStore) -> None:
             dropped.update(tier.drop(namespace, chunk_ids))
 
-        with self._moves.drop(), ExitStack() as every:  # which goes on where a tier raises
-            for tier in reversed(self._tiers):
-                every.callback(drop, tier)
+        self._is_forgetting = True  # moves that come now do not wait for it
+        with self._lock:
+            try:
+                with ExitStack() as every:  # which goes on where a tier raises
+                    for tier in reversed(self._tiers):
+                        every.callback(drop, tier)
+            finally:
+                self._forgets += 1
+                self._is_forgetting = False
         return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -237,13 +205,15 @@ class TieredStore(KVStore):
 
     def _move(self, place: int, key: KVKey, kv: ChunkKV, since: int) -> None:
         """Write what another tier returned after ``since`` into tier ``place``, unless it is there."""
-        with self._moves.move(since) as may:
-            if may and key not in self._tiers[place]:
+        if self._is_forgetting:
+            return
+        with self._lock:
+            if self._forgets == since and key not in self._tiers[place]:
                 self._admit(place, key, kv)
 
     def _admit(self, place: int, key: KVKey, kv: ChunkKV) -> bool:
         """Write into tier ``place``; evicted entries are handed down."""
-        since = self._moves.now()
+        since = self._forgets
         kept, evicted = self._tiers[place].admit(key, kv)
         if place + 1 < len(self._tiers) and not self._tiers[place + 1].shared:
             for other, other_kv in evicted:

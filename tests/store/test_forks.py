@@ -17,7 +17,7 @@ from store_kit import contents, key_of, kv_of
 from ragcachekit.errors import Closed
 from ragcachekit.background import BackgroundWorker
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.fsspec_store import FsspecStore
+from ragcachekit.store.backends import FsspecStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.tiered import TieredStore

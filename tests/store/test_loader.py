@@ -424,12 +424,6 @@ def test_the_interpreter_can_go_in_the_middle_of_a_load(request):
     assert (done.returncode, done.stdout.split()) == (0, ["leaving", "False"]), done.stderr
 
 
-@pytest.mark.parametrize("options", [{"threads": 0}, {"deadline": 0}, {"bytes_in_flight": 0}])
-def test_bad_settings(options):
-    with pytest.raises(ValueError, match="at least 1"):
-        Loader(HostStore(1), **options)
-
-
 def test_real_files_are_read_layer_by_layer(closing, tmp_path):
     disk = DiskStore(tmp_path, 1 << 20)
     for number in range(3):

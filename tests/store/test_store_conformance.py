@@ -13,9 +13,9 @@ import torch
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
+from ragcachekit.store.backends import FsspecStore
 from ragcachekit.store.base import KVStore, NullStore
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.fsspec_store import FsspecStore
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore, open_store
 from ragcachekit.types import KVKey
