@@ -22,7 +22,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.model.weights import load_model
 from ragcachekit.retrieval.index import VectorIndex, open_index
 
 AFTER, SPECULATIVE, WRONG = WAYS = ("after the search", "speculative", "always wrong")

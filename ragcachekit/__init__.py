@@ -21,9 +21,8 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
-    from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.engine.request import Request
+    from ragcachekit.engine.request import Request, agenerate, astream, to_thread
     from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
@@ -83,8 +82,7 @@ __all__ = [
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
     "ragcachekit.plan.companions": ("Neighbours", "PrecedingChunks", "SimilarChunks"),
-    "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
-    "ragcachekit.engine.request": ("Request",),
+    "ragcachekit.engine.request": ("Request", "agenerate", "astream", "to_thread"),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),

@@ -64,7 +64,7 @@ class ModelCheck:
 def check(model: Any) -> ModelCheck:
     """Check a loaded model."""
     from ragcachekit.engine.admission import admit
-    from ragcachekit.model.rope.probe import describe_rope
+    from ragcachekit.model.rope import describe_rope
 
     family = type(model).__name__
     try:

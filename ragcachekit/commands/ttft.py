@@ -25,7 +25,7 @@ from ragcachekit.commands.shapes import corpus_prompt, dtype_named, random_model
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.check import tolerance_for
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.model.weights import load_model
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore

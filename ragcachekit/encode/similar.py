@@ -11,10 +11,8 @@ from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.linker import link
 from ragcachekit.forward.rows import AttentionSums
 from ragcachekit.model.encoding import AverageEncoding, Encoding, NeighbourEncoding
-from ragcachekit.model.extract import Stretch, extract
-from ragcachekit.model.kv import SENSITIVITY, ChunkKV
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, Stretch, extract
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.encodings import system_encoding
 from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
 from ragcachekit.plan.lookup import Fetch

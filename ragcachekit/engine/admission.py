@@ -20,7 +20,7 @@ from ragcachekit.forward.check import compare, tolerance_for
 from ragcachekit.forward.linker import link
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.reports import LinkReport
 

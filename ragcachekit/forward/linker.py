@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import AttentionObserver
 from ragcachekit.store.base import Pair
@@ -257,7 +257,7 @@ def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> tuple[MakeLaye
     tokens, pieces = len(plan.token_ids), plan.pieces
     places = Places(tuple(Place(p.start, p.tokens, p.kv.start is not None) for p in pieces))
     stored = StoredLayers({id(p.kv): p.kv for p in pieces}, device)
-    shapes, turns = pieces[0].kv.shapes, rope.turns.on(device, tokens)
+    shapes, turns = pieces[0].kv.shapes, rope.turns_on(device, tokens)
 
     def make(index: int) -> Pair:
         layer = stored.take(index)

@@ -24,7 +24,7 @@ from ragcachekit.forward.linker import (
     link,
 )
 from ragcachekit.forward.rows import OwnRows, own_entries
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.apply_selection import apply_selection
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.request import PromptRequest

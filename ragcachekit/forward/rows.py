@@ -12,9 +12,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
 from ragcachekit.model.encoding import InPromptEncoding
-from ragcachekit.model.extract import Stretch, extract
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.kv import ChunkKV, Stretch, extract
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import LayerwisePolicy

@@ -18,8 +18,8 @@ from ragcachekit.forward.prefill import Replan
 from ragcachekit.forward.rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.options import effective, end_tokens, uses_beams
 from ragcachekit.generate.run import DecodingLoop, FirstScores, Generated, StopStrings, run_generate
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.kv import KVLayout
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 
 _OF_GENERATE = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}

@@ -31,7 +31,7 @@ from ragcachekit.generate.options import (
     uses_beams,
     without_refused_defaults,
 )
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.reports import Answer, GenerateReport, LinkReport
 from ragcachekit.store.loader import LoadFailed

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.model.layout import one_token_cache
+from ragcachekit.model.kv import one_token_cache
 
 MAX_DRIFT = 16.0  # largest factor by which observations scale the estimates, up or down
 BUDGET_SECONDS = 1.5  # approximate time of a measurement; slow models are measured at fewer tokens

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
 

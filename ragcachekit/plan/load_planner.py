@@ -201,6 +201,11 @@ class LoadPath:
         coming = [Candidate.of(kv, ()) for kv in self.source.coming(keys())]
         return not coming or self.planner.hides(coming, *rows())
 
+    def learn(self, kept: int, computed: int, seconds: float | None) -> None:
+        """Record how long a prefill over ``kept`` rows took, if that is known and it waited for no loads."""
+        if self.planner is not None and seconds is not None:
+            self.planner.observe_prefill(kept, computed, seconds)
+
     def follow(self, skipped: Sequence[KVKey], loaded_bytes: int) -> None:
         """Load what was computed instead, which keeps the measured speed current; measure prefills once."""
         if skipped:

@@ -8,8 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
-from ragcachekit.model.kv import SENSITIVITY
-from ragcachekit.model.layout import KVLayout, misfit
+from ragcachekit.model.kv import SENSITIVITY, KVLayout, misfit
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.plan.variants import RENEW_ABOVE, StoredAverages, VariantPool, weight_at

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.model.identity.guard import ModelGuard
+from ragcachekit.model.identity import ModelGuard
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.companions import Companions, LastPrompts, Neighbours
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings
 from ragcachekit.plan.link_plan import LinkPlan, Missing

@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.kv import ChunkKV, KVLayout
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.prefix_tree.base import BLOCK, Match, Root, Step, blocks_of, text_step

@@ -20,7 +20,7 @@ from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import link_ahead
 from ragcachekit.generate.options import end_tokens
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.plan import make_plan
 from ragcachekit.plan.planner import Planner

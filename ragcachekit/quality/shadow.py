@@ -20,7 +20,7 @@ from ragcachekit.config import ShadowConfig
 from ragcachekit.errors import Cancelled
 from ragcachekit.generate.options import effective
 from ragcachekit.generate.run import FirstScores, answer_of, run_generate
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, plain_plan
 from ragcachekit.plan.request import PromptRequest
 from ragcachekit.policies.registry import open_policy

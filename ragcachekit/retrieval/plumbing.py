@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -124,8 +123,8 @@ class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
     ``rules`` are those of the retriever's framework. ``text`` gives the text of a document, ``source`` the
-    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``folder`` keeps the results
-    of an index of one's own over a restart. ValueError or TypeError for bad settings.
+    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``index`` is one's own, which
+    is followed; its folder keeps the results. ValueError or TypeError for bad settings.
     """
 
     def __init__(
@@ -143,12 +142,14 @@ class RetrieverCache(CachedRetrieval[Document]):
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
-        folder: Path | None = None,
+        index: DocumentIndex | None = None,
     ) -> None:
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
-        keys = ProximityCache(capacity, tolerance, metric or "cosine", eviction, ttl=ttl)
-        self._store = None if folder is None else JsonStore(folder)
+        metric = metric or ("cosine" if index is None else index.metric)
+        keys = ProximityCache(capacity, tolerance, metric, eviction, ttl=ttl)
+        path = None if index is None else index.path
+        self._store = None if path is None else JsonStore(path / "questions")
         saved = None if self._store is None else SavedEntries(self._store, to_json, from_json)
         super().__init__(keys, _text_of(text), guard=guard, saved=saved)
         self.partitioner = Partitioner(rules, partition, version)
@@ -157,6 +158,8 @@ class RetrieverCache(CachedRetrieval[Document]):
         self._followed: WeakKeyDictionary[DocumentIndex, Hashable] = WeakKeyDictionary()
         if cache is not None:
             cache.add_query_cache(self)
+        if index is not None:
+            self.follow(index)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -249,7 +249,9 @@ class Loader:
     def open(self, key: KVKey, weight: float = 1.0) -> Hit | None:
         """The entry in the store; its layers are read after :meth:`begin`, for a whole prompt at once."""
         opened = self._opened(key, weight)
-        return opened and Hit(opened.kv if isinstance(opened, Found) else opened, opened.tier)
+        if opened is None:
+            return None
+        return Hit(opened.kv if isinstance(opened, Found) else opened, opened.tier)
 
     def begin(self, handles: Iterable[LoadingKV]) -> None:
         """Read these for one request; those of earlier requests are read first."""

@@ -50,7 +50,7 @@ def test_a_model_that_would_answer_otherwise_is_wrong(command, monkeypatch):
 def test_the_second_look_sees_what_the_model_does():
     """The comparison must fail when the linked cache is not what the model computed."""
     from ragcachekit.model.kv import ChunkKV
-    from ragcachekit.model.pretrained import load_model
+    from ragcachekit.model.weights import load_model
     from ragcachekit.store.memory import HostStore
 
     model, _ = load_model(READER, "cpu")

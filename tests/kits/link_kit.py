@@ -15,8 +15,7 @@ from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.linker import link
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope, describe_rope
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.plan.lookup import Fetch

@@ -9,7 +9,7 @@ import torch
 from link_kit import described, plan_of
 from ragcachekit.forward.linker import assemble
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.rotation import LayerRope, Rope
+from ragcachekit.model.rope import LayerRope, Rope
 from ragcachekit.plan.link_plan import Piece
 
 CPU = torch.device("cpu")

@@ -31,7 +31,7 @@ from ragcachekit.commands.calibrate import (
 )
 from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.model.weights import load_model
 from ragcachekit.quality.check import probes
 from ragcachekit.quality.compare import word_f1
 from ragcachekit.quality.records import Calibration, read_calibration

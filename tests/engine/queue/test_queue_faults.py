@@ -44,7 +44,6 @@ def usable(rag: RagCache) -> None:
     assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids == rag.generate(PROMPT, **ASKED).token_ids
     assert rag.queue.drain(LONG)
     assert not rag.queue.runner.runs
-    assert not rag.queue.runner.wanted
     assert not rag.queue.runner.decoder.active
 
 

@@ -347,7 +347,7 @@ def test_answered_requests_are_captured(name, most_held, monkeypatch):
         begin(decoder, rag, EXACT)
         finish(decoder)
         assert (one.generated().own.nbytes == 0) == (most_held == 0)
-        rag.after_answer.follow_up(one.generated())
+        rag.after_answer.keep(one.generated())
         rag.flush()
         answer = rag.generate(again, max_new_tokens=8, do_sample=False)
         assert answer.report.link.exact_tokens >= 67
