@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import RLock
@@ -161,15 +161,16 @@ def _content(cache: str | None) -> tuple[CacheFolder, list[Path]]:
     return folder, tiers
 
 
-def _forget(tier: Path, namespaces: Iterable[str]) -> int:
-    """Delete the entries of these namespaces and all damaged ones; returns their number."""
+def _forget(tier: Path, namespaces: Collection[str]) -> int:
+    """Delete the entries of these namespaces, damaged ones if DAMAGED is among them; returns their number."""
     from ragcachekit.prefix_tree.disk import Dropped, TreeDisk
-    from ragcachekit.store.disk import DiskStore
+    from ragcachekit.store.disk import DiskStore, repair
 
     with closing(DiskStore(tier, sys.maxsize)) as store:  # any smaller budget would evict on opening
         # A tree informs processes that hold some of it in memory.
         tree = TreeDisk(store, RLock(), lambda *_: Dropped([], 0, None)) if _is_tree(tier) else None
-        return sum((tree or store).forget(namespace, None) for namespace in namespaces)
+        gone = sum((tree or store).forget(namespace, None) for namespace in namespaces)
+    return gone + (len(repair(tier).damaged) if DAMAGED in namespaces else 0)
 
 
 def _is_tree(tier: Path) -> bool:

@@ -156,7 +156,7 @@ def refuse(path, *_, **__):
 
 
 def test_damaged_entries_are_counted_apart_and_cleared(command, folder):
-    (folder / "kv" / f"{'0' * 64}.safetensors").write_bytes(b"no entry")
+    (folder / "kv" / f"{'0' * 32}-{'0' * 64}.safetensors").write_bytes(b"no entry")
     assert held(folder) == {DAMAGED: 1, "acme": 2, "other": 1}
     command("cache", "clear", "--cache", folder, "--yes")
     assert held(folder) == {}

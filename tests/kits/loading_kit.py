@@ -21,7 +21,7 @@ class Source:
 
     def __init__(self, store: SlowStore, key: KVKey, kv: ChunkKV) -> None:
         self._store, self._key, self._kv = store, key, kv
-        self.tokens, self.layers = kv.tokens, kv.layers
+        self.nbytes, self.tokens, self.layers = kv.nbytes, kv.tokens, kv.layers
         self._next, self._busy = 0, threading.Lock()
         self.closed = False
 

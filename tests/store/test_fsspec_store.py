@@ -421,14 +421,14 @@ def test_writers_of_one_folder_keep_each_to_its_own_budget(tmp_path: Path) -> No
     for number in range(6):
         assert one.put(key_of(number, namespace="one"), kv_of(number))
         assert two.put(key_of(number, namespace="two"), kv_of(number))
-    assert [one.stats()[0].nbytes, two.stats()[0].nbytes] == [3 * ONE] * 2
+    assert [one.stats()[0].entries, two.stats()[0].entries] == [3, 3]
     assert len(files(tmp_path)) == 6
     found = one.get(key_of(5, namespace="two"))
     assert found is not None
     assert contents(found.kv) == contents(kv_of(5))
-    assert one.stats()[0].nbytes == 3 * ONE, "what another process wrote evicts nothing of ours"
+    assert one.stats()[0].entries == 3, "what another process wrote evicts nothing of ours"
     third = opened(tmp_path, 3 * ONE)
-    assert third.stats()[0].nbytes == sum(path.stat().st_size for path in files(tmp_path)) == 3 * ONE
+    assert third.stats()[0].nbytes == sum(path.stat().st_size for path in files(tmp_path)) <= 3 * ONE
 
 
 def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -14,7 +14,7 @@ from ragcachekit.store.base import Evicted, Found
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore
-from ragcachekit.store.tiered import InFlightMoves, TieredStore
+from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, key_of, kv_of
 
@@ -173,30 +173,31 @@ def test_a_hit_below_a_remote_tier_asks_it_once(quantised: bool) -> None:
     assert redis.stats()[0].entries == 1
 
 
-def test_a_forget_waits_for_moves_and_refuses_what_was_read_before() -> None:
-    moves, order = InFlightMoves(), []
-    since = moves.now()
+class Held(HostStore):
+    """A fast tier in which writing an entry takes until it is let go."""
 
-    def forget() -> None:
-        with moves.drop():
-            order.append("forgotten")
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.began, self.go_on = Event(), Event()
 
-    def refused() -> bool:
-        with moves.move(moves.now()) as may:
-            return not may
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        self.began.set()
+        assert self.go_on.wait(60)
+        return super().admit(key, kv)
 
-    with ThreadPoolExecutor(1) as threads:
-        with moves.move(moves.now()) as may:
-            assert may
-            forgetting = threads.submit(forget)
-            while not refused():  # until the forget has begun
-                os.sched_yield()
-            order.append("moved")
-        forgetting.result(60)
-    assert order == ["moved", "forgotten"]
-    assert not refused()
-    with moves.move(since) as may:
-        assert not may
+
+def test_a_forget_waits_for_a_move() -> None:
+    fast, slow = Held(9 * ONE), HostStore(9 * ONE)
+    store = TieredStore([fast, slow])
+    slow.put(KEY, kv_of(1))
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit(store.get, KEY)
+        assert fast.began.wait(60)
+        forgetting = threads.submit(store.forget, "acme/docs")
+        fast.go_on.set()
+        assert reading.result(60) is not None
+        assert forgetting.result(60) == 1
+    assert KEY not in fast
 
 
 class CannotForget(HostStore):
