@@ -14,8 +14,7 @@ from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import GenerateCall
 from ragcachekit.forward.rows import captured, turn_of, with_answer
 from ragcachekit.generate.run import FirstScores, Generated
-from ragcachekit.plan.link_plan import LinkPlan, Missing
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.threads import Condition
 from ragcachekit.types import Ids, KVKey

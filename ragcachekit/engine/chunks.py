@@ -17,7 +17,6 @@ from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.plan.planner import MODEL_CHANGED
-from ragcachekit.plan.prefetch_keys import is_chunk_id
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
@@ -61,12 +60,11 @@ class Chunks:
     ) -> None:
         """Begin to load chunks from slow tiers, in the background."""
         since = self._parts.forgets.now()
-        chunks = strings(chunks, "chunks")
-        texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
+        texts = strings(chunks, "chunks")
         self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
         if policy.reads_cache:
-            find, given = self._planner.prefetch_keys, chunks
-            self._parts.loads.prefetch(lambda: find(given, namespace, policy, system))
+            find = self._planner.prefetch_keys
+            self._parts.loads.prefetch(lambda: find(texts, namespace, policy, system))
 
     def encode(
         self,

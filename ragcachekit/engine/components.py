@@ -28,12 +28,9 @@ from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours, by_namespace
-from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.load_planner import LoadPath
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.planner import Planner
-from ragcachekit.plan.prefix_match import PrefixMatcher
-from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
@@ -159,13 +156,11 @@ class EngineComponents:
             neighbours=by_namespace(settings.neighbours, settings.namespace),
             same_source=settings.companions == "same-source",
             fetch=lambda: Fetch(loads.source, loads.planner, layout=layout),
-            tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
+            tree=self.tree,
+            layout=layout,
         )
         encodings, unchanged = self.planner.encodings(self.policy), self.planner.unchanged
-        if encodings.name == IN_PROMPT:
-            recall(self.planner.variants, self.store, self.fingerprint)
-        if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
-            self.planner.variants.averages.recall(self.store.keys())
+        self.planner.recall(self.policy)
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")

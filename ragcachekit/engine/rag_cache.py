@@ -48,8 +48,7 @@ from ragcachekit.generate.options import (
 )
 from ragcachekit.model.weights import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
-from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
@@ -421,7 +420,7 @@ class RagCache:
         Parameters
         ----------
         chunks : iterable of str
-            Chunk texts, or ids as :meth:`encode` returned them.
+            Chunk texts.
         system : str, optional
             Text before the prompt's first chunk, for encoders that need it; default is the last one used in
             the namespace.

@@ -24,7 +24,7 @@ from ragcachekit.threads import Condition
 
 if TYPE_CHECKING:  # importing this file, as astream does, should not import torch
     from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
-    from ragcachekit.plan.request import Estimator, PromptRequest
+    from ragcachekit.plan.link_plan import Estimator, PromptRequest
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

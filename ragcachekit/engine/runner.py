@@ -19,8 +19,7 @@ from ragcachekit.forward.prefill import Replan
 from ragcachekit.forward.rows import own_entries
 from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.run import FirstScores, Generated, answer_of
-from ragcachekit.plan.link_plan import LinkPlan, plain_plan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, plain_plan
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.types import KVKey
 

@@ -25,9 +25,7 @@ from ragcachekit.forward.linker import (
 )
 from ragcachekit.forward.rows import OwnRows, own_entries
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.apply_selection import apply_selection
-from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection
 from ragcachekit.policies.base import (
     AttentionObserver,
     GuidedPolicy,
