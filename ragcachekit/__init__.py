@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-    from ragcachekit.retrieval.calibrate import calibrate
+    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
+    from ragcachekit.retrieval.distances import calibrate
     from ragcachekit.retrieval.documents import DocumentIndex
     from ragcachekit.retrieval.partition import bypass_query_cache
     from ragcachekit.retrieval.proximity import ProximityCache
-    from ragcachekit.retrieval.saved import SavedEntries
 
 __version__ = "0.1.0"
 __all__ = [
@@ -87,12 +86,11 @@ _LAZY = {
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
     "ragcachekit.json_store": ("JsonStore",),
-    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval",),
-    "ragcachekit.retrieval.calibrate": ("calibrate",),
+    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval", "SavedEntries"),
+    "ragcachekit.retrieval.distances": ("calibrate",),
     "ragcachekit.retrieval.documents": ("DocumentIndex",),
     "ragcachekit.retrieval.partition": ("bypass_query_cache",),
     "ragcachekit.retrieval.proximity": ("ProximityCache",),
-    "ragcachekit.retrieval.saved": ("SavedEntries",),
 }
 
 

@@ -129,7 +129,10 @@ class JsonStore:
         opened: tuple[int, sqlite3.Connection] | None = getattr(self._local, "opened", None)
         if opened is None or opened[0] != os.getpid():
             path = self.folder / DATABASE
-            OpenFile(path, os.O_RDWR | os.O_CREAT).close()  # SQLite's own would have the umask's mode
+            # SQLite's own would have the umask's mode. Never opened where it exists: closing would drop the
+            # locks of this process's other connections, and SQLite would lose what other processes wrote.
+            with suppress(FileExistsError):
+                OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL).close()
             database = sqlite3.connect(path, timeout=_SECONDS_TO_LOCK, isolation_level=None)
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")

@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from benchmarks.query_cache.workload import Workload
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-from ragcachekit.retrieval.candidates import FACTOR
 from ragcachekit.retrieval.index import open_index
 from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.plumbing import FACTOR
 from ragcachekit.retrieval.proximity import ProximityCache
 
 SWEEP = "sweep"

@@ -261,7 +261,7 @@ class RagCacheRetriever(BaseRetriever):
         question, partitioner = (search.query, search.config), self._retrieval.partitioner
         if search.own is not None:
             name, where = self._retrieval.follow(search.own.index), search.arguments.get("filter")
-            return partitioner.of_own_index(self._namespace, name, where, question)
+            return partitioner.of_own_index(self._namespace, search.own.k, name, where, question)
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
             values = search.config.get("configurable") or {}

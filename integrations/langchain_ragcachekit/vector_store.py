@@ -32,7 +32,7 @@ class RagCacheVectorStore(VectorStore):
     embedding : Embeddings
         Embeds documents and questions.
     index, metric, path, **options
-        Those of :class:`ragcachekit.DocumentIndex`: ``faiss-flat``, ``faiss-ivf`` or ``faiss-hnsw`` (extra
+        Those of :class:`ragcachekit.DocumentIndex`: ``faiss-flat`` or ``faiss-hnsw`` (extra
         ``faiss``), ``hnswlib`` or ``brute``. What the folder ``path`` holds already is opened.
     """
 

@@ -227,7 +227,7 @@ class RagCacheRetriever(BaseRetriever):
         others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
         if own is not None and not any(others.values()):
             name = self._retrieval.follow(own.index)
-            return partitioner.of_own_index(namespace, name, filters_of(self._retriever), (bundle,))
+            return partitioner.of_own_index(namespace, own.k, name, filters_of(self._retriever), (bundle,))
         asked: object = None
         if self._exact and not is_by_embedding(self._retriever, self._embed_model):
             asked = (bundle.query_str, bundle.custom_embedding_strs)

@@ -281,7 +281,7 @@ def _as_registered(parser: PromptParser, prompt: PromptLike, texts: Sequence[str
     try:
         return parser.segment(prompt, scratch)
     finally:
-        parser.registry.clear(scratch)
+        parser.registry.forget(scratch, None)
 
 
 def _chunks(segmentation: Segmentation) -> set[str]:

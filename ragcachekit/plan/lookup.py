@@ -14,8 +14,8 @@ from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, misfit
 from ragcachekit.plan.encodings import VariantPool, Wanted, weight_at
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.prefix_tree.base import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse
 from ragcachekit.store.base import KVStore
@@ -250,13 +250,14 @@ def match_prefix(
     root, match = place[0], _match(tree, *place, layout)
     found = tree.turns.longest(root, token_ids) if not root.regime else None
     if found is not None:
-        stop = _not_inside_a_chunk(min(found.tokens, len(token_ids) - 1), segments)
-        middle = min(max(found.turn.exact, match.tokens), stop)
+        turn, tokens = found
+        stop = _not_inside_a_chunk(min(tokens, len(token_ids) - 1), segments)
+        middle = min(max(turn.exact, match.tokens), stop)
         for start, end, exact in ((match.tokens, middle, True), (middle, stop, False)):
             if start < end:
                 name = chunk_id(token_ids[start:end], root.namespace)
-                past.append(TurnRows(found.turn.rows(start, end), name, exact))
-        ids = found.turn.members | ids if past else ids
+                past.append(TurnRows(turn.rows(start, end), name, exact))
+        ids = turn.members | ids if past else ids
     return PrefixMatch(match, (time.perf_counter() - started_at) * 1e3, tuple(past), ids, epoch)
 
 

@@ -15,7 +15,7 @@ from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree import knowledge_tree as factory
-from ragcachekit.prefix_tree.base import Root, Step
+from ragcachekit.prefix_tree.nodes import Root, Step
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 

@@ -10,8 +10,8 @@ from typing import Any
 from engine_kit import FOLDER
 from loading_kit import WAIT
 from ragcachekit import RagCache
-from ragcachekit.prefix_tree.base import key_of
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import key_of
 from ragcachekit.store.base import concerns
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.disk_folder import entry_files
