@@ -76,7 +76,7 @@ def test_the_only_writer_does_not_list_the_folder(tmp_path: Path, entries: int, 
     store.close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 1000, None])
+@pytest.mark.parametrize("damage", [b"\xff" * 1000, None])
 def test_without_the_name_of_the_last_writer_the_budget_holds(tmp_path: Path, damage: bytes | None) -> None:
     path = tmp_path / "kv"
     filled(path)
@@ -95,8 +95,7 @@ def test_without_the_name_of_the_last_writer_the_budget_holds(tmp_path: Path, da
     other.close()
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("ids", [None, OURS])
+@pytest.mark.parametrize(("call", "ids"), [("write", None), ("utime", OURS), ("replace", OURS)])
 def test_a_put_under_way_does_not_survive_a_forget(
     tmp_path: Path, call: str, ids: frozenset[str] | None
 ) -> None:
@@ -130,22 +129,6 @@ def test_forgetting_something_else_stops_no_put(
     assert holds(forgetter, 9)
     writer.close()
     forgetter.close()
-
-
-def test_the_budget_holds_when_another_writer_fills_the_folder_meanwhile(tmp_path: Path) -> None:
-    path, put = tmp_path / "kv", list[bool]()
-    filled(path, entries=3)
-    budget = 3 * entry_size(path)
-    ours, theirs = opened(path, budget), opened(path, budget)
-    writing = threading.Thread(target=lambda: put.append(theirs.put(key_of(8), kv_of(8))))
-    with injected(during(path, "write", writing.start)):
-        assert ours.put(key_of(9), kv_of(9))
-        writing.join()
-    assert put == [True]
-    assert [n for n in (0, 1, 2, 8, 9) if holds(ours, n)] == [2, 8, 9]
-    assert agrees_with_files(ours, path)
-    ours.close()
-    theirs.close()
 
 
 def test_orphans_of_the_dead_are_swept_and_files_of_the_living_are_not(tmp_path: Path) -> None:

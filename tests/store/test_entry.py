@@ -128,13 +128,6 @@ def test_sums_come_back_and_are_sealed(tmp_path: Path) -> None:
         raw[at] ^= 1
 
 
-def test_names_beyond_ascii(tmp_path: Path) -> None:
-    key = KVKey("f", 'münchen/"docs"\n\0', "✓", context=("𝕏",))
-    path = written(tmp_path, key, kv_of(1))
-    assert contents(read_entry(path, key)) == contents(kv_of(1))
-    assert read_key(path) == key
-
-
 def test_a_type_that_cannot_be_stored_is_refused() -> None:
     with pytest.raises(TypeError, match=r"complex64.*cast it"):
         encode_entry(key_of(1), kv_of(1, dtype=torch.complex64))
@@ -190,12 +183,6 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path: Path, field: str) -
         read_key(renamed)
     with pytest.raises(EntryDamaged, match="another key"):
         decode_entry(memoryview(image_of(KEY, kv_of(1))), other)
-
-
-def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
-    os.symlink(written(tmp_path, KEY, kv_of(1)), tmp_path / "link")
-    with pytest.raises(OSError, match="link"):
-        read_entry(tmp_path / "link", KEY)
 
 
 def test_the_key_is_read_from_the_first_bytes() -> None:
@@ -346,7 +333,7 @@ VALUES = st.recursive(
 
 
 @settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

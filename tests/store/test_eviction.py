@@ -9,10 +9,7 @@ import pytest
 
 from ragcachekit.store.eviction import (
     HIT,
-    MISS,
-    POLICIES,
     Access,
-    EvictionPolicy,
     FrequencyReuse,
     Gdsf,
     Lfu,
@@ -184,13 +181,6 @@ def test_any_sequence_evicts_whom_the_definition_says(case, seed):
     assert left > 50
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_name_opens_its_own_policy(name):
-    policy = open_eviction(name)
-    assert isinstance(policy, EvictionPolicy)
-    assert open_eviction(name) is not policy, "a clock belongs to one tier"
-
-
 def test_a_number_behind_the_name_is_the_window():
     record_of = {}
     for name in ("pgdsf:2", "pgdsf:100"):
@@ -233,24 +223,6 @@ def test_pgdsf_keeps_what_is_dear_to_compute():
     assert ranking.lowest() == "dear"
 
 
-def test_pgdsf_without_any_cost_is_gdsf():
-    pgdsf, gdsf = Ranking(Pgdsf(10_000)), Ranking(Gdsf(10_000))
-    draw = random.Random(5)
-    for _ in range(500):
-        item = draw.choice(ITEMS)
-        for ranking in (pgdsf, gdsf):
-            ranking.add(item, 1, access=MISS)
-        if len(gdsf) > 6:
-            assert pgdsf.evict() == gdsf.evict()
-
-
-def test_an_unknown_cost_counts_as_the_average_of_the_known():
-    ranking = Ranking(Pgdsf())
-    for item, seconds in (("a", 1.0), ("b", 4.0), ("c", 0.0)):
-        ranking.add(item, 1, access=Access(False, seconds, 10))
-    assert ranking.record("c").priority == pytest.approx(2.5)
-
-
 def test_an_old_favourite_leaves_in_the_end_but_not_under_lfu():
     left = {}
     for name in ("lru", "lfu", "gdsf", "pgdsf", "f_r:50"):
@@ -264,11 +236,3 @@ def test_an_old_favourite_leaves_in_the_end_but_not_under_lfu():
                 ranking.evict()
         left[name] = "old" not in ranking
     assert left == {"lru": True, "lfu": False, "gdsf": True, "pgdsf": True, "f_r:50": True}
-
-
-def test_uses_without_worth_go_first():
-    ranking = Ranking(FrequencyReuse())
-    ranking.add("useless", 1, access=Access(weight=0.0))
-    ranking.add("useful", 1, access=Access(weight=0.01))
-    ranking.touch("useless", Access(weight=0.0))
-    assert ranking.evict() == "useless"

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from loading_kit import WAIT, Gate, SlowStore, start
+from loading_kit import WAIT, SlowStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.loader import Loader
 from store_kit import key_of, kv_of
@@ -64,32 +64,6 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path):
     loader.release([])
     assert descriptors() == 0
     loader.close()
-
-
-def test_an_entry_that_was_dropped_is_opened_anew(store, loader):
-    opened(loader, 0)
-    kv = start(loader, key_of(0)).kv
-    assert closed(store)[0]
-    assert len(store.sources) == 2
-    assert kv.layer(0)[0].equal(kv_of(0).keys[0])
-    opened(loader, 1)
-    loader.prefetch([key_of(1)])
-    assert loader.flush(WAIT)
-    assert {key.chunk_id for key, _ in store.finished} == {"chunk-0", "chunk-1"}  # by two readers
-
-
-def test_a_handle_dropped_while_its_layer_is_read_is_closed_behind_it():
-    gate = Gate()
-    store = filled(SlowStore(gate), 1)
-    loader = Loader(store)
-    kv = start(loader, key_of(0)).kv
-    assert gate.reached.wait(WAIT)
-    del kv
-    assert closed(store) == [False]
-    gate.open()
-    assert loader.flush(WAIT)
-    loader.close()
-    assert closed(store) == [True]
 
 
 def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(store, loader):

@@ -103,7 +103,7 @@ class RankingMachine(RuleBasedStateMachine):
         assert len(self.policy.left) == self.left
 
 
-RankingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+RankingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestRankingMachine = RankingMachine.TestCase
 
 

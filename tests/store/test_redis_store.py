@@ -108,13 +108,6 @@ def test_a_full_server_that_does_not_evict_refuses(server: RedisServer, caplog: 
     assert store.get(key_of(1)) is not None
 
 
-def test_large_entries_are_refused_without_being_failures(server: RedisServer) -> None:
-    store = redis_store(server, entry_bytes=1_000)
-    assert store.put(key_of(1), kv_of(1, tokens=2))
-    assert not store.put(key_of(2), kv_of(2, tokens=20))
-    assert store.stats()[0].failed_writes == 0
-
-
 def test_an_entry_copied_to_another_name_is_a_miss(server: RedisServer) -> None:
     store = redis_store(server)
     mine, theirs = key_of(1), key_of(1, namespace="globex/docs")
@@ -166,19 +159,6 @@ def test_a_dead_server_is_no_error_from_opening_on(
     assert store.get(KEY) is None, "left alone during the cool-down"
     clock.now += 6
     assert store.forget("acme/docs") == 0
-    assert store.put(KEY, kv_of(1))
-    assert store.get(KEY) is not None
-
-
-def test_a_restarted_server_is_used_again_without_a_failure(
-    mortal: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "FAILURES", 1)
-    store = redis_store(mortal)
-    assert store.put(KEY, kv_of(1))
-    mortal.kill()
-    mortal.start()
-    assert store.get(KEY) is None
     assert store.put(KEY, kv_of(1))
     assert store.get(KEY) is not None
 
@@ -384,7 +364,7 @@ class RedisMachine(StoreMachine):
 
 TestRedisMachine = RedisMachine.TestCase
 TestRedisMachine.settings = settings(
-    max_examples=10,
+    max_examples=6,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -51,35 +51,6 @@ def test_memory_keys_are_those_in_memory(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_one_tier_refuses_another_keeps(tmp_path: Path) -> None:
-    store = TieredStore([HostStore(ONE - 1), DiskStore(tmp_path / "kv", 1 << 20)])
-    assert store.put(KEY, kv_of(1)) is True
-    found = store.get(KEY)
-    assert found is not None
-    assert found.tier == "disk"
-    store.close()
-
-
-def test_an_entry_in_both_tiers_is_forgotten_once(tmp_path: Path) -> None:
-    store = TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)])
-    store.put(key_of(1), kv_of(1))
-    store.put(key_of(2), kv_of(2))
-    assert store.forget("acme/docs") == 2
-    assert [s.entries for s in store.stats()] == [0, 0]
-    store.close()
-
-
-def test_a_restart_finds_the_entries_on_disk(tmp_path: Path) -> None:
-    first = TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)])
-    first.put(KEY, kv_of(1, start=0))
-    first.close()
-    second = TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)])
-    found = second.get(KEY)
-    assert found is not None
-    assert (found.tier, contents(found.kv)) == ("disk", contents(kv_of(1, start=0)))
-    second.close()
-
-
 class ForgetsWhileRead(HostStore):
     """A slow tier whose entry is forgotten by another caller just after it was read."""
 
