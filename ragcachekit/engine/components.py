@@ -195,6 +195,9 @@ class EngineComponents:
         wait, given = self.active.wait_for_none, settings.encoder
         parts = self.parser, self.planner, check, self.background, wait
         self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
+        auto = isinstance(self.policy, Auto)
+        resolve = self.auto.resolve if auto else partial(self.budgets.resolve, self.policy)
+        resolve(settings.namespace)  # warns now of what there is to warn of
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
         """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""

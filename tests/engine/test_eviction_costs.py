@@ -6,7 +6,7 @@ import pytest
 
 from engine_kit import chunk, text
 from families import wrapped
-from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
+from ragcachekit import Prompt, RagCache, StoreConfig
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.types import chunk_id
 
@@ -42,17 +42,6 @@ def test_the_chunk_store_keeps_what_is_dear(eviction, source, tmp_path):
         assert rag.stats()[0].evictions == 1
         (used,) = rag.generate(asked(10, 1), max_new_tokens=1).report.link.chunks
     assert used.source == source
-
-
-def test_the_tree_hears_of_the_profile_that_was_measured_later(tmp_path):
-    config = TreeConfig(host_bytes=200 * token_bytes())
-    with engine(tmp_path, store=StoreConfig(host_bytes=0), tree=config, policy="prefix") as rag:
-        costs = []
-        for number in range(6):
-            rag.generate(asked(30, number), max_new_tokens=1)
-            assert rag.flush(60)
-            costs.append(rag.components.loads.cost.seconds(0, 30))
-        assert costs[0] == 0 < costs[-1]
 
 
 def rag_ids(rag: RagCache, segment) -> str:
