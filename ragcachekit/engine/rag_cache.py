@@ -298,7 +298,7 @@ class RagCache:
         request = self.prepare(prompt, **options)
         with self.components.active:
             linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
-        self.components.loads.follow(plan)
+        self.components.loads.follow(plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
         return linked
 
