@@ -10,9 +10,9 @@ from benchmarks.eviction.replay import TREE, Outcome, Plan, Prompt, Tally
 from ragcachekit.config import StoreConfig, TreeConfig
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.prefix_tree.base import Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import open_tree
-from ragcachekit.store.factory import open_store
+from ragcachekit.prefix_tree.nodes import Root, Step
+from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 
 TOKEN_BYTES = 2

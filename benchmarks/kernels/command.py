@@ -24,9 +24,7 @@ def kernels(
     ] = None,
     kernel: Annotated[
         str | None,
-        typer.Option(
-            "--kernels", help="sparse_attention, column_scores, assembly, kv_deviation; default: all."
-        ),
+        typer.Option("--kernels", help="sparse_attention, column_scores, assembly; default: all."),
     ] = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Calls per figure; the median counts.")] = 20,
     device: Device = None,

@@ -11,8 +11,8 @@ import torch
 from benchmarks.store.bookkeeping import micros_row
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import Root, Step
 from ragcachekit.store.eviction import open_eviction
 
 DOCUMENTS = 10

@@ -95,8 +95,8 @@ class SavedEntries(Generic[Document]):
     """The entries of one :class:`CachedRetrieval` in a :class:`JsonStore`, so that they outlive the process.
 
     The latest one on a folder keeps its entries there; older ones go on in memory. Only entries with a plain
-    partition (text, a whole number, or a :class:`Partition` of such values) can be saved; the log says once if
-    others stay in memory. Give each configuration (embedder, metric, documents) a store of its own.
+    partition (text, a whole number, or a :class:`Partition` of such values) can be saved; if others stay in
+    memory, the log says so. Give each configuration (embedder, metric, documents) a store of its own.
 
     Parameters
     ----------
