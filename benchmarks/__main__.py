@@ -24,7 +24,7 @@ COMMANDS = {
     "routing": "cluster.routing:routing",
     "serve-routing": "cluster.serve_routing:serve_routing",
     "store": "store.command:store",
-    "eviction": "eviction.command:eviction",
+    "eviction": "eviction.run:eviction",
     "kernels": "kernels.command:kernels",
 }
 
