@@ -23,7 +23,7 @@ COMMANDS = {
     "framework-batches": "framework_batches:framework_batches",
     "routing": "cluster.routing:routing",
     "serve-routing": "cluster.serve_routing:serve_routing",
-    "store": "store.command:store",
+    "store": "store:store",
     "eviction": "eviction.run:eviction",
     "kernels": "kernels.command:kernels",
 }
