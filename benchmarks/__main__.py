@@ -12,8 +12,8 @@ from ragcachekit.commands.console import Commands
 COMMANDS = {
     "demo": "demo.run:demo",
     "serve": "serve.command:serve",
-    "query-cache": "query_cache.command:query_cache",
-    "query-cache-lookup": "query_cache.command:query_cache_lookup",
+    "query-cache": "query_cache.hits:query_cache",
+    "query-cache-lookup": "query_cache.lookups:query_cache_lookup",
     "near-misses": "near_misses.command:near_misses",
     "fidelity": "world.fidelity:fidelity",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",

@@ -68,12 +68,6 @@ def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
     assert message in result.output
 
 
-def test_check_model_needs_a_model(command):
-    result = command("check-model")
-    assert result.exit_code == 2
-    assert "which model" in result.output
-
-
 def test_help_and_version_need_no_torch():
     program = (
         "import sys; from typer.testing import CliRunner; from ragcachekit.commands.app import app; "

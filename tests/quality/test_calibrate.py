@@ -322,7 +322,7 @@ def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Pat
     found = json.loads((tmp_path / "c.json").read_text())
     rows = {row["policy"]: row for row in found["rows"]}
     assert found["bench"] == "calibrate"
-    assert rows["lego:2000"]["kl"] == pytest.approx(0.0, abs=1e-6)  # computes everything too
+    assert rows["lego:2000"]["loss"] == pytest.approx(0.0, abs=1e-6)  # computes everything too
     assert 0.9 < rows["lego:2000"]["ratio_spent"] < 1.0  # all but the exact prefix
     assert rows["reuse"]["decision"] in ("over", "not sure")
     assert sum(row["chosen"] for row in found["rows"]) <= 1
