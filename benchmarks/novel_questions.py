@@ -23,8 +23,8 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport, table
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import CorpusError
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.model.kv import KVLayout
+from ragcachekit.model.weights import load_model
 
 FULL, PREFIX = "full", "prefix"
 TUNED = 8

@@ -14,6 +14,7 @@ import torch
 import typer
 from tqdm.auto import tqdm
 
+from benchmarks.ivf_index import FaissIvfIndex
 from benchmarks.query_cache.workload import Workload, of_dataset
 from benchmarks.serve.workload import Documents, text_documents
 from ragcachekit import RagCache, SpeculativePipeline
@@ -22,8 +23,8 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.pretrained import load_model
-from ragcachekit.retrieval.index import VectorIndex, open_index
+from ragcachekit.model.weights import load_model
+from ragcachekit.retrieval.index import VectorIndex
 
 AFTER, SPECULATIVE, WRONG = WAYS = ("after the search", "speculative", "always wrong")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -69,7 +70,7 @@ def speculation(
         with tqdm(total=len(searched) * questions, unit="question") as bar:
             for share in searched:
                 probes = max(1, round(share * LISTS))
-                index = open_index("faiss-ivf", workload.chunks.shape[1], lists=LISTS, probes=probes)
+                index = FaissIvfIndex(workload.chunks.shape[1], lists=LISTS, probes=probes)
                 index.add(range(len(workload.chunks)), workload.chunks)
                 asker = Asker(TimedEngine(rag), texts, workload, index, results, stages)
                 asker.ask(0, None)

@@ -21,19 +21,17 @@ from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
-    from ragcachekit.engine.asyncio_api import agenerate, astream, to_thread
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.engine.request import Request
+    from ragcachekit.engine.request import Request, agenerate, astream, to_thread
     from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-    from ragcachekit.retrieval.calibrate import calibrate
+    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
+    from ragcachekit.retrieval.distances import calibrate
     from ragcachekit.retrieval.documents import DocumentIndex
     from ragcachekit.retrieval.partition import bypass_query_cache
     from ragcachekit.retrieval.proximity import ProximityCache
-    from ragcachekit.retrieval.saved import SavedEntries
 
 __version__ = "0.1.0"
 __all__ = [
@@ -83,18 +81,16 @@ __all__ = [
 _LAZY = {
     "ragcachekit.cancellation": ("CancelScope",),
     "ragcachekit.plan.companions": ("Neighbours", "PrecedingChunks", "SimilarChunks"),
-    "ragcachekit.engine.asyncio_api": ("agenerate", "astream", "to_thread"),
-    "ragcachekit.engine.request": ("Request",),
+    "ragcachekit.engine.request": ("Request", "agenerate", "astream", "to_thread"),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
     "ragcachekit.json_store": ("JsonStore",),
-    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval",),
-    "ragcachekit.retrieval.calibrate": ("calibrate",),
+    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval", "SavedEntries"),
+    "ragcachekit.retrieval.distances": ("calibrate",),
     "ragcachekit.retrieval.documents": ("DocumentIndex",),
     "ragcachekit.retrieval.partition": ("bypass_query_cache",),
     "ragcachekit.retrieval.proximity": ("ProximityCache",),
-    "ragcachekit.retrieval.saved": ("SavedEntries",),
 }
 
 

@@ -1,18 +1,17 @@
-"""Background work: queues of jobs, and how they wait for requests or leave the processor to them."""
+"""Background work: queues of jobs, and how they leave the processor to requests."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import partial
 from threading import Event, Lock
 from typing import Any, Generic, Protocol, TypeVar
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.errors import Cancelled, Closed
-from ragcachekit.threads import DaemonPool, refuse_after_fork
+from ragcachekit.errors import Cancelled
+from ragcachekit.threads import DaemonPool
 from ragcachekit.threads import Job as PoolJob
 
 log = logging.getLogger(__name__)
@@ -20,17 +19,13 @@ log = logging.getLogger(__name__)
 Job = TypeVar("Job")
 Pause = Callable[[Event], Callable[[], object]]
 
-THREADS = 4
-"""One for each kind of job: rows to keep, chunks to encode, shadow prefills, checks of ``auto``."""
-
 
 class BackgroundWorker:
-    """The background work of one engine: named queues of jobs, on the threads of one pool."""
+    """The background work of one engine: queues of jobs, each with a thread; ``closed`` is set by close."""
 
     def __init__(self) -> None:
-        self._pool = DaemonPool("ragcachekit-background", THREADS)
+        self.closed = Event()
         self._queues: list[JobQueue[Any]] = []
-        self.closed = self._pool.closed
 
     def queue(self, work: Callable[[Job], object], most: int, pause: Pause | None = None) -> JobQueue[Job]:
         """A queue of at most ``most`` jobs, for each of which ``work`` is called; errors are logged.
@@ -38,73 +33,41 @@ class BackgroundWorker:
         ``pause`` makes, for each job, what is called before every layer of its model work. That may delay the
         layer until the event is set, which it is given: the worker is closed.
         """
-        queue = JobQueue(self._pool, work, most, pause)
+        queue = JobQueue(self.closed, work, most, pause)
         self._queues.append(queue)
         return queue
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until no job waits or runs; False if ``timeout`` seconds did not suffice."""
-        return self._pool.flush(timeout)
+        return flush_all([queue.pool.flush for queue in self._queues], timeout)
 
     def close(self) -> None:
         """Cancel running jobs before their next layer, drop the rest; waits as :meth:`DaemonPool.close`."""
-        self._pool.close()
-        with suppress(Closed):  # in a forked child
-            for queue in self._queues:
-                queue.clear()
+        self.closed.set()
+        for queue in self._queues:
+            queue.pool.close()
 
 
 class JobQueue(Generic[Job]):
     """Jobs of one kind, done in order and one at a time; :meth:`BackgroundWorker.queue` makes it."""
 
-    def __init__(
-        self, pool: DaemonPool, work: Callable[[Job], object], most: int, pause: Pause | None
-    ) -> None:
-        self._pool, self._work, self._most, self._pause = pool, work, most, pause
-        self._lock = Lock()
-        self._jobs: deque[Job] = deque()
-        self._running = False
-        refuse_after_fork(self)
+    def __init__(self, closed: Event, work: Callable[[Job], object], most: int, pause: Pause | None) -> None:
+        self.pool = DaemonPool("ragcachekit-background")
+        self._closed, self._work, self._most, self._pause = closed, work, most, pause
 
     @property
     def waiting(self) -> int:
         """Jobs in the queue, without the running one."""
-        return len(self._jobs)
+        return self.pool.waiting
 
     def submit(self, job: Job) -> bool:
         """Queue a job; False if the queue is full, there is no thread, or the worker is closed."""
-        if self._pool.closed.is_set():  # or Closed in a forked child, whose lock may be held
-            return False
-        with self._lock:
-            if len(self._jobs) >= self._most:
-                return False
-            self._jobs.append(job)
-            if not self._running:
-                self._running = self._pool.submit(PoolJob(self._do_next))
-                if not self._running:
-                    self._jobs.pop()
-                    return False
-        return True
+        return self.pool.submit(PoolJob(partial(self._do, job)), self._most)
 
-    def clear(self) -> None:
-        """Drop what waits."""
-        with self._lock:
-            self._jobs.clear()
-
-    def _do_next(self) -> None:
-        try:
-            with self._lock:
-                if not self._jobs:
-                    return
-                job, closed = self._jobs.popleft(), self._pool.closed
-            pause = None if self._pause is None else self._pause(closed)
-            with CancelScope(closed, pause=pause):
-                attempt(self._work, job)
-        finally:  # also where a job ended its thread
-            with self._lock:
-                self._running = bool(self._jobs) and self._pool.submit(PoolJob(self._do_next))
-                if not self._running:
-                    self._jobs.clear()
+    def _do(self, job: Job) -> None:
+        pause = None if self._pause is None else self._pause(self._closed)
+        with CancelScope(self._closed, pause=pause):
+            attempt(self._work, job)
 
 
 def attempt(work: Callable[[Job], object], job: Job) -> None:

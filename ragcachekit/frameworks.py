@@ -2,57 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
-DEFAULT_MAX_TOKENS = 256
+from pydantic import BaseModel, Field, model_validator
+
+from ragcachekit.observers import model_name
+
+__all__ = ["GenerationSettings", "NotPickled", "check_engine", "model_name"]
 
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
-"""A model's settings that :func:`generation_options` takes."""
+
+
+class GenerationSettings(BaseModel):
+    """How every call generates, unless it says otherwise.
+
+    ``namespace`` and ``policy`` are the engine's own if None. A ``temperature`` of None or 0 is greedy;
+    ``top_p`` and ``top_k`` count only when sampling. Answers end before the texts in ``stop``.
+    ``generate_kwargs`` is anything else for transformers' ``generate``.
+    """
+
+    namespace: str | None = None
+    policy: str | None = None
+    max_tokens: int = Field(default=256, gt=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, gt=0)
+    stop: list[str] | None = None
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: dict[str, Any]) -> dict[str, Any]:
+        # "class_name" is what LlamaIndex writes beside the fields when it serialises a component.
+        if unknown := sorted(values.keys() - cls.model_fields.keys() - {"class_name"}):
+            raise ValueError(
+                f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
+                "generate_kwargs={...}, the number of tokens is max_tokens"
+            )
+        return values
+
+    def call_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of ``RagCache.submit``: these settings, overridden for one call."""
+        given = {name: overrides[name] for name in SETTINGS if name in overrides}
+        chosen = GenerationSettings.model_validate({name: getattr(self, name) for name in SETTINGS} | given)
+        options: dict[str, Any] = {
+            name: getattr(chosen, name) or None for name in ("namespace", "policy", "stop")
+        }
+        options |= {"max_new_tokens": chosen.max_tokens, "do_sample": bool(chosen.temperature)}
+        if chosen.temperature:
+            sampling = {name: getattr(chosen, name) for name in ("temperature", "top_p", "top_k")}
+            options |= {name: value for name, value in sampling.items() if value is not None}
+        others = {name: value for name, value in overrides.items() if name not in SETTINGS}
+        return options | self.generate_kwargs | others
+
+
+class NotPickled:
+    """Base of components that hold an engine or an index: pickling raises TypeError.
+
+    LlamaIndex's own components drop what cannot be pickled with a warning, and would fail later.
+    """
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} holds an engine or open files, and cannot be pickled: make one in each "
+            "process"
+        )
 
 
 def check_engine(owner: str, engine: object) -> None:
     """ValueError if ``engine`` is no :class:`ragcachekit.RagCache`, nor something like one."""
-    if not all(callable(getattr(engine, name, None)) for name in ("submit", "count_tokens")):
+    if not all(callable(getattr(engine, name, None)) for name in ("submit", "register", "count_tokens")):
         raise ValueError(f"{owner} needs cache=RagCache(...), got {engine!r}")
-
-
-def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Arguments of a model, as :func:`with_max_tokens`; ValueError for unknown ones."""
-    unknown = sorted(arguments.keys() - set(known) - {"max_new_tokens"})
-    if unknown:
-        raise ValueError(
-            f"unknown arguments {', '.join(unknown)}; options of transformers' generate go into "
-            "generate_kwargs={...}"
-        )
-    return with_max_tokens(arguments)
-
-
-def with_max_tokens(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with ``max_new_tokens`` as ``max_tokens``; ValueError for both."""
-    given = dict(arguments)
-    if "max_new_tokens" in given:
-        if given.get("max_tokens") is not None:
-            raise ValueError("give max_tokens or max_new_tokens, not both")
-        given["max_tokens"] = given.pop("max_new_tokens")
-    return given
-
-
-def generation_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of ``RagCache.submit`` for a model's :data:`SETTINGS`; other settings are passed on.
-
-    A temperature of None or 0 is greedy; ``top_p`` and ``top_k`` count only when sampling.
-    """
-    options = dict(settings)
-    temperature, sampling = options.pop("temperature"), {}
-    for name in ("top_p", "top_k"):
-        if (value := options.pop(name)) is not None:
-            sampling[name] = value
-    options |= {"max_new_tokens": options.pop("max_tokens"), "do_sample": bool(temperature)}
-    return options | {"temperature": temperature, **sampling} if temperature else options
-
-
-def model_name(engine: Any) -> str:
-    """Name or path of the engine's model; its class where it has none."""
-    config = getattr(engine.model, "config", None)
-    return str(getattr(config, "_name_or_path", "") or type(engine.model).__name__)

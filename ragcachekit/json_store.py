@@ -173,9 +173,10 @@ class JsonStore:
             raise OSError(f"cannot open {self.folder}: {error}") from error
 
     def _connect(self) -> Any:
-        OpenFile(
-            self.folder / DBNAME, os.O_RDWR | os.O_CREAT
-        ).close()  # SQLite's own would have the umask's mode
+        # SQLite's own would have the umask's mode. Never opened where it exists: closing it would drop the
+        # locks of this process's other connections, and SQLite would lose what other processes wrote.
+        with suppress(FileExistsError):
+            OpenFile(self.folder / DBNAME, os.O_RDWR | os.O_CREAT | os.O_EXCL).close()
         cache = diskcache.Cache(str(self.folder), disk=JsonDisk, **self._options)
         len(cache)
         return cache

@@ -37,7 +37,7 @@ class QueryLookup:
     """A lookup in a query cache, without question and documents.
 
     - ``result``: ``hit``, ``miss``, ``refused`` (an entry within the tolerance was not used: another
-      question, expired, too few documents) or ``failed`` (the cache could not use the embedding).
+      question, expired) or ``failed`` (the cache could not use the embedding).
     - ``started_ns``: When it began, in nanoseconds of :func:`time.time_ns`.
     - ``documents``: Documents of a hit, or of the search after another result.
     - ``search_seconds``: From the end of the lookup to that of the search; None before a search.

@@ -130,7 +130,7 @@ class DaemonPool:
 
     def __init__(self, name: str, threads: int = 1, spares: int = 0) -> None:
         self.closed = Event()
-        self._name, self._most, self._spares = name, threads, spares
+        self._name, self._max, self._spares = name, threads, spares
         self._changed: Condition | _ForkedLock = Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Thread, Job] = {}
@@ -151,12 +151,12 @@ class DaemonPool:
     @property
     def hopeless(self) -> bool:
         """Whether all threads are stuck, so that no job would run."""
-        return self.stuck >= self._most + self._spares
+        return self.stuck >= self._max + self._spares
 
-    def submit(self, job: Job, most: int | None = None) -> bool:
-        """Queue a job. False after :meth:`close`, if ``most`` jobs wait, or if no thread can run it."""
+    def submit(self, job: Job, max_waiting: int | None = None) -> bool:
+        """Queue a job. False after :meth:`close`, if ``max_waiting`` wait, or if no thread can run it."""
         with self._changed:
-            if self.closed.is_set() or (most is not None and len(self._waiting) >= most):
+            if self.closed.is_set() or (max_waiting is not None and len(self._waiting) >= max_waiting):
                 return False
             self._grow(1)
             if len(self._threads) <= self.stuck:
@@ -201,11 +201,9 @@ class DaemonPool:
         del dropped
 
     def _grow(self, jobs: int) -> None:
-        """Start a thread if the free ones do not suffice for the queue and ``jobs`` more."""
-        free = len(self._threads) - len(self._running)
-        working = len(self._threads) - self.stuck
-        full = working >= self._most or len(self._threads) >= self._most + self._spares
-        if full or free >= len(self._waiting) + jobs:
+        """Start a thread if the idle ones do not suffice for the queue and ``jobs`` more."""
+        idle, limit = len(self._threads) - len(self._running), self._max + min(self.stuck, self._spares)
+        if len(self._threads) >= limit or idle >= len(self._waiting) + jobs:
             return
         thread = Thread(target=self._serve, name=self._name, daemon=True)
         try:
@@ -234,24 +232,18 @@ class DaemonPool:
 
     def _next(self, me: Thread) -> Job | None:
         """The next job for this thread, or None to end."""
-        while True:
-            with self._changed:
-                self._threads.add(me)
-                # Before waiting: a thread that was woken for a job has to take it.
-                if len(self._threads) - self.stuck > self._most:
-                    self._threads.discard(me)
-                    return None
-            woken = self._changed.wait_for(lambda: self._waiting or self.closed.is_set(), IDLE_SECONDS)
-            with self._changed:
-                while self._waiting:
-                    job = self._waiting.popleft()
-                    if not job.given_up:
-                        job.begun = True
-                        self._running[me] = job
-                        return job
-                if self.closed.is_set() or not woken:
-                    self._threads.discard(me)
-                    return None
+        with self._changed:
+            self._threads.add(me)
+        self._changed.wait_for(lambda: self._waiting or self.closed.is_set(), IDLE_SECONDS)
+        with self._changed:
+            while self._waiting and len(self._threads) - self.stuck <= self._max:
+                job = self._waiting.popleft()
+                if not job.given_up:
+                    job.begun = True
+                    self._running[me] = job
+                    return job
+            self._threads.discard(me)
+            return None
 
 
 _POOLS: weakref.WeakSet[DaemonPool] = weakref.WeakSet()

@@ -92,7 +92,7 @@ class Prompt:
 class KVKey:
     """Identity of one stored KV entry.
 
-    - ``fingerprint``: Digest of all that changes KV values (see ``ragcachekit.model.identity.fingerprint``).
+    - ``fingerprint``: Digest of all that changes KV values (see ``ragcachekit.model.identity``).
     - ``namespace``: Tenant and corpus, a hard partition.
     - ``chunk_id``: SHA-256 of the token ids, salted with the namespace; see :func:`part_id` for rows of a
       part.

@@ -269,7 +269,7 @@ def test_importing_does_not_import_torch(module: str) -> None:
 
 
 SAMPLES = [
-    ("from ragcachekit.plan.plan import x", "store", {"plan"}),
+    ("from ragcachekit.plan.planner import x", "store", {"plan"}),
     ("from ..plan import plan", "store", {"plan"}),
     ("from . import disk", "store", {"store"}),
     ("import ragcachekit.engine as e", "store", {"engine"}),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from ragcachekit.cluster.balancer import Balancer, routing_stats
+from ragcachekit.cluster.router import Balancer, routing_stats
 
 Request = dict[str, int]
 """Chunk ids in the order of the prompt, and their tokens."""

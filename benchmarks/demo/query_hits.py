@@ -100,7 +100,7 @@ def sweep(
             hit = cache.lookup(embedding, partition="")
             if hit is None:
                 cache.insert(embedding, (len(out),), partition="")
-            maker = out[int(hit.ids[0])] if hit is not None else None
+            maker = out[int(hit.results[0])] if hit is not None else None
             if maker is None:
                 out.append(replace(one, maker=None, chunks=one.plain))
             else:

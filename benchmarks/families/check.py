@@ -25,7 +25,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport, versions
 from ragcachekit.engine.admission import admit
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.rope import describe_rope
 
 EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
 LONGEST_REASON = 240

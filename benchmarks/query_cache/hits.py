@@ -20,9 +20,9 @@ from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-from ragcachekit.retrieval.candidates import FACTOR
 from ragcachekit.retrieval.index import open_index
 from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.plumbing import FACTOR
 from ragcachekit.retrieval.proximity import ProximityCache
 
 SWEEP = "sweep"

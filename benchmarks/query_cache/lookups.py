@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from benchmarks.query_cache.hits import PARTITION
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import show, written
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.retrieval.proximity import GRAPH_FROM, Hit, ProximityCache
+from ragcachekit.retrieval.proximity import Hit, ProximityCache
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -44,11 +43,10 @@ def query_cache_lookup(
     seed: opt.Seed = 0,
     json: opt.Json = None,
 ) -> None:
-    """Lookup times of a full query cache by capacity, metric and kind, and the recall of its hits.
+    """Lookup times of a full query cache by capacity, metric and kind.
 
     Questions are made up: wordings of topics. ``far`` is a new wording beyond the tolerance, ``near`` a key
-    with noise, ``equal`` a key. ``recall`` is the share of hits in a float64 scan that are hits. No figure is
-    given if a hit is wrong, or a miss where the keys are scanned.
+    with noise, ``equal`` a key. No figure is given if a hit or a miss is wrong.
     """
     sizes = [int(capacity) for capacity in opt.numbers("--capacities", capacities)]
     cases = itertools.product(sizes, opt.names(metrics))
@@ -66,25 +64,21 @@ def lookup_rows(
     """The rows of one capacity and metric; RuntimeError if a hit or a miss is wrong."""
     questions = _Questions(capacity, dim, seed)
     stored = questions.draw(capacity)
-    cache = ProximityCache(capacity, TOLERANCE, metric, dim=dim)
+    cache = ProximityCache(capacity, TOLERANCE, metric)
     start = time.perf_counter()
     for number, key in enumerate(tqdm(stored, f"{capacity} keys, {metric}", disable=not progress)):
         cache.insert(key, (number,), partition=PARTITION)
     insert_us = (time.perf_counter() - start) * 1e6 / capacity
     equal = stored[questions.rng.integers(0, capacity, lookups)]
     asked = {FAR: questions.draw(lookups), NEAR: questions.near(equal, _GAPS[metric]), EQUAL: equal}
-    approximate = capacity >= GRAPH_FROM and find_spec("hnswlib") is not None
-    named = {"capacity": capacity, "dim": dim, "metric": metric, "keys": "graph" if approximate else "exact"}
+    named = {"capacity": capacity, "dim": dim, "metric": metric}
     return [
-        named
-        | {"kind": kind}
-        | _timed(cache, stored, rows, approximate)
-        | {"insert_us": insert_us, "n": lookups}
+        named | {"kind": kind} | _timed(cache, stored, rows) | {"insert_us": insert_us, "n": lookups}
         for kind, rows in asked.items()
     ]
 
 
-def _timed(cache: ProximityCache, stored: Float32, rows: Float32, approximate: bool) -> Row:
+def _timed(cache: ProximityCache, stored: Float32, rows: Float32) -> Row:
     spent, hits = [], []
     for row in list(rows):
         start = time.perf_counter_ns()
@@ -92,28 +86,23 @@ def _timed(cache: ProximityCache, stored: Float32, rows: Float32, approximate: b
         spent.append((time.perf_counter_ns() - start) / 1e3)
     chosen = slice(0, len(rows), max(1, len(rows) // _CHECKED))
     nearest = _nearest(cache.metric, stored, rows[chosen].astype(np.float64))
-    expected = found = 0
     for hit, gap in zip(hits[chosen], nearest.tolist(), strict=True):
-        _check(cache, hit, gap, approximate)
-        expected += gap <= cache.tolerance
-        found += hit is not None
+        _check(cache, hit, gap)
     low, high = np.percentile(spent, [10, 90]).tolist()
     return {
         "hit_rate": sum(hit is not None for hit in hits) / len(hits),
-        "recall": found / expected if expected else None,
         "lookup_us": statistics.median(spent),
         "lookup_us_p10": low,
         "lookup_us_p90": high,
     }
 
 
-def _check(cache: ProximityCache, hit: Hit | None, nearest: float, approximate: bool) -> None:
+def _check(cache: ProximityCache, hit: Hit | None, nearest: float) -> None:
     slack = 1e-6 * (1 + nearest)
     if hit is None:
-        wrong = nearest < cache.tolerance - slack and not approximate
+        wrong = nearest < cache.tolerance - slack
     else:
-        nearer = hit.distance < nearest - slack
-        wrong = nearer or hit.distance > (cache.tolerance if approximate else nearest + slack)
+        wrong = not nearest - slack <= hit.distance <= nearest + slack
     if wrong:
         raise RuntimeError(f"the cache returned {hit}, but the nearest key lies at {nearest}")
 

@@ -20,8 +20,8 @@ from ragcachekit import QueueConfig, RagCache, StoreConfig, TreeConfig
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.commands.shapes import dtype_named, random_model
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.model.kv import KVLayout
+from ragcachekit.model.weights import load_model
 from ragcachekit.policies.registry import open_policy
 
 SEQUENTIAL, BATCHING, SHARING = BASELINES = ("sequential", "batching", "sharing")

@@ -4,8 +4,8 @@ from ragcachekit import missing_extra
 
 try:
     from langchain_ragcachekit.chat import ChatRagCache
-    from langchain_ragcachekit.format_docs import DOCUMENT_PROMPT, format_docs
     from langchain_ragcachekit.llm import RagCacheLLM
+    from langchain_ragcachekit.messages import DOCUMENT_PROMPT, format_docs
     from langchain_ragcachekit.retriever import RagCacheRetriever
     from langchain_ragcachekit.vector_store import RagCacheVectorStore
 except ModuleNotFoundError as error:

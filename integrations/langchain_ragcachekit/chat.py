@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -11,7 +12,7 @@ from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, merge_message_runs
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableMap, RunnablePassthrough
@@ -19,12 +20,14 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel
 
+from langchain_ragcachekit.llm import EngineSettings, together
 from langchain_ragcachekit.messages import as_schemas, to_dicts, tool_fields
-from langchain_ragcachekit.settings import EngineSettings, together
 from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate
 
 UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
 """Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
+
+METHODS = ("json_schema", "function_calling", "json_mode")
 
 INSTRUCTIONS = (
     "\n\nAnswer with one JSON object and nothing else: no explanation and no code fence. It has values for "
@@ -65,12 +68,12 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
 
     def with_structured_output(
         self,
-        schema: dict[str, Any] | type,
+        schema: Any,
         *,
         include_raw: bool = False,
         method: str = "json_schema",
         **kwargs: Any,
-    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+    ) -> Runnable[Any, Any]:
         """The model and a parser: an object of a Pydantic class, else a dict.
 
         Nothing constrains the answer, also with ``strict=True``. One that does not fit raises
@@ -79,33 +82,37 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         Parameters
         ----------
         method : {"json_schema", "function_calling", "json_mode"}
-            With the schema at the end of the prompt; as a tool, which needs a chat template with tools, and
-            None if the model does not call it; or with a prompt that asks for JSON by itself.
-
-        Raises
-        ------
-        ValueError
-            For another method or argument.
-        NotImplementedError
-            For tools that the chat template does not render.
+            With the schema at the end of the prompt; as a tool (see :meth:`bind_tools`), and None if the
+            model does not call it; or with a prompt that asks for JSON by itself.
         """
-        if kwargs := {name: value for name, value in kwargs.items() if name != "strict"}:
-            raise ValueError(f"unknown arguments {', '.join(sorted(kwargs))}")
-        tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
-        llm: Runnable[Any, Any]
-        if method == "function_calling":
-            llm = self.bind_tools([schema], **tracing)
-        elif method == "json_mode":
-            llm = self.bind(**tracing)
-        elif method == "json_schema":
-
-            def instructed(prompt: LanguageModelInput) -> list[BaseMessage]:
-                return _with_instructions(self._convert_input(prompt).to_messages(), schema)
-
-            llm = RunnableLambda(instructed) | self.bind(**tracing)
-        else:
+        if method not in METHODS:
             raise ValueError(f"method must be json_schema, function_calling or json_mode, got {method!r}")
-        return _parsed(llm, _parser_of(schema, method == "function_calling"), include_raw)
+        if unknown := sorted(kwargs.keys() - {"strict"}):
+            raise ValueError(f"unknown arguments {', '.join(unknown)}")
+        tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
+        is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
+        parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
+        llm: Runnable[Any, Any] = self.bind(**tracing)
+        if method == "function_calling":
+            name = convert_to_openai_tool(schema)["function"]["name"]
+            parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+            if is_model:
+                parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
+            llm = self.bind_tools([schema], **tracing)
+        elif method == "json_schema":
+            wanted = INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False)
+            llm = RunnableLambda(partial(self._with_instructions, wanted)) | llm
+        if not include_raw:
+            parsed: Runnable[Any, Any] = llm | parser
+            return parsed
+        read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        unread = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | read.with_fallbacks([unread], exception_key="parsing_error")
+
+    def _with_instructions(self, text: str, prompt: LanguageModelInput) -> list[BaseMessage]:
+        """The messages with instructions at their end, after the chunks: what is cached stays cached."""
+        *others, last = self._convert_input(prompt).to_messages()
+        return [*others, *merge_message_runs([last, HumanMessage(text)], chunk_separator="")]
 
     def batch(
         self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
@@ -177,29 +184,3 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
     @property
     def _llm_type(self) -> str:
         return "ragcachekit-chat"
-
-
-def _with_instructions(messages: Sequence[BaseMessage], schema: Any) -> list[BaseMessage]:
-    """The messages with the schema at their end, after the chunks: what is cached stays cached."""
-    instructions = HumanMessage(INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False))
-    return [*messages[:-1], *merge_message_runs([*messages[-1:], instructions], chunk_separator="")]
-
-
-def _parser_of(schema: Any, by_tools: bool) -> BaseOutputParser[Any]:
-    """What reads an answer, or its first tool call, as an object of the schema."""
-    is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
-    if not by_tools:
-        return PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
-    if is_model:
-        return PydanticToolsParser(tools=[schema], first_tool_only=True)
-    name = convert_to_openai_tool(schema)["function"]["name"]
-    return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-
-
-def _parsed(llm: Runnable[Any, Any], parser: BaseOutputParser[Any], include_raw: bool) -> Runnable[Any, Any]:
-    """The model with its parser; with ``include_raw`` a dict of ``raw``, ``parsed`` and ``parsing_error``."""
-    if not include_raw:
-        return llm | parser
-    read = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
-    unread = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=llm) | read.with_fallbacks([unread], exception_key="parsing_error")

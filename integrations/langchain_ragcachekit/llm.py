@@ -1,16 +1,155 @@
-"""A LangChain language model for plain prompts on :class:`ragcachekit.RagCache`."""
+"""The engine and its settings in both of LangChain's models, and the model for plain prompts."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from typing import Any, Self
 
+from langchain_core.caches import BaseCache
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from langchain_core.runnables import Runnable
+from langchain_core.runnables.config import RunnableConfig, get_config_list
+from pydantic import Field, SkipValidation, model_validator
 
-from langchain_ragcachekit.settings import EngineSettings
-from ragcachekit import Answer, ToolCallReader, agenerate
+from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate, astream
+from ragcachekit.frameworks import GenerationSettings, check_engine, model_name
+
+IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
+"""LangChain's standard parameters for remote services; a model in this process has no use for them."""
+NOT_OPTIONS = frozenset({"stream", "model", "tools", "tool_choice"})
+"""Arguments of calls that are not passed on as they are."""
+MAX_THREADS = 64
+"""Prompts of a batch at a time by default: these threads only wait for the engine."""
+
+
+def together(config: Any, count: int) -> list[RunnableConfig]:
+    """Configs of ``count`` prompts that run at once, up to :data:`MAX_THREADS`."""
+    configs = get_config_list(config, count)
+    if configs and configs[0].get("max_concurrency") is None:
+        configs[0]["max_concurrency"] = min(count, MAX_THREADS)
+    return configs
+
+
+class EngineSettings(GenerationSettings):
+    """The engine, and the generation settings that every call starts from.
+
+    ``cache=`` takes the :class:`ragcachekit.RagCache`. LangChain has a field of the same name for its
+    own cache of whole answers: a ``BaseCache`` or a bool given there has that meaning, and the
+    engine is then passed as ``rag=``. For the others see
+    :class:`~ragcachekit.frameworks.GenerationSettings`.
+    """
+
+    cache: Any = Field(default=None, exclude=True, repr=False)
+    rag: SkipValidation[Any] = Field(default=None, exclude=True, repr=False)
+    streaming: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = {name: value for name, value in values.items() if name not in IGNORED}
+        if not isinstance(values.get("cache"), BaseCache | bool | None):
+            if values.get("rag") is not None:
+                raise ValueError("cache= and rag= were both given an engine; pass it once")
+            values["rag"] = values.pop("cache")
+        return values
+
+    @model_validator(mode="after")
+    def _require_engine(self) -> Self:
+        check_engine(type(self).__name__, self.rag)
+        return self
+
+    def batch_as_completed(
+        self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> Iterator[tuple[int, Any]]:
+        """Answer several prompts together; Ctrl-C, or ending early, ends those that run or wait."""
+        options = {"return_exceptions": return_exceptions, **kwargs}
+        batch: Any = super()
+        configs = together(config, len(inputs))
+        return CancelScope().iterate(batch.batch_as_completed(inputs, configs, **options))
+
+    def get_num_tokens(self, text: str) -> int:
+        """Tokens of ``text`` under the model's own tokenizer."""
+        return int(self.rag.count_tokens(text))
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        model: Any = super()
+        params: LangSmithParams = model._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = "ragcachekit"
+        return params
+
+    @property
+    def model_name(self) -> str:
+        """Hub id, folder or class of the engine's model."""
+        return model_name(self.rag.model)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        # LangChain keys its cache of whole answers by these: tenants and policies must not meet there.
+        settings = self.model_dump(
+            include={"max_tokens", "temperature", "top_p", "top_k", "stop", "generate_kwargs"}
+        )
+        return {
+            "model_name": self.model_name,
+            "fingerprint": getattr(self.rag, "fingerprint", None),
+            "namespace": self.namespace or self.rag.namespace,
+            "policy": str(self.policy or self.rag.policy),
+            **settings,
+        }
+
+    def _prompt(self, prompt: Any) -> Any:
+        """A prompt of LangChain's as the engine takes it."""
+        return prompt
+
+    def _chunk(self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None) -> Any:
+        """A piece of an answer in LangChain's form; with the answer, the last one."""
+        raise NotImplementedError
+
+    def _schemas(self, tools: Any, choice: Any) -> list[dict[str, Any]]:
+        """Tools in the form that chat templates take."""
+        if tools:
+            raise ValueError(f"{type(self).__name__} does not call tools; ChatRagCache does")
+        return []
+
+    def _stream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Iterator[Any]:
+        options = {"wait": True, **self._call_options(stop, kwargs)}
+        reader = ToolCallReader(options.get("tools", ()))
+        request = self.rag.submit(self._prompt(prompt), **options)
+        with closing(request.stream()) as stream:
+            for piece in filter(None, map(reader.push, stream)):
+                chunk = self._chunk(piece)
+                if run_manager:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._chunk(reader.rest(), request.result(), reader)
+
+    async def _astream(
+        self, prompt: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        options = self._call_options(stop, kwargs)
+        reader = ToolCallReader(options.get("tools", ()))
+        async with astream(self.rag, self._prompt(prompt), **options) as stream:
+            async for raw in stream:
+                if not (piece := reader.push(raw)):
+                    continue
+                chunk = self._chunk(piece)
+                if run_manager:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            yield self._chunk(reader.rest(), stream.answer, reader)
+
+    def _call_options(self, stop: list[str] | None, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of ``RagCache.generate``: these settings, overridden for one call."""
+        given = {name: value for name, value in overrides.items() if name not in NOT_OPTIONS}
+        if (model := overrides.get("model")) not in (None, self.model_name):
+            raise ValueError(f"this engine holds {self.model_name!r}; build another RagCache for {model!r}")
+        if tools := self._schemas(overrides.get("tools"), overrides.get("tool_choice")):
+            given["tools"] = tools
+        return self.call_options(given if stop is None else given | {"stop": stop})
 
 
 class RagCacheLLM(EngineSettings, BaseLLM):
@@ -24,13 +163,6 @@ class RagCacheLLM(EngineSettings, BaseLLM):
     >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
     >>> llm.invoke("Context: ...\\nQuestion: ...\\nAnswer:")  # doctest: +SKIP
     """
-
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> Runnable[Any, Any]:
-        """NotImplementedError: a text prompt has no template for a schema."""
-        raise NotImplementedError(
-            "RagCacheLLM completes text: put a parser after it (llm | PydanticOutputParser(...)), or use "
-            "ChatRagCache"
-        )
 
     def _generate(
         self, prompts: list[str], stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any

@@ -1,10 +1,11 @@
-"""LangChain messages and tools as the engine's chat templates take them, and calls of tools in answers."""
+"""LangChain messages, documents and tools as prompts take them, and calls of tools in answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -14,6 +15,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.tool import invalid_tool_call, tool_call
+from langchain_core.prompts import PromptTemplate
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from ragcachekit import ToolCallReader
@@ -28,6 +30,18 @@ NOT_REPEATED = frozenset({"reasoning", "thinking", "tool_use", "tool_call", "fun
 """Blocks of an earlier answer that are not sent to chat models, or not as content."""
 MARKS = ("chunk", "cache_control")
 """Keys of a content block that make its text a chunk: RagCacheKit's own, and Anthropic's."""
+
+DOCUMENT_PROMPT = PromptTemplate.from_template("{page_content}")
+"""For ``create_stuff_documents_chain(document_prompt=...)``: the text and nothing else."""
+
+
+def format_docs(documents: Iterable[Document]) -> str:
+    """The documents' texts as they are, a blank line between them.
+
+    >>> format_docs([Document("Ada lives in Bern."), Document("Bob lives in Rome.")])
+    'Ada lives in Bern.\\n\\nBob lives in Rome.'
+    """
+    return "\n\n".join(document.page_content for document in documents)
 
 
 def to_dicts(

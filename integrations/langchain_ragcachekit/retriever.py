@@ -46,9 +46,6 @@ from ragcachekit.retrieval.plumbing import (
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
 
-CustomPartition = Callable[[str, RunnableConfig], object]
-"""Gives what counts for a question and the config of its call, or None: do not cache."""
-
 INTERNAL = "__pregel"  # prefix of LangGraph's own names among the configurable values of a run
 UNSTATED_K = 1  # of a partition where none was given
 CONFIG = "_run_config"
@@ -104,7 +101,9 @@ class RagCacheRetriever(BaseRetriever):
     ttl: float | None = Field(default=None, gt=0)
     guard: SkipValidation[bool | Callable[[str, str], bool]] = True
     version: SkipValidation[Callable[[], object] | None] = Field(default=None, exclude=True, repr=False)
-    partition: SkipValidation[CustomPartition | None] = Field(default=None, exclude=True, repr=False)
+    partition: SkipValidation[Callable[[str, RunnableConfig], object] | None] = Field(
+        default=None, exclude=True, repr=False
+    )
     _retrieval: RetrieverCache[Document] = PrivateAttr()
 
     @classmethod
@@ -162,8 +161,9 @@ class RagCacheRetriever(BaseRetriever):
         store = vector_store_of(self.retriever)
         if self.embeddings is None and store is not None:
             self.embeddings = store.embeddings
+        index = store.index if isinstance(store, RagCacheVectorStore) else None
         if self.metric is None:
-            self.metric = metric_of(store)
+            self.metric = metric_of(store) if index is None else index.metric
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.partition is not None and not callable(self.partition):
@@ -171,13 +171,10 @@ class RagCacheRetriever(BaseRetriever):
         settings: Any = {
             name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
         }
-        folder = store.questions if isinstance(store, RagCacheVectorStore) else None
         try:
-            self._retrieval = RetrieverCache(RULES, text_of, source_of, folder=folder, **settings)
+            self._retrieval = RetrieverCache(RULES, text_of, source_of, index=index, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
-        if isinstance(store, RagCacheVectorStore):
-            self._retrieval.follow(store.index)
         return self
 
     @property
@@ -264,7 +261,7 @@ class RagCacheRetriever(BaseRetriever):
         question, partitioner = (search.query, search.config), self._retrieval.partitioner
         if search.own is not None:
             name, where = self._retrieval.follow(search.own.index), search.arguments.get("filter")
-            return partitioner.of_own_index(self._namespace, name, where, question)
+            return partitioner.of_own_index(self._namespace, search.own.k, name, where, question)
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
             values = search.config.get("configurable") or {}

@@ -1,4 +1,4 @@
-"""What a LangChain retriever searches, and by what; what its results depend on."""
+"""What a LangChain retriever searches, and what its results depend on."""
 
 from __future__ import annotations
 
@@ -66,8 +66,6 @@ def found_document(record: Any, _distance: float) -> Document:
 
 def metric_of(store: VectorStore | None) -> str | None:
     """The metric that a store says it searches by."""
-    if isinstance(store, RagCacheVectorStore):
-        return store.index.metric
     strategy = getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
     named = str(getattr(strategy, "value", strategy)).lower()
     space = getattr(getattr(store, "_collection", None), "metadata", None) or {}

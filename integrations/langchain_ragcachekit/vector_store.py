@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from langchain_core.runnables import run_in_executor
 from langchain_core.vectorstores import VectorStore
 from tqdm.auto import tqdm
 
@@ -26,28 +24,16 @@ class RagCacheVectorStore(VectorStore):
     """Documents and their vectors in one process, in memory or in a folder.
 
     Every change is on disk when its method returns, and other processes on the folder see it at their next
-    search. Metadata must be JSON. A document without an id gets the digest of its text and metadata, so that
-    adding it again changes nothing and embeds nothing.
+    search. Metadata must be JSON. Errors are those of the index. A document without an id gets the digest of
+    its text and metadata, so that adding it again changes nothing and embeds nothing.
 
     Parameters
     ----------
     embedding : Embeddings
         Embeds documents and questions.
-    index : str
-        ``faiss-flat``, ``faiss-ivf`` or ``faiss-hnsw`` (extra ``faiss``), ``hnswlib`` (extra ``hnswlib``),
-        or ``brute``.
-    path : path, optional
-        A folder, made if it does not exist. What it holds already is opened.
-    metric : {"cosine", "l2", "ip"}
-    **options
-        Of the index, such as ``ef_search=128``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For bad settings, or others than those that the folder was made with.
-    RetrievalError
-        If files in the folder are damaged.
+    index, metric, path, **options
+        Those of :class:`ragcachekit.DocumentIndex`: ``faiss-flat`` or ``faiss-hnsw`` (extra
+        ``faiss``), ``hnswlib`` or ``brute``. What the folder ``path`` holds already is opened.
     """
 
     def __init__(
@@ -83,11 +69,6 @@ class RagCacheVectorStore(VectorStore):
         return (self.index.version,)
 
     @property
-    def questions(self) -> Path | None:
-        """Where a retriever keeps its questions over a restart."""
-        return None if self.index.path is None else self.index.path / "questions"
-
-    @property
     def embeddings(self) -> Embeddings:
         """What embeds documents and questions."""
         return self._embedding
@@ -108,31 +89,16 @@ class RagCacheVectorStore(VectorStore):
         names = _names(documents, ids)
         todo = dict(zip(names, documents, strict=True))
         for known in self.index.get(list(todo)):
-            if _is_same(known, todo[str(known.id)]):
+            document = todo[str(known.id)]
+            if (known.text, known.metadata) == (document.page_content, document.metadata):
                 del todo[str(known.id)]
-        for block in tqdm(_blocks(list(todo)), "embedding", unit="batch", disable=not progress):
+        new = list(todo)
+        for at in tqdm(range(0, len(new), _TOGETHER), "embedding", unit="batch", disable=not progress):
+            block = new[at : at + _TOGETHER]
             texts = [todo[name].page_content for name in block]
             vectors = self._embedding.embed_documents(texts)
             self.index.add(block, vectors, texts, [todo[name].metadata for name in block], replace=True)
         return names
-
-    def add_texts(
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
-    ) -> list[str]:
-        """:meth:`add_documents` of texts and their metadata."""
-        texts = list(texts)
-        metadatas = metadatas or [{} for _ in texts]
-        documents = [Document(text, metadata=one) for text, one in zip(texts, metadatas, strict=True)]
-        return self.add_documents(documents, ids)
-
-    async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """:meth:`add_documents` in a thread."""
-        return await run_in_executor(None, self.add_documents, documents, **kwargs)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         """Delete documents by id, None: all of them. Whether any was there."""
@@ -149,27 +115,19 @@ class RagCacheVectorStore(VectorStore):
 
         ``filter`` maps metadata keys to the values they must have, or is a function of the document.
         """
-        return self.similarity_search_by_vector(self._embedding.embed_query(query), k, filter)
+        return [document for document, _ in self.similarity_search_with_score(query, k, filter)]
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[Document]:
         """:meth:`similarity_search` with the embedding of the question."""
-        return [document for document, _ in self.similarity_search_with_score_by_vector(embedding, k, filter)]
+        return [as_document(one) for one, _ in self.index.search(embedding, k, as_where(filter))]
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Documents and their distances in the unit of the metric, nearest first."""
-        return self.similarity_search_with_score_by_vector(self._embedding.embed_query(query), k, filter)
-
-    def similarity_search_with_score_by_vector(
-        self, embedding: list[float], k: int = 4, filter: Filter | None = None
-    ) -> list[tuple[Document, float]]:
-        """:meth:`similarity_search_with_score` with the embedding of the question."""
-        if not len(self.index):
-            return []
-        found = self.index.search(embedding, k, as_where(filter))
+        found = self.index.search(self._embedding.embed_query(query), k, as_where(filter))
         return [(as_document(one), score) for one, score in found]
 
     def close(self) -> None:
@@ -203,11 +161,3 @@ def _names(documents: Sequence[Document], ids: Sequence[str | None] | None) -> l
 def _digest(document: Document) -> str:
     parts = (document.page_content, *sorted(f"{name}={value!r}" for name, value in document.metadata.items()))
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _is_same(known: Any, document: Document) -> bool:
-    return bool((known.text, known.metadata) == (document.page_content, document.metadata))
-
-
-def _blocks(names: list[str]) -> list[list[str]]:
-    return [names[at : at + _TOGETHER] for at in range(0, len(names), _TOGETHER)]

@@ -3,9 +3,9 @@
 from ragcachekit import missing_extra
 
 try:
-    from llama_index_ragcachekit.events import ChunkReuseEvent, QueryCacheEvent
     from llama_index_ragcachekit.llm import RagCacheLLM
-    from llama_index_ragcachekit.retriever import RagCacheRetriever
+    from llama_index_ragcachekit.messages import ChunkReuseEvent
+    from llama_index_ragcachekit.retriever import QueryCacheEvent, RagCacheRetriever
     from llama_index_ragcachekit.synthesis import (
         RagCachePostprocessor,
         RagCachePromptHelper,

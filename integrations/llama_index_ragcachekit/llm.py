@@ -20,26 +20,16 @@ from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import default_completion_to_prompt
-from llama_index.core.prompts import BasePromptTemplate
 from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import as_chat, as_completion, to_dicts
-from llama_index_ragcachekit.pickling import NotPickled
 from ragcachekit import agenerate, astream
-from ragcachekit.frameworks import (
-    DEFAULT_MAX_TOKENS,
-    SETTINGS,
-    check_arguments,
-    check_engine,
-    generation_options,
-    model_name,
-    with_max_tokens,
-)
+from ragcachekit.frameworks import GenerationSettings, NotPickled, check_engine, model_name
 
 Response = TypeVar("Response")
 
 
-class RagCacheLLM(NotPickled, CustomLLM):
+class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
     """Chat and completion model that reuses the KV of chunks which it finds inside the prompt.
 
     Works in a ``RetrieverQueryEngine`` with its default prompts. Every response carries the report as
@@ -50,13 +40,10 @@ class RagCacheLLM(NotPickled, CustomLLM):
     (``as_structured_llm``, ``structured_predict``) goes through the prompt, and an answer that is not of
     the schema is a ValueError.
 
-    ``namespace`` and ``policy`` are the engine's own if None. A ``temperature`` of None or 0 is greedy;
-    ``top_p`` and ``top_k`` count only when sampling. Answers end before the texts in ``stop``.
-    ``max_new_tokens`` is another name of ``max_tokens``, here and in calls. ``generate_kwargs`` is anything
-    else for transformers' ``generate``. ``context_window`` (tokens of prompt and answer) and
-    ``is_chat_model`` (whether query engines send messages) come from the model if None. A chat model gets
-    the prompt of ``complete`` as a user's message, unless it is ``formatted``, or ``completion_to_prompt`` is
-    given.
+    For most fields see :class:`~ragcachekit.frameworks.GenerationSettings`. ``context_window`` (tokens of
+    prompt and answer) and ``is_chat_model`` (whether query engines send messages) come from the model if
+    None. A chat model gets the prompt of ``complete`` as a user's message, unless it is ``formatted``, or
+    ``completion_to_prompt`` is given.
 
     Examples
     --------
@@ -65,22 +52,8 @@ class RagCacheLLM(NotPickled, CustomLLM):
     """
 
     cache: SkipValidation[Any] = Field(exclude=True, repr=False)
-    namespace: str | None = None
-    policy: str | None = None
-    max_tokens: int = Field(default=DEFAULT_MAX_TOKENS, gt=0)
-    temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, gt=0)
-    stop: list[str] | None = None
-    generate_kwargs: dict[str, Any] = Field(default_factory=dict)
     context_window: int | None = Field(default=None, gt=0)
     is_chat_model: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
-        # "class_name" is what LlamaIndex writes beside the fields when it serialises a component.
-        return check_arguments(values, {*cls.model_fields, "class_name"})
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
@@ -104,7 +77,7 @@ class RagCacheLLM(NotPickled, CustomLLM):
             context_window=self.context_window or limit,
             num_output=self.max_tokens,
             is_chat_model=chat,
-            model_name=model_name(self.cache),
+            model_name=model_name(self.cache.model),
         )
 
     @llm_completion_callback()
@@ -148,12 +121,6 @@ class RagCacheLLM(NotPickled, CustomLLM):
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """:meth:`stream_chat` without blocking the loop."""
         return self._apieces(self._chat(messages), kwargs, as_chat)
-
-    def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
-        return super()._get_messages(prompt, **_as_text(prompt_args))
-
-    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        return super()._get_prompt(prompt, **_as_text(prompt_args))
 
     def _completion(self, prompt: str, formatted: bool) -> str | list[dict[str, Any]]:
         convert = self.completion_to_prompt
@@ -200,13 +167,4 @@ class RagCacheLLM(NotPickled, CustomLLM):
         """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""
         if overrides.get("tools"):
             raise ValueError("RagCacheLLM does not call tools natively; let a ReActAgent prompt for them")
-        settings = {name: getattr(self, name) for name in SETTINGS} | with_max_tokens(overrides)
-        return {**self.generate_kwargs, **generation_options(settings)}
-
-
-def _as_text(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """Template arguments with the context as text: SIMPLE_SUMMARIZE gives a list, whose repr escapes it."""
-    context = prompt_args.get("context_str")
-    if not isinstance(context, list):
-        return prompt_args
-    return prompt_args | {"context_str": "\n\n".join(map(str, context))}
+        return self.call_options(overrides)

@@ -15,8 +15,8 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
 )
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.events import BaseEvent
 
-from llama_index_ragcachekit.events import ChunkReuseEvent
 from ragcachekit import Answer
 
 dispatcher = get_dispatcher(__name__)
@@ -33,6 +33,34 @@ ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
 }
+
+
+class ChunkReuseEvent(BaseEvent):
+    """What one answer of :class:`RagCacheLLM` reused, in tokens; see :class:`ragcachekit.LinkReport`.
+
+    - ``chunks``: Chunks found in the prompt; ``hits`` of them had KV, ``misses`` were computed.
+    - ``fallback``: Why the whole prompt was computed, if it was.
+    - ``ttft_ms``: Milliseconds from the call to the first token.
+    """
+
+    namespace: str
+    policy: str
+    prompt_tokens: int
+    exact_tokens: int
+    approximate_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    chunks: int
+    hits: int
+    misses: int
+    ttft_ms: float
+    fallback: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which instrumentation shows the event."""
+        return "ChunkReuseEvent"
 
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

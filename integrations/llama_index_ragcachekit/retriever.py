@@ -14,11 +14,11 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_SIMILARITY_TOP_K
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from llama_index_ragcachekit.events import QueryCacheEvent
 from llama_index_ragcachekit.search import (
     RULES,
     filters_of,
@@ -46,6 +46,27 @@ SCORE_NOTE = "ragcachekit_score"
 
 QUESTION_FIELDS = frozenset({"query_str", "custom_embedding_strs", "embedding"})
 """Of a query bundle; its other fields are part of the key."""
+
+
+class QueryCacheEvent(BaseEvent):
+    """The result of one question's lookup.
+
+    - ``distance``: Of the nearest question in the retriever's metric; None where none is cached.
+    - ``lookup_us``: Microseconds of the lookup.
+    - ``note``: Why nothing could be looked up.
+    - ``refused``: Why a near enough question was searched all the same.
+    """
+
+    hit: bool
+    distance: float | None
+    lookup_us: float
+    note: str | None = None
+    refused: str | None = None
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which instrumentation shows the event."""
+        return "QueryCacheEvent"
 
 
 class RagCacheRetriever(BaseRetriever):
@@ -97,19 +118,13 @@ class RagCacheRetriever(BaseRetriever):
         if self._custom is not None and not callable(self._custom):
             raise TypeError(f"partition= must be a function of a QueryBundle, got {self._custom!r}")
         self._exact = settings.get("tolerance", 0) == 0
-        index, given = own_index_of(retriever), dict(settings)
-        given.pop("namespace", None)
-        if given.get("metric") is None and index is not None:
-            given["metric"] = index.metric
-        folder = None if index is None or index.path is None else index.path / "questions"
-        cache: Any = RetrieverCache
-        self._retrieval: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, folder=folder, **given)
+        index, given, cache = own_index_of(retriever), dict(settings), RetrieverCache
+        namespace: Any = given.pop("namespace", None)
+        self._retrieval: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, index=index, **given)  # type: ignore[arg-type]
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
-        if index is not None:
-            self._retrieval.follow(index)
-        self._namespace = self._retrieval.namespace_of(settings.get("namespace"))
+        self._namespace = self._retrieval.namespace_of(namespace)
 
     @classmethod
     def from_nodes(
@@ -212,7 +227,7 @@ class RagCacheRetriever(BaseRetriever):
         others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
         if own is not None and not any(others.values()):
             name = self._retrieval.follow(own.index)
-            return partitioner.of_own_index(namespace, name, filters_of(self._retriever), (bundle,))
+            return partitioner.of_own_index(namespace, own.k, name, filters_of(self._retriever), (bundle,))
         asked: object = None
         if self._exact and not is_by_embedding(self._retriever, self._embed_model):
             asked = (bundle.query_str, bundle.custom_embedding_strs)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
-from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
+from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.tools import BaseTool
 from pydantic import Field, SkipValidation, field_validator
 
 from llama_index_ragcachekit.llm import RagCacheLLM
-from llama_index_ragcachekit.pickling import NotPickled
 from llama_index_ragcachekit.search import texts_and_sources
+from ragcachekit.frameworks import NotPickled, check_engine
 
 SEPARATOR = "\n\n"
 TEMPLATE_TOKENS = 64
@@ -99,8 +98,7 @@ class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
     @field_validator("cache")
     @classmethod
     def _require_engine(cls, cache: Any) -> Any:
-        if not callable(getattr(cache, "register", None)):
-            raise ValueError(f"{cls.__name__} needs cache=RagCache(...), got {cache!r}")
+        check_engine(cls.__name__, cache)
         return cache
 
     @classmethod
@@ -112,15 +110,15 @@ class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         texts, sources = texts_and_sources(nodes)
-        if texts:
-            self.cache.register(texts, namespace=self.namespace, sources=sources)
+        self.cache.register(texts, namespace=self.namespace, sources=sources)
         return nodes
 
 
 class RagCacheSynthesizer(CompactAndRefine):
-    """Answers from whole nodes: registers them, puts as many as fit into a prompt, refines with the others.
+    """Answers from whole nodes: puts as many as fit into a prompt, refines with the others.
 
-    COMPACT with a :class:`RagCachePromptHelper` and a :class:`RagCachePostprocessor`; see these.
+    COMPACT with a :class:`RagCachePromptHelper`. Where postprocessors replaced the text of nodes, put a
+    :class:`RagCachePostprocessor` after them.
 
     Parameters
     ----------
@@ -150,26 +148,3 @@ class RagCacheSynthesizer(CompactAndRefine):
             "response_padding_size": model.max_tokens,
         }
         super().__init__(llm, **defaults | settings)
-        self._registering = RagCachePostprocessor(cache=model.cache, namespace=model.namespace)
-
-    def synthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
-    ) -> RESPONSE_TYPE:
-        """An answer from the nodes, which are registered first."""
-        self._registering.postprocess_nodes(nodes)
-        return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
-
-    async def asynthesize(
-        self,
-        query: QueryType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
-    ) -> RESPONSE_TYPE:
-        """:meth:`synthesize` without blocking the loop."""
-        await self._registering.apostprocess_nodes(nodes)
-        return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)

@@ -22,8 +22,8 @@ from llama_index.core.vector_stores.utils import (
     node_to_metadata_dict,
 )
 
-from llama_index_ragcachekit.pickling import NotPickled
 from ragcachekit import DocumentIndex
+from ragcachekit.frameworks import NotPickled
 
 
 class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
@@ -32,25 +32,8 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
     Every change is on disk when its method returns, and other processes on the folder see it at their next
     query. Similarities are ``1 - distance`` under ``cosine``, else ``-distance``.
 
-    Parameters
-    ----------
-    index : str
-        ``faiss-flat``, ``faiss-ivf`` or ``faiss-hnsw`` (extra ``faiss``), ``hnswlib`` (extra ``hnswlib``),
-        or ``brute``.
-    path : path, optional
-        A folder, made if it does not exist. What it holds already is opened.
-    metric : {"cosine", "l2", "ip"}
-    embedder : str, optional
-        Name of the embedding model; opening the folder with another one is refused.
-    **options
-        Of the index, such as ``ef_search=128``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For bad settings, or others than those that the folder was made with.
-    RetrievalError
-        If files in the folder are damaged.
+    Parameters and errors are those of :class:`ragcachekit.DocumentIndex`: ``index`` is ``faiss-flat`` or
+    ``faiss-hnsw`` (extra ``faiss``), ``hnswlib`` or ``brute``. What ``path`` holds already is opened.
     """
 
     stores_text: bool = True
@@ -87,7 +70,8 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
         ids = [node.node_id for node in nodes]
         texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
         embeddings = [node.get_embedding() for node in nodes]
-        self._index.add(ids, embeddings, texts, [metadata_of(node) for node in nodes], replace=True)
+        metadata = [node_to_metadata_dict(node, remove_text=True) for node in nodes]
+        self._index.add(ids, embeddings, texts, metadata, replace=True)
         return ids
 
     def changed(self, nodes: Sequence[BaseNode]) -> list[BaseNode]:
@@ -106,7 +90,8 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete the nodes of a document."""
-        self._index.delete(self._matching(lambda found: found.metadata.get("ref_doc_id") == ref_doc_id))
+        found = self._index.get(self._index.ids)
+        self._index.delete([one.id for one in found if one.metadata.get("ref_doc_id") == ref_doc_id])
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -130,11 +115,19 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
         """The nearest nodes; ValueError for a mode other than the default, or no embedding."""
         if query.mode != VectorStoreQueryMode.DEFAULT or query.query_embedding is None:
             raise ValueError("RagCacheVectorStore searches by embedding; use the default query mode")
+        # LlamaIndex's retriever gives empty lists for no choice.
+        nodes, documents = frozenset(query.node_ids or ()), frozenset(query.doc_ids or ())
         accepts = as_predicate(query.filters)
-        if query.node_ids or query.doc_ids:  # LlamaIndex's retriever gives an empty list for no choice
-            accepts = _among(accepts, query.node_ids, query.doc_ids)
-        where = accepts if query.filters or query.node_ids or query.doc_ids else None
-        found = self._index.search(query.query_embedding, query.similarity_top_k, where)
+
+        def where(found: Any) -> bool:
+            if (nodes and found.id not in nodes) or (
+                documents and found.metadata.get("ref_doc_id") not in documents
+            ):
+                return False
+            return accepts(found)
+
+        chosen = where if query.filters or nodes or documents else None
+        found = self._index.search(query.query_embedding, query.similarity_top_k, chosen)
         return VectorStoreQueryResult(
             nodes=[as_node(one) for one, _ in found],
             similarities=[similarity(self._index.metric, distance) for _, distance in found],
@@ -145,19 +138,10 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
         """Write the index and close its files."""
         self._index.close()
 
-    def _matching(self, accepts: Callable[[Any], bool]) -> list[str]:
-        return [str(found.id) for found in self._index.get(self._index.ids) if accepts(found)]
-
 
 def _content_of(node: BaseNode) -> tuple[str, str]:
     content = node.get_content(metadata_mode=MetadataMode.NONE)
     return content, json.dumps(node.metadata, sort_keys=True, default=str)
-
-
-def metadata_of(node: BaseNode) -> dict[str, Any]:
-    """A node as JSON, without its text."""
-    found: dict[str, Any] = node_to_metadata_dict(node, remove_text=True)
-    return found
 
 
 def similarity(metric: str, distance: float) -> float:
@@ -177,15 +161,3 @@ def as_predicate(filters: MetadataFilters | None) -> Callable[[Any], bool]:
         return bool(build_metadata_filter_fn(lambda _: found.metadata, filters)(str(found.id)))
 
     return accepts
-
-
-def _among(
-    accepts: Callable[[Any], bool], node_ids: list[str] | None, doc_ids: list[str] | None
-) -> Callable[[Any], bool]:
-    nodes, documents = frozenset(node_ids or ()), frozenset(doc_ids or ())
-
-    def is_among(found: Any) -> bool:
-        chosen = not nodes or found.id in nodes
-        return chosen and (not documents or found.metadata.get("ref_doc_id") in documents) and accepts(found)
-
-    return is_among

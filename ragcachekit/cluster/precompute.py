@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
-from pyarrow.fs import FileSystem
-from ray.data import ActorPoolStrategy, Dataset
+from ray.data import ActorPoolStrategy
 from ray.data.checkpoint import CheckpointConfig
 
 from ragcachekit.cluster.slices import RowCount, Slices
@@ -38,7 +37,7 @@ class EncodingJob:
     """What actors need to encode chunks of one namespace.
 
     - ``open_engine``: Opens the engine over the given store; it is sent to the actors.
-    - ``store``: The tier that all actors write into: :func:`~ragcachekit.cluster.shared_tier.shared_tier`, or
+    - ``store``: The tier that all actors write into: :func:`ragcachekit.cluster.shared_tier`, or
       a folder on this machine.
     - ``system``: Text before a prompt's first chunk, as for :meth:`ragcachekit.RagCache.encode`.
     """
@@ -53,18 +52,15 @@ def encode_chunks(
     chunks: Sequence[tuple[str, str]],
     *,
     actors: int,
-    checkpoint: str | Path,
-    stored: Container[str] | None = None,
-    batch: int = BATCH,
-    cpus: float | None = None,
-    gpus: float | None = None,
+    checkpoint: str | Path | None = None,
+    stored: Container[str] = (),
     progress: bool = False,
 ) -> int:
     """Encode ``(chunk id, text)`` pairs with a pool of actors; returns how many were encoded in this run.
 
     Batches are the same slices of ``chunks`` in every run, and each is encoded as a whole. So a run that was
     interrupted, or whose actors died, stores the same bytes as one that was not. A dead actor is replaced and
-    its batch encoded again.
+    its batch encoded again. Actors share the cluster's CPUs and GPUs evenly.
 
     Parameters
     ----------
@@ -72,14 +68,11 @@ def encode_chunks(
         Ids, each once, and texts.
     actors : int
         Models that are loaded.
-    checkpoint : str or Path
+    checkpoint : str or Path, optional
         Folder for the ids of finished batches, or a url of pyarrow's file systems; all machines must see it.
-        It is deleted when the run succeeds.
-    stored : container of str, optional
-        Ids of chunks that the tier has: batches of such chunks alone are left out, and an earlier run's
-        checkpoint is not needed.
-    cpus, gpus : float, optional
-        Of each actor. By default the cluster's, shared evenly, with one CPU left for reading and writing.
+        A later run leaves them out, whether or not the tier still has them. A run that succeeds deletes it.
+    stored : container of str
+        Ids of chunks that the tier has, instead of a checkpoint: batches of such chunks alone are left out.
     progress : bool
         Whether to show Ray Data's progress bars.
 
@@ -88,39 +81,27 @@ def encode_chunks(
     StoreError
         If the shared tier does not take an entry.
     ValueError
-        For numbers below 1.
+        For ``actors`` below 1.
     """
-    if min(actors, batch) < 1:
-        raise ValueError(f"actors and batch must be at least 1, got {actors} and {batch}")
-    slices = (chunks[start : start + batch] for start in range(0, len(chunks), batch))
-    todo = [part for part in slices if stored is None or not all(one in stored for one, _ in part)]
+    if actors < 1:
+        raise ValueError(f"actors must be at least 1, got {actors}")
+    slices = (chunks[start : start + BATCH] for start in range(0, len(chunks), BATCH))
+    todo = [part for part in slices if not all(one in stored for one, _ in part)]
     if not todo:
         return 0
-    checkpoint = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
-    if stored is not None:  # then a checkpoint adds nothing
-        files, folder = FileSystem.from_uri(checkpoint)
-        with suppress(FileNotFoundError):
-            files.delete_dir(folder)
-    with _session(), _context(checkpoint, progress):
+    sink = RowCount()
+    with _ray_data(checkpoint, progress):
         data = ray.data.read_datasource(
             Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
         )
-        return _run(data, job, actors, _resources(actors, cpus, gpus))
-
-
-def _run(data: Dataset, job: EncodingJob, actors: int, resources: dict[str, Any]) -> int:
-    sink = RowCount()
-    encoded = data.map_batches(
-        EncodingActor,
-        fn_constructor_args=(job,),
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=actors),
-        **resources,
-    )
-    with warnings.catch_warnings():
-        # Ray warns of sinks that may get a row twice, which ours takes.
-        warnings.filterwarnings("ignore", message="Checkpointing with non-file datasink")
+        encoded = data.map_batches(
+            EncodingActor,
+            fn_constructor_args=(job,),
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(size=actors),
+            **_resources(actors),
+        )
         try:
             encoded.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=1)
         except StoreError as error:
@@ -145,54 +126,47 @@ class EncodingActor:
         self._rag.encode(rows["text"].to_pylist(), system=self._job.system)
         for key in list(self._own.keys()):
             found = self._own.get(key)
-            if found is not None:
-                self._store(key, found.kv)
+            if found is not None and not self._store(key, found.kv):
+                raise StoreError(
+                    "the shared tier does not take the KV of a chunk: look at its budget, its key and "
+                    "whether all machines reach it; then run the same command again"
+                )
             self._own.evict(key)
         return rows.select(["chunk_id"])
 
-    def _store(self, key: KVKey, kv: ChunkKV) -> None:
-        if key not in self._shared and not any(self._shared.put(key, kv) for _ in range(_PUTS)):
-            raise StoreError(
-                "the shared tier does not take the KV of a chunk: look at its budget, its key and whether "
-                "all machines reach it; then run the same command again"
-            )
+    def _store(self, key: KVKey, kv: ChunkKV) -> bool:
+        return key in self._shared or any(self._shared.put(key, kv) for _ in range(_PUTS))
 
 
-def _resources(actors: int, cpus: float | None, gpus: float | None) -> dict[str, Any]:
-    """CPUs and GPUs of one actor."""
+def _resources(actors: int) -> dict[str, Any]:
+    """CPUs and GPUs of one actor: the cluster's, shared evenly, with one CPU left for reading and writing."""
     here = ray.cluster_resources()  # type: ignore[no-untyped-call]
     share = max(here.get("CPU", 1.0) - 1, 0.5) / actors
     largest = max(float(node["Resources"].get("CPU", 1)) for node in ray.nodes())  # type: ignore[no-untyped-call]
     whole = float(int(min(share, largest))) or min(share, 0.5)
-    return {
-        "num_cpus": whole if cpus is None else cpus,
-        "num_gpus": min(1.0, here.get("GPU", 0.0) / actors) if gpus is None else gpus,
-    }
+    return {"num_cpus": whole, "num_gpus": min(1.0, here.get("GPU", 0.0) / actors)}
 
 
 @contextmanager
-def _session() -> Iterator[None]:
-    """The cluster that ``RAY_ADDRESS`` names or that is running, else one of this machine for this run."""
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@contextmanager
-def _context(checkpoint: str, progress: bool) -> Iterator[None]:
-    """Ray Data's settings for one run."""
+def _ray_data(checkpoint: str | Path | None, progress: bool) -> Iterator[None]:
+    """Ray Data for one run, on the cluster that ``RAY_ADDRESS`` names or that runs, else on this machine."""
+    starts = not ray.is_initialized()
+    if starts:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     context, log = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
     before = context.checkpoint_config, context.enable_progress_bars, log.level
-    context.checkpoint_config = CheckpointConfig("chunk_id", checkpoint, delete_checkpoint_on_success=True)
+    if checkpoint is not None:
+        url = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
+        context.checkpoint_config = CheckpointConfig("chunk_id", url, delete_checkpoint_on_success=True)
     context.enable_progress_bars = progress
     log.setLevel(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            # Ray warns of sinks that may get a row twice, which ours takes.
+            warnings.filterwarnings("ignore", message="Checkpointing with non-file datasink")
+            yield
     finally:
         context.checkpoint_config, context.enable_progress_bars = before[:2]
         log.setLevel(before[2])
+        if starts:
+            ray.shutdown()

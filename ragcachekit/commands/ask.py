@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
     from ragcachekit.commands.corpus import Corpus, CorpusChunk
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.retrieval.cached_retrieval import Retrieved
+    from ragcachekit.retrieval.cached_retrieval import ResultId, Retrieved
     from ragcachekit.retrieval.index import VectorIndex
-    from ragcachekit.retrieval.proximity import ResultId
 
 CAPACITY = 1000
 """Entries of the query cache."""
@@ -158,14 +157,14 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: Any) -> VectorInd
     from ragcachekit.errors import RetrievalError
     from ragcachekit.files import make_folder
     from ragcachekit.retrieval.index import load_index, open_index
-    from ragcachekit.retrieval.index_files import read_index
 
     folder = os.fsencode(Path(settings.corpus).expanduser().resolve())
     path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}.index"
     index, held = open_index("faiss-flat", DIM), frozenset[str]()
     if path.exists():
         try:
-            index, held = load_index(path), frozenset(str(id) for _, id in read_index(path)[0].ids)
+            index = load_index(path)
+            held = frozenset(map(str, index.ids))
         except RetrievalError as error:
             note(f"the stored index is rebuilt: {error}")
     gone = [id for id in held if id not in corpus.by_id]

@@ -17,9 +17,9 @@ from ragcachekit.commands.engines import FULL, Engines, needs_neighbours
 from ragcachekit.commands.questions import MeasureSettings, PromptMaker
 from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
-from ragcachekit.model.identity.fingerprint import fingerprint
-from ragcachekit.model.pretrained import weights_folder
-from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.identity import fingerprint
+from ragcachekit.model.rope import describe_rope
+from ragcachekit.model.weights import weights_folder
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.measured import Budget, PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy

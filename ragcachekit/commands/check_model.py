@@ -20,7 +20,7 @@ def check_model(
     from ragcachekit.commands.report import BenchReport
     from ragcachekit.engine.admission import admit
     from ragcachekit.errors import ModelNotSupported
-    from ragcachekit.model.rope.probe import describe_rope
+    from ragcachekit.model.rope import describe_rope
 
     load_tokenizer(model)  # a folder without a model is named first
     lm = load_checked(model, device, dtype)[0]

@@ -16,7 +16,7 @@ from ragcachekit.commands.workspace import load_tokenizer
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
-    from ragcachekit.engine.diagnosis import Diagnosis
+    from ragcachekit.engine.inspection import Diagnosis
     from ragcachekit.prompt.parser import PromptLike
 
 NO_MODEL = "the chat template was not looked at: give --model"
@@ -57,7 +57,7 @@ def doctor(
 
 def run(prompt: PromptLike, documents: Iterable[object], model: str | None = None) -> Diagnosis:
     """Diagnose a prompt with the tokenizer and chat template of ``model``; without it, contents alone."""
-    from ragcachekit.engine.diagnosis import Diagnosis, diagnose, text_of
+    from ragcachekit.engine.inspection import Diagnosis, diagnose, text_of
     from ragcachekit.prompt.parser import PromptParser
 
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]

@@ -10,7 +10,7 @@ from ragcachekit.commands.questions import Question, QuestionPrompt
 from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.forward.linked_prompt import LinkedPrompt
+from ragcachekit.forward.prefill import LinkedPrompt
 from ragcachekit.plan.companions import Neighbours, PrecedingChunks
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
 from ragcachekit.policies.measured import PolicyAndEncoder

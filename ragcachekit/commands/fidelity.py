@@ -32,8 +32,8 @@ from ragcachekit.commands.questions import (
 from ragcachekit.commands.report import BenchReport, Bootstrap, Statistic, table
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.errors import PromptTooLong, RagCacheError
-from ragcachekit.model.identity.fingerprint import fingerprint
-from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.identity import fingerprint
+from ragcachekit.model.rope import describe_rope
 from ragcachekit.plan.encodings import IN_PROMPT, Encodings
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy

@@ -246,7 +246,7 @@ class PrecomputeRun:
 
     def _missing(self) -> list[Missing]:
         """What the engine looks up or encodes: all that a planner over an empty store misses."""
-        from ragcachekit.model.rope.probe import describe_rope
+        from ragcachekit.model.rope import describe_rope
         from ragcachekit.plan.planner import Planner
         from ragcachekit.policies.registry import open_policy
         from ragcachekit.prompt.parser import PromptParser
@@ -276,7 +276,6 @@ class PrecomputeRun:
             list(dict(zip(ids, self.corpus.texts, strict=True)).items()),
             stored=set(ids) - todo,
             actors=settings.actors,
-            checkpoint=settings.lists / "ray" / self._manifest.path.stem,
             progress=progress,
         )
 
@@ -344,11 +343,11 @@ def _digest(text: str) -> str:
 def _token_bytes(model: Any) -> int:
     """Bytes of one token's entry over all layers, with what is kept for policies."""
     from ragcachekit.encode.standalone import ChunkEncoder
-    from ragcachekit.forward.attention_sums import ObservedCache
+    from ragcachekit.forward.rows import observed_cache
     from ragcachekit.model.encoding import Encoding
-    from ragcachekit.model.rope.probe import describe_rope
+    from ragcachekit.model.rope import describe_rope
 
-    encoder = ChunkEncoder(model, describe_rope(model), ObservedCache)
+    encoder = ChunkEncoder(model, describe_rope(model), observed_cache)
     ((_, kv),) = encoder.encode([[1]], Encoding("standalone"))
     return kv.nbytes
 

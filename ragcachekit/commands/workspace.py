@@ -34,7 +34,7 @@ class CacheFolder:
         """The folder named, or the user's own cache folder, not created yet."""
         if path is not None:
             return cls(Path(path).expanduser())
-        from ragcachekit.model.pretrained import default_cache_dir
+        from ragcachekit.model.weights import default_cache_dir
 
         return cls(default_cache_dir())
 
@@ -100,7 +100,7 @@ def load_tokenizer(name: str) -> Any:
 def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Load model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
     from ragcachekit.commands.sample_model import resolve_model
-    from ragcachekit.model.pretrained import load_model
+    from ragcachekit.model.weights import load_model
 
     name = resolve_model(name)
     with explained(name, ValueError):

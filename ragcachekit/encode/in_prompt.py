@@ -16,12 +16,10 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.encode.standalone import prefill
-from ragcachekit.forward.attention_sums import ContextSums, SummingCache
-from ragcachekit.forward.own_rows import segments_of, stop_of
+from ragcachekit.forward.rows import ContextSums, SummingCache, segments_of, stop_of
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
-from ragcachekit.model.extract import Stretch, extract
-from ragcachekit.model.kv import SENSITIVITY, ChunkKV
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV, Stretch, extract
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.types import Ids
 

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.forward.attention_sums import AttentionSums, SummingObserver
-from ragcachekit.forward.linker import link, run_rows
+from ragcachekit.forward.linker import link
+from ragcachekit.forward.rows import AttentionSums
 from ragcachekit.model.encoding import AverageEncoding, Encoding, NeighbourEncoding
-from ragcachekit.model.extract import Stretch, extract
-from ragcachekit.model.kv import SENSITIVITY, ChunkKV
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, Stretch, extract
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.encodings import system_encoding
 from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
 from ragcachekit.plan.lookup import Fetch
@@ -99,8 +97,8 @@ class NeighbourEncoder:
         report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
         plan = LinkPlan(ids, tuple(pieces), tuple(rows), (), report)
         sums = AttentionSums([(start, len(ids))], first=[0])
-        inputs = link(plan, self._rope, self._model.device, observer=SummingObserver(sums))
-        run_rows(self._model, inputs, len(rows))
+        inputs = link(plan, self._rope, self._model.device, observer=sums)
+        inputs.run(self._model, len(rows))
         (kv,) = extract(inputs.cache.layers, [Stretch(0, start, len(ids))], self._rope, len(ids))
         own = self._kv(alone(item, item.token_ids)).to("cpu")
         return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: sensitivity(kv[1], own.values)})

@@ -9,9 +9,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 from ragcachekit.model.encoding import Encoding
-from ragcachekit.model.extract import Stretch, extract
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.kv import ChunkKV, Stretch, extract
+from ragcachekit.model.rope import Rope
 from ragcachekit.types import ENCODING_PREFIX
 
 BATCH_TOKENS = 2048

@@ -15,12 +15,12 @@ from transformers import DynamicCache
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.files import make_folder, parse_json, read_regular
-from ragcachekit.forward.agreement import compare, tolerance_for
 from ragcachekit.forward.attention import install, uninstall
+from ragcachekit.forward.check import compare, tolerance_for
 from ragcachekit.forward.linker import link
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.reports import LinkReport
 

@@ -6,37 +6,59 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from threading import Event, Lock
+from threading import Lock
 
 from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import GenerateCall
-from ragcachekit.forward.own_rows import captured, turn_of, with_answer
-from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated
-from ragcachekit.plan.link_plan import LinkPlan, Missing
-from ragcachekit.plan.request import PromptRequest
-from ragcachekit.prefix_tree.base import Match
+from ragcachekit.forward.rows import captured, turn_of, with_answer
+from ragcachekit.generate.run import FirstScores, Generated
+from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.threads import Condition
-from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey
+from ragcachekit.types import Ids, KVKey
 
 KEPT_REPORTS = 256
 """Answered requests whose reports are kept."""
+
+MAX_KEEPING = 8
+"""Requests whose caches may wait to be copied from; further ones are dropped."""
+
+MIN_WAIT = 1.0
+"""Seconds that a request waits at least for rows of an earlier one, if it must."""
+
+POLL = 0.05
+"""Seconds after which such a request looks whether it was cancelled."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Pending:
+    """A request whose rows are being stored, and the chunks among them.
+
+    Others wait until ``until``, in seconds of :func:`time.monotonic`: as long as its prefill took, since
+    later than that computing the rows again is quicker.
+    """
+
+    generated: Generated
+    namespace: str
+    chunks: frozenset[Ids]
+    until: float
 
 
 class AfterAnswer:
     """Follows up each answered request; ``registering`` is held while a forget ends.
 
-    ``cold`` is that of :class:`ragcachekit.RagCache`.
+    ``cold`` is that of :class:`ragcachekit.RagCache`. With "now" rows are kept before the answer is returned,
+    else in the background. Nothing is stored once the model has changed, nor what was forgotten meanwhile.
     """
 
     def __init__(self, components: EngineComponents, cold: str, registering: Lock) -> None:
         self._parts, self.cold, self._registering = components, cold, registering
-        self.rows = RowCapture(components, at_once=cold == "now")
-        self.pending = self.rows.pending
         self.reports = deque[GenerateReport](maxlen=KEPT_REPORTS)
+        self._jobs = components.background.queue(self._keep_pending, MAX_KEEPING)
+        self._changed = Condition()
+        self._pending: tuple[_Pending, ...] = ()
 
     @property
     def captures(self) -> bool:
@@ -49,40 +71,26 @@ class AfterAnswer:
         answer: Answer,
         call: GenerateCall,
         first: FirstScores | None,
-        captured: frozenset[KVKey] | None = None,
+        kept: frozenset[KVKey] | None,
     ) -> None:
         """Use what an answered request produced: timings, exact rows, missing chunks, its prompt.
 
-        ``captured`` is what :meth:`capture` returned for it, if that was called; ``first`` what shadow mode
+        ``kept`` is what :meth:`keep_early` returned for it, if that was called; ``first`` what shadow mode
         drew.
         """
+        plan = generated.plan
         if generated.token_ids:  # else cancelled before the first token
             with CancelScope(call.cancel):
-                self._parts.shadow.follow(generated.plan, answer, first, call.options, call.stop)
-                self.follow_up(generated, captured)
-        attempt(self._feed_auto, generated.plan)
+                self._parts.shadow.follow(plan, answer, first, call.options, call.stop)
+                self._parts.loads.learn(generated)
+                self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
+        attempt(self._feed_auto, plan)
 
-    def follow_up(self, generated: Generated, captured: frozenset[KVKey] | None = None) -> None:
-        """Use the timings, exact rows and missing chunks of an answered request."""
-        self._parts.loads.learn(generated)
-        if captured is None:
-            captured = self.rows.after(generated)
-        self.encode_missing(generated.plan.missing, captured)
-
-    def capture(self, generated: Generated) -> frozenset[KVKey] | None:
-        """Store exact rows of a prompt while its answer goes on, for requests that wait.
-
-        Returns the keys that need no encoding any more; None where rows of the answer are captured, too.
-        """
-        tree = self._parts.tree
-        has_turns = tree is not None and tree.turns.budget
-        return None if has_turns else self.rows.after(generated)
-
-    def encode_missing(self, missed: Iterable[Missing], captured: frozenset[KVKey] = frozenset()) -> None:
-        """Count what a request missed, and encode it, now or later, but for what was captured."""
+    def encode_missing(self, missed: Iterable[Missing], kept: frozenset[KVKey] = frozenset()) -> None:
+        """Count what a request missed, and encode it, now or later, but for what was kept."""
         encoder, missed = self._parts.background_encoder, list(missed)
         encoder.count(missed_tokens=sum(len(item.token_ids) for item in missed))
-        missing = [item for item in missed if item.key not in captured]
+        missing = [item for item in missed if item.key not in kept]
         if self.cold == "background":
             encoder.later(missing)
         elif self.cold == "now":
@@ -94,187 +102,113 @@ class AfterAnswer:
             if plan.request is not None and plan.request.epoch == self._parts.forgets.now():
                 self._parts.auto.follow(plan.request, self.cold == "background")
 
+    # -- exact rows --------------------------------------------------------------------------------
 
-# -- exact rows ----------------------------------------------------------------------------------
+    def keep_early(self, generated: Generated) -> frozenset[KVKey] | None:
+        """As :meth:`keep`, while the answer goes on; None where rows of the answer are to be kept, too."""
+        tree = self._parts.tree
+        return None if tree is not None and tree.turns.budget else self.keep(generated)
 
-POLL = 0.05
-"""Seconds after which a waiting request looks whether it was cancelled."""
+    def keep(self, generated: Generated) -> frozenset[KVKey]:
+        """Store copies of a request's rows; returns the keys that need no encoding any more."""
+        own = self._own(generated)
+        if self._parts.tree is None and not own:
+            return frozenset()
+        if self.cold == "now":
+            self._keep(generated)
+        elif not self._keep_later(generated, own):
+            return frozenset()
+        return frozenset(item.key for item in own)
 
-MIN_WAIT = 1.0
-"""Seconds that a request waits at least, if it must: threads have to start, and processors may be busy."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """What of one prompt is being stored: chunks by their ids, and beginnings that others may repeat.
-
-    Others wait until ``until``, in seconds of :func:`time.monotonic`.
-    """
-
-    namespace: str
-    chunks: frozenset[str]
-    beginnings: tuple[Ids, ...]
-    until: float
-
-    @classmethod
-    def of(cls, generated: Generated, turns: bool) -> Pending:
-        """What is stored of a request, its first text aside; with ``turns`` also its turn.
-
-        Waiting may take as long as its prefill did, or :data:`MIN_WAIT`; longer than that,
-        computing the rows again would be quicker.
-        """
-        plan, own, chunks = generated.plan, generated.own, frozenset[str]()
-        if own is not None and own.complete(generated.cache):
-            items = [item for item in own.items if item.encoding.name != ENCODING_PREFIX]
-            chunks = frozenset(item.key.chunk_id for item in items)
-        beginnings = [plan.token_ids] if turns else []
-        if plan.prefix_match is not None and (stop := _first_new(plan.prefix_match.match)):
-            beginnings.append(plan.token_ids[:stop])
-        namespace = plan.request.namespace if plan.request is not None else ""
-        until = time.monotonic() + max(MIN_WAIT, generated.prefill or 0.0)
-        return cls(namespace, chunks, tuple(beginnings), until)
-
-    def concerns(self, request: PromptRequest, chunks: frozenset[str]) -> bool:
-        """Whether a request with these chunks would reuse some of this."""
-        if time.monotonic() >= self.until:
+    def awaits(self, request: PromptRequest) -> bool:
+        """Whether rows that are being stored would be reused by a request, which waits for them."""
+        if not self._pending or not request.reads_cache or self._parts.background.closed.is_set():
             return False
-        ids = request.token_ids if self.beginnings else ()
-        return any(ids[: len(b)] == b for b in self.beginnings) or not chunks.isdisjoint(self.chunks)
+        chunks, now = _chunks(request), time.monotonic()
+        return any(
+            pending.namespace == request.namespace
+            and now < pending.until
+            and not chunks.isdisjoint(pending.chunks)
+            for pending in self._pending
+        )
 
+    def wait(self, request: PromptRequest) -> float:
+        """Wait while a request :meth:`awaits` rows; returns the seconds. Cancelled in a cancelled scope."""
+        begun = time.monotonic()
+        while self.awaits(request):
+            raise_if_cancelled()
+            self._changed.wait_for(lambda: not self.awaits(request), POLL)
+        return time.monotonic() - begun
 
-def _first_new(match: Match) -> int:
-    """Where the first step ends that the tree did not have; the text before a first chunk does not count."""
-    documents = [step.document for step in match.path]
-    number = max(len(match), documents.index(True) if True in documents else 0)
-    return sum(step.tokens for step in match.path[: number + 1]) if number < len(match.path) else 0
+    def _own(self, generated: Generated) -> tuple[Missing, ...]:
+        """The missing entries that the request's prefill computed exactly as their encoding."""
+        own = generated.own
+        return own.items if own is not None and own.complete(generated.cache) else ()
 
-
-class PendingRows:
-    """The segments that are being stored; nobody waits once ``closed`` is set. Thread safe."""
-
-    def __init__(self, closed: Event) -> None:
-        self._closed, self._changed = closed, Condition()
-        self._pending: tuple[Pending, ...] = ()
-
-    def add(self, pending: Pending) -> None:
-        """Let requests wait for these segments."""
+    def _keep_later(self, generated: Generated, own: Iterable[Missing]) -> bool:
+        plan, tree = generated.plan, self._parts.tree
+        assert plan.request is not None, "planned from a prompt"
+        chunks = frozenset(item.token_ids for item in own)
+        if tree is not None and plan.prefix_match is not None:
+            match = plan.prefix_match.match
+            if tree.turns.budget or len(match) < len(match.path):
+                chunks |= _chunks(plan.request)
+        until = time.monotonic() + max(MIN_WAIT, generated.prefill or 0.0)
+        pending, queued = _Pending(generated, plan.request.namespace, chunks, until), False
         with self._changed:
             self._pending = (*self._pending, pending)
+        try:
+            queued = self._jobs.submit(pending)
+        finally:  # also after an interrupt
+            if not queued:
+                self._discard(pending)
+        return queued
 
-    def discard(self, pending: Pending) -> None:
-        """Wake the requests that wait for these: they are stored, or will not be."""
+    def _keep_pending(self, pending: _Pending) -> None:
+        try:
+            self._keep(pending.generated)
+        finally:
+            self._discard(pending)
+
+    def _discard(self, pending: _Pending) -> None:
         with self._changed:
             self._pending = tuple(other for other in self._pending if other is not pending)
             self._changed.notify_all()
 
-    def concern(self, request: PromptRequest) -> bool:
-        """Whether one of the segments would be reused by the request."""
-        if not self._pending or not request.reads_cache or self._closed.is_set():
-            return False
-        own = [pending for pending in self._pending if pending.namespace == request.namespace]
-        chunks = frozenset(want.key.chunk_id for want in request.reusable)
-        return any(pending.concerns(request, chunks) for pending in own)
-
-    def wait(self, request: PromptRequest) -> float:
-        """Wait while segments :meth:`concern` the request; returns the seconds.
-
-        Raises
-        ------
-        Cancelled
-            In a cancelled scope.
-        """
-        begun = time.monotonic()
-        while self.concern(request):
-            raise_if_cancelled()
-            self._changed.wait_for(lambda: not self.concern(request), POLL)
-        return time.monotonic() - begun
-
-
-MAX_WAITING = 8  # requests whose caches may wait to be copied from
-
-_Job = tuple[Generated, Pending]
-
-
-class RowCapture:
-    """Copies rows out of the caches of answered requests, without a forward.
-
-    ``at_once``: before the answer is returned, not in the background. Nothing is stored once the model has
-    changed, nor what was forgotten since the request came.
-    """
-
-    def __init__(self, components: EngineComponents, at_once: bool) -> None:
-        parts = components
-        self.tree, self._encoder, self._forgets = parts.tree, parts.background_encoder, parts.forgets
-        self._rope, self._unchanged = parts.generator.rope, parts.planner.unchanged
-        self._at_once, self._jobs = at_once, parts.background.queue(self._work, MAX_WAITING)
-        self.pending = PendingRows(parts.background.closed)
-
-    def after(self, generated: Generated) -> frozenset[KVKey]:
-        """Capture rows of a request; returns the keys that need no encoding any more.
-
-        What comes while :data:`MAX_WAITING` requests wait is dropped: it can be computed again.
-        """
-        own = generated.own
-        complete = own is not None and own.complete(generated.cache)
-        if self.tree is None and not complete:
-            return frozenset()
-        if self._at_once:
-            self._keep(generated)
-        elif not self._submit(generated):
-            return frozenset()
-        return frozenset(item.key for item in own.items) if own is not None and complete else frozenset()
-
-    def _submit(self, generated: Generated) -> bool:
-        turns = self.tree is not None and self.tree.turns.budget > 0
-        pending, queued = Pending.of(generated, turns), False
-        self.pending.add(pending)
-        try:
-            queued = self._jobs.submit((generated, pending))
-        finally:  # also after an interrupt
-            if not queued:
-                self.pending.discard(pending)
-        return queued
-
-    def _work(self, job: _Job) -> None:
-        try:
-            self._keep(job[0])
-        finally:
-            self.pending.discard(job[1])
-
     def _keep(self, generated: Generated) -> None:
-        if self._unchanged():
-            attempt(self._keep_exact, generated)
+        if self._parts.planner.unchanged():
+            attempt(self._keep_in_tree, generated)
             attempt(self._keep_own, generated)
 
     def _keep_own(self, generated: Generated) -> None:
-        own = generated.own
-        if own is not None and own.complete(generated.cache):
-            self._encoder.keep(own.entries(generated.cache, self._rope))
+        if self._own(generated) and generated.own is not None:
+            entries = generated.own.entries(generated.cache, self._parts.rope)
+            self._parts.background_encoder.keep(entries)
 
-    def _keep_exact(self, generated: Generated) -> None:
-        plan = generated.plan
-        match = with_answer(plan, generated.token_ids, self._rope)
-        if self.tree is None or plan.prefix_match is None or match is None:
+    def _keep_in_tree(self, generated: Generated) -> None:
+        plan, rope, tree = generated.plan, self._parts.rope, self._parts.tree
+        match = with_answer(plan, generated.token_ids, rope)
+        if tree is None or plan.prefix_match is None or match is None:
             return
-        kvs = captured(plan, match, generated.cache, self._rope)
-        new = len(plan.token_ids) - plan.prefix_match.tokens
-        with self._forgets.storing_in_tree:
+        kvs, storing = captured(plan, match, generated.cache, rope), self._parts.forgets.storing_in_tree
+        with storing:
             if not self._forgot(generated, plan.prefix_match.members):
-                self.tree.insert(match, kvs, new=new)
-        turns = self.tree.turns
-        if not turns.budget:
+                tree.insert(match, kvs, new=len(plan.token_ids) - plan.prefix_match.tokens)
+        if not tree.turns.budget:
             return
-        turn = turn_of(plan, generated.token_ids, generated.cache, self._rope, turns.budget)
-        if turn is None:
-            return
-        with self._forgets.storing_in_tree:
-            if not self._forgot(generated, turn.members):
-                turns.keep(turn, plan.prefix_match.epoch)
+        turn = turn_of(plan, generated.token_ids, generated.cache, rope, tree.turns.budget)
+        with storing:
+            if turn is not None and not self._forgot(generated, turn.members):
+                tree.turns.keep(turn, plan.prefix_match.epoch)
 
     def _forgot(self, generated: Generated, chunk_ids: Iterable[str]) -> bool:
-        request, forgets = generated.plan.request, self._forgets
-        assert request is not None
+        request, forgets = generated.plan.request, self._parts.forgets
+        assert request is not None, "planned from a prompt"
         ids = (*generated.plan.token_ids, *generated.token_ids)
         return forgets.forgot_any(request.namespace, chunk_ids, request.epoch) or forgets.forgot_within(
             request.namespace, ids, request.epoch
         )
+
+
+def _chunks(request: PromptRequest) -> frozenset[Ids]:
+    return frozenset(segment.token_ids for segment in request.segments if segment.is_chunk)

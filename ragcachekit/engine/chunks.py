@@ -17,16 +17,16 @@ from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.plan.planner import MODEL_CHANGED
-from ragcachekit.plan.prefetch_keys import is_chunk_id
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.prompt.registry import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-from ragcachekit.store.base import KVStore, NullStore, concerns
+from ragcachekit.store.base import NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
-from ragcachekit.types import KVKey, chunk_id, whole_id
+from ragcachekit.types import chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +55,16 @@ class Chunks:
         self._unless_forgotten(self._planner.companions.register, texts, namespace, since)
         return self._unless_forgotten(self._parser.register, texts, namespace, since)
 
-    def prefetch(self, chunks: Iterable[str], namespace: str, system: str | None) -> None:
+    def prefetch(
+        self, chunks: Iterable[str], namespace: str, system: str | None, policy: SelectionPolicy
+    ) -> None:
         """Begin to load chunks from slow tiers, in the background."""
-        since, policy = self._parts.forgets.now(), self._parts.choose_policy(None, namespace).policy
-        chunks = strings(chunks, "chunks")
-        texts = [chunk for chunk in chunks if not is_chunk_id(chunk)]
+        since = self._parts.forgets.now()
+        texts = strings(chunks, "chunks")
         self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
         if policy.reads_cache:
-            find, given = self._planner.prefetch_keys, chunks
-            self._parts.loads.prefetch(lambda: find(given, namespace, policy, system))
+            find = self._planner.prefetch_keys
+            self._parts.loads.prefetch(lambda: find(texts, namespace, policy, system))
 
     def encode(
         self,
@@ -122,7 +123,7 @@ class Chunks:
         """Drop chunks and texts, and KV that was computed after them, from all tiers; with neither, all."""
         if ids is None and texts is None:
             self._forget_results(namespace, None)
-            return self._forget(namespace, None, ())
+            return self._forget(namespace, None, (), None)
         ids, texts = strings(ids or (), "ids"), strings(texts or (), "texts")
         named, bare = frozenset(ids), frozenset(text.strip() for text in texts)
         chunk_ids = self._parser.chunk_ids
@@ -134,12 +135,12 @@ class Chunks:
 
         self._forget_results(namespace, is_forgotten)
         every = [form for text in texts for form in forms(text)]
-        named |= {chunk_id(chunk_ids(form), namespace) for form in every}
         if not every:
-            return self._forget(namespace, named, ())
+            return self._forget(namespace, named, (), None)
         decode = partial(self._parser.tokens.decode, special=True)
         decoded = [decode(self._parser.tokens.plain(form)) for form in every]
-        return self._forget(namespace, named, texts, ForgottenTexts([*every, *decoded], decode))
+        also = {chunk_id(chunk_ids(form), namespace) for form in every}
+        return self._forget(namespace, named | also, texts, ForgottenTexts([*every, *decoded], decode))
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -176,10 +177,9 @@ class Chunks:
                 "sources must be a list with the source of each text, None where it is not known"
             )
         note = self._planner.companions.note_source
-        for source in dict.fromkeys(sources):
-            if source is not None:
-                of_it = [text for text, own in zip(texts, sources, strict=True) if own == source]
-                self._unless_forgotten(partial(note, source), of_it, namespace, since)
+        for source in {source: None for source in sources if source is not None}:
+            of_it = [text for text, own in zip(texts, sources, strict=True) if own == source]
+            self._unless_forgotten(partial(note, source), of_it, namespace, since)
 
     def _forget_results(self, namespace: str, is_forgotten: Callable[[str], bool] | None) -> None:
         # Before the registry: a retriever registers what it found only while nothing was forgotten since.
@@ -194,7 +194,7 @@ class Chunks:
         namespace: str,
         ids: frozenset[str] | None,
         texts: Sequence[str],
-        within: ForgottenTexts | None = None,
+        within: ForgottenTexts | None,
     ) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
         forgets = self._parts.forgets
@@ -212,24 +212,12 @@ class Chunks:
 
     def drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:
         """Drop entries from every tier; where one raises, the others have dropped theirs."""
-        if ids is None or within is None:
-            return self._drop_ids(namespace, ids)
-        unread: Exception | None = None
-        try:
-            ids |= self._holding(namespace, ids, within)
-        except Exception as error:
-            unread = error
-        dropped = self._drop_ids(namespace, ids, within)
-        if unread is not None:
-            raise StoreError(
-                f"the store could not be searched for the texts, and may hold them; forget again: {unread}"
-            ) from unread
-        return dropped
-
-    def _drop_ids(
-        self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None = None
-    ) -> int:
-        from_tree, parts = 0, self._parts
+        parts, unread, from_tree = self._parts, None, 0
+        if ids is not None and within is not None:
+            try:
+                ids |= self._holding(namespace, ids, within)
+            except Exception as error:
+                unread = error
         self._planner.variants.forget(namespace, ids)
         parts.background_encoder.misses.forget(namespace, ids)
         try:
@@ -237,8 +225,11 @@ class Chunks:
         finally:
             parts.loads.forget(namespace, ids)  # after the store: what is opened in between goes too
             if parts.tree is not None:
-                texts = () if within is None else (within,)
-                from_tree = parts.tree.forget(namespace, ids, *texts)
+                from_tree = parts.tree.forget(namespace, ids, *([] if within is None else [within]))
+        if unread is not None:
+            raise StoreError(
+                f"the store could not be searched for the texts, and may hold them; forget again: {unread}"
+            ) from unread
         return from_tree + from_store
 
     def _holding(self, namespace: str, gone: frozenset[str], within: ForgottenTexts) -> frozenset[str]:
@@ -255,7 +246,10 @@ class Chunks:
         keys, unlisted = list(store.keys()), max((record.entries for record in store.stats()), default=0)
         # Those with the shortest context first: their ids account for entries encoded after them.
         for key in sorted((key for key in keys if key.namespace == namespace), key=lambda k: len(k.context)):
-            if not concerns(key, namespace, gone | found) and _may_hold(store, key, within):
+            if concerns(key, namespace, gone | found):
+                continue
+            token_ids = token_ids_of(store.sums(key) or {})
+            if token_ids is None or within.within(token_ids):  # or nobody can tell
                 found.add(whole_id(key.chunk_id))
         if unlisted > len(keys):
             log.warning(
@@ -264,12 +258,6 @@ class Chunks:
                 unlisted,
             )
         return frozenset(found)
-
-
-def _may_hold(store: KVStore, key: KVKey, within: ForgottenTexts) -> bool:
-    """Whether an entry holds a forgotten text, or nobody can tell."""
-    token_ids = token_ids_of(store.sums(key) or {})
-    return token_ids is None or within.within(token_ids)
 
 
 def several(items: Iterable[_Item], what: str) -> list[_Item]:
@@ -282,15 +270,9 @@ def several(items: Iterable[_Item], what: str) -> list[_Item]:
 
 def strings(items: Iterable[str], what: str) -> list[str]:
     """As :func:`several`, but TypeError unless each is a string; of a document it names the text's field."""
-    listed: list[str] = [items] if _own_text(items) else several(items, what)  # type: ignore[list-item]
+    listed = several(items, what)
     for number, item in enumerate(listed):
-        own = _own_text(item)
-        give = f"a string; give the {type(item).__name__}'s {own}" if own else "a string"
+        own = next((name for name in ("page_content", "get_content") if hasattr(item, name)), None)
+        give = "a string" if own is None else f"a string; give the {type(item).__name__}'s {own}"
         check_type(f"{what}[{number}]", item, str, give)
     return listed
-
-
-def _own_text(item: object) -> str | None:
-    """Where a LangChain document, or a LlamaIndex node, has its text."""
-    named = {"page_content": "page_content", "get_content": "get_content()"}
-    return next((name for attribute, name in named.items() if hasattr(item, attribute)), None)

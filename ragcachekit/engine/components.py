@@ -1,47 +1,42 @@
-"""The components of one engine, opened in order and closed in the opposite one."""
+"""The options of an engine, and its components: opened in order, closed in the opposite one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from torch import nn
 
 from ragcachekit.background import ActiveRequests, BackgroundWorker, Backoff, flush_all
-from ragcachekit.config import ShadowConfig, StoreConfig, TreeConfig, check_type
+from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.similar import NeighbourEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config
-from ragcachekit.engine.options import EngineSettings
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.generate.generator import Generator
-from ragcachekit.model.identity.fingerprint import fingerprint
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.layout import KVLayout
+from ragcachekit.forward.rows import observed_cache
+from ragcachekit.model.identity import fingerprint
+from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
-from ragcachekit.model.pretrained import default_cache_dir
-from ragcachekit.model.rope.forward_lock import guard_rotary
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.companions import by_namespace
-from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
+from ragcachekit.model.weights import default_cache_dir
+from ragcachekit.plan.companions import Neighbours, by_namespace
 from ragcachekit.plan.planner import Planner
-from ragcachekit.plan.prefix_match import PrefixMatcher
-from ragcachekit.plan.variants import recall
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets, ResolvedPolicy
+from ragcachekit.quality.budget import Budgets
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, StoreStats
@@ -49,6 +44,63 @@ from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.factory import open_store
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.types import KVKey
+
+
+class EngineOptions(TypedDict, total=False):
+    """Keyword arguments of :class:`ragcachekit.RagCache`, which describes them."""
+
+    policy: str | SelectionPolicy
+    encoder: str | None
+    neighbours: Neighbours | Mapping[str, Neighbours] | None
+    companions: Literal["any", "same-source"]
+    store: StoreConfig | KVStore | None
+    namespace: str
+    cold: Literal["background", "now", "never"]
+    encode_after: int
+    shadow: float | ShadowConfig | None
+    load: Literal["auto", "always"] | LoadConfig
+    tree: TreeConfig | KnowledgeTree | None
+    queue: QueueConfig | None
+    cache_dir: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The options with their defaults, checked as far as possible without a model."""
+
+    policy: str | SelectionPolicy = "auto"
+    encoder: str | None = None
+    neighbours: Neighbours | Mapping[str, Neighbours] | None = None
+    companions: Literal["any", "same-source"] = "any"
+    store: StoreConfig | KVStore | None = None
+    namespace: str = "default"
+    cold: Literal["background", "now", "never"] = "background"
+    encode_after: int = 2
+    shadow: float | ShadowConfig | None = None
+    load: Literal["auto", "always"] | LoadConfig = "auto"
+    tree: TreeConfig | KnowledgeTree | None = None
+    queue: QueueConfig | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.cold not in ("background", "now", "never"):
+            raise ValueError(f"cold must be 'background', 'now' or 'never', got {self.cold!r}")
+        if self.companions not in ("any", "same-source"):
+            raise ValueError(f"companions must be 'any' or 'same-source', got {self.companions!r}")
+        check_type("encode_after", self.encode_after, int, "a number of misses such as 2")
+        if self.encode_after < 1:
+            raise ValueError(f"encode_after must be at least 1 miss, got {self.encode_after}")
+        none = type(None)
+        check_type("encoder", self.encoder, (str, none), "a name such as 'system', or None")
+        stores = "StoreConfig(disk_path='~/kv', ...), an open KVStore, or None for 4 GiB of host memory"
+        check_type("store", self.store, (StoreConfig, KVStore, none), stores)
+        share = "a share of the requests such as 0.02, or None"
+        check_type("shadow", self.shadow, (Real, ShadowConfig, none), share)
+        check_type(
+            "tree", self.tree, (TreeConfig, KnowledgeTree, none), "TreeConfig(host_bytes=...), or None"
+        )
+        check_type("queue", self.queue, (QueueConfig, none), "QueueConfig(max_batch=16, ...), or None")
+        check_type("cache_dir", self.cache_dir, (str, os.PathLike, none), "a folder's path, or None")
 
 
 class EngineComponents:
@@ -102,19 +154,17 @@ class EngineComponents:
             neighbours=by_namespace(settings.neighbours, settings.namespace),
             same_source=settings.companions == "same-source",
             fetch=self.loads.fetch,
-            tree=PrefixMatcher(self.tree, rope, layout) if self.tree is not None else None,
+            tree=self.tree,
+            layout=layout,
         )
         encodings, unchanged = self.planner.encodings(self.policy), self.planner.unchanged
-        if encodings.name == IN_PROMPT:
-            recall(self.planner.variants, self.store, self.fingerprint)
-        if encodings.averages or settings.encoder is None:  # a policy, and auto, may bring its own encoder
-            self.planner.variants.averages.recall(self.store.keys())
+        self.planner.recall(self.policy)
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
         self.background, self.active = BackgroundWorker(), ActiveRequests()
         opened.callback(self.background.close)
-        encoder = ChunkEncoder(model, rope, ObservedCache)
+        encoder = ChunkEncoder(model, rope, observed_cache)
         backoff = partial(Backoff, self.active)
 
         def encoder_over(
@@ -129,7 +179,7 @@ class EngineComponents:
 
         stored = self.planner.note_stored
         self.background_encoder = encoder_over(self.store, stored, self.forgets, self.background)
-        self.generator = Generator(model, rope, self.parser, rope.context)
+        self.model, self.rope = model, rope
         shadow = settings.shadow
         if not isinstance(shadow, ShadowConfig):
             shadow = ShadowConfig(shadow or 0.0)
@@ -143,25 +193,12 @@ class EngineComponents:
         wait, given = self.active.wait_for_none, settings.encoder
         parts = self.parser, self.planner, check, self.background, wait
         self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
-        self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
-
-    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy of a budget or of ``auto``."""
-        if isinstance(policy, Auto):
-            return self.auto.resolve(namespace)
-        return self.budgets.resolve(policy, namespace)
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
         """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""
-        auto = isinstance(self.policy, Auto)
-        return self.auto.to_encode(namespace, known) if auto else self.resolve(self.policy, namespace).policy
-
-    def choose_policy(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
-        """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
-        asked = self.policy if policy is None else open_policy(policy)
-        chosen = self.resolve(asked, namespace)
-        why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
-        return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
+        if isinstance(self.policy, Auto):
+            return self.auto.to_encode(namespace, known)
+        return self.budgets.resolve(self.policy, namespace).policy
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""
@@ -212,3 +249,11 @@ def _tree(
     )
     opened.callback(tree.close)
     return tree
+
+
+def checked_namespace(namespace: str) -> str:
+    """The namespace; ValueError for an empty one, or one that is no text."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ValueError(f"namespace must be a non-empty string, got {namespace!r}")
+    namespace.encode()  # of a lone surrogate it raises UnicodeEncodeError, a ValueError
+    return namespace

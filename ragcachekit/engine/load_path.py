@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
 from ragcachekit.generate.run import Generated
-from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -29,25 +29,32 @@ from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, check_number
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
-from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.diagnosis import Diagnosis, diagnose
-from ragcachekit.engine.options import EngineOptions, EngineSettings, checked_namespace
+from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
+from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, prompt_view
 from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.engine.scheduler import Scheduler
-from ragcachekit.engine.view import PromptView, prompt_view
 from ragcachekit.errors import Closed
-from ragcachekit.forward.linked_prompt import LinkedPrompt
-from ragcachekit.generate.options import effective, stop_strings, uses_beams
-from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
-from ragcachekit.model.pretrained import load_model, weights_folder
+from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
+from ragcachekit.generate.options import (
+    Detokenizer,
+    RequestStreamer,
+    TokenQueue,
+    check_options,
+    effective,
+    filled_options,
+    stop_strings,
+    uses_beams,
+)
+from ragcachekit.model.weights import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
-from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
+from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport
 from ragcachekit.reports.base import pairs_html
@@ -137,6 +144,7 @@ class RagCache:
         self.queue = Scheduler(queue, runner, parts.active)
         self._template_noted = self._closed = False
         self._process = os.getpid()
+        self._resolve(parts.policy, self.namespace)  # warns now of what there is to warn of
 
     @classmethod
     def from_pretrained(
@@ -209,9 +217,8 @@ class RagCache:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
         if "streamer" in options:
             raise ValueError("stream() reads the tokens itself; give streamer= to generate or submit")
-        self.components.generator.check_options({**_of_generate(options), "streamer": True})
         _ = self.components.parser.tokens  # text needs a tokenizer
-        return AnswerStream(self.submit(prompt, **{"wait": True, **options}))
+        return AnswerStream(self.submit(prompt, **{"wait": True, **options, "streamer": TokenQueue()}))
 
     def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
         """As :meth:`generate`, for several prompts, decoded together; an interrupt cancels them all."""
@@ -263,10 +270,10 @@ class RagCache:
             If ``max_waiting`` requests wait already.
         PromptTooLong, GenerationNotSupported, Closed
         """
-        started_at, generator = time.perf_counter(), self.components.generator
+        started_at = time.perf_counter()
         if streamer is not None:
             options["streamer"] = streamer
-        generator.check_options(options, "cancel", "deadline", "wait")
+        check_options(options, self.model, "cancel", "deadline", "wait")
         observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed:
             stop = stop_strings(stop)
@@ -274,15 +281,18 @@ class RagCache:
             if not self._template_noted and self.components.parser.lacks_template(prompt):
                 self._template_noted = True
                 request = request.with_note(NO_TEMPLATE)
-            options = generator.options(options, len(request.token_ids), stop)
+            parser, context = self.components.parser, self.components.rope.context
+            _ = parser.tokens if stop else None  # stop strings are text
+            options = filled_options(options, len(request.token_ids), pad=parser.pad, context=context)
             raise_if_cancelled()
             check_deadline(deadline)
             if not isinstance(wait, bool):
                 check_number("wait", wait, "True, False or seconds")
             left = inf if deadline is None else deadline - (time.perf_counter() - started_at)
-            defaults, tokens = self.model.generation_config, None
+            defaults = self.model.generation_config
             if streamer is None and not uses_beams(options, defaults):
-                streamer = tokens = TokenQueue()
+                streamer = TokenQueue()
+            tokens = streamer if isinstance(streamer, TokenQueue) else None
             counted = None if streamer is None else RequestStreamer(streamer)
             estimator = self.components.planner.estimator(request)
             room = self.components.planner.context - estimator.tokens
@@ -323,10 +333,10 @@ class RagCache:
         """
         request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
         with self.components.active:
-            linked = self.components.generator.link(self.plan(request), self.replan)
-        self.components.loads.follow(linked.plan)
-        self.after_answer.encode_missing(linked.plan.missing)
-        return linked.prompt
+            linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        self.components.loads.follow(plan)
+        self.after_answer.encode_missing(plan.missing)
+        return linked
 
     def inspect(
         self, prompt: PromptLike, *, namespace: str | None = None, policy: str | SelectionPolicy | None = None
@@ -340,7 +350,7 @@ class RagCache:
         decode = partial(self.components.parser.tokens.decode, special=True)
         request = self.prepare(prompt, namespace=namespace, policy=policy)
         with self.components.active:
-            plan = self.components.generator.link(self.plan(request), self.replan).plan
+            _, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
         return prompt_view(plan, decode)
 
     def diagnose(
@@ -363,7 +373,7 @@ class RagCache:
     ) -> PromptRequest:
         """The prompt, tokenised, with its policy and the keys of its chunks; nothing is looked up yet."""
         namespace, parts = self._checked(namespace), self.components
-        chosen, epoch = parts.choose_policy(policy, namespace), parts.forgets.now()
+        chosen, epoch = self._choose(policy, namespace), parts.forgets.now()
         parsed = parts.parser.parse(prompt, namespace, tools)
         request = parts.planner.prepare(parsed, chosen.policy, epoch)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
@@ -371,7 +381,7 @@ class RagCache:
 
     def plan(self, request: PromptRequest) -> LinkPlan:
         """The plan by what is cached now, once an earlier prompt's rows are stored."""
-        waited = self.after_answer.pending.wait(request)
+        waited = self.after_answer.wait(request)
         if waited >= MIN_REPORTED_WAIT_S:
             request = request.with_note(f"waited {waited:.2f} s until rows of an earlier prompt were stored")
         begun = time.perf_counter()
@@ -410,12 +420,13 @@ class RagCache:
         Parameters
         ----------
         chunks : iterable of str
-            Chunk texts, or ids as :meth:`encode` returned them.
+            Chunk texts.
         system : str, optional
             Text before the prompt's first chunk, for encoders that need it; default is the last one used in
             the namespace.
         """
-        self.chunks.prefetch(chunks, self._checked(namespace), system)
+        namespace = self._checked(namespace)
+        self.chunks.prefetch(chunks, namespace, system, self._choose(None, namespace).policy)
 
     def encode(
         self,
@@ -556,12 +567,12 @@ class RagCache:
     @property
     def policy(self) -> str:
         """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
-        return self.components.resolve(self.components.policy, self.namespace).label
+        return self._resolve(self.components.policy, self.namespace).label
 
     @property
     def encoder(self) -> str:
         """Name of the encoder of the default policy."""
-        chosen = self.components.resolve(self.components.policy, self.namespace).policy
+        chosen = self._resolve(self.components.policy, self.namespace).policy
         return self.components.planner.encodings(chosen).name
 
     @property
@@ -655,6 +666,19 @@ class RagCache:
             raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
 
+    def _resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
+        """The concrete policy of a budget or of ``auto``."""
+        if isinstance(policy, Auto):
+            return self.components.auto.resolve(namespace)
+        return self.components.budgets.resolve(policy, namespace)
+
+    def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
+        """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
+        asked = self.components.policy if policy is None else open_policy(policy)
+        chosen = self._resolve(asked, namespace)
+        why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
+        return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
+
     def _about(self) -> list[tuple[str, object]]:
         model = f"{type(self.model).__name__} on {self.model.device}"
         if self._closed:
@@ -683,10 +707,3 @@ class RagCache:
 def _planned_since(begun: float, plan: LinkPlan) -> LinkPlan:
     """The plan, whose report has how long it took; ``begun`` in seconds of :func:`time.perf_counter`."""
     return replace(plan, report=replace(plan.report, plan_ms=(time.perf_counter() - begun) * 1e3))
-
-
-_OF_SUBMIT = {"namespace", "policy", "tools", "stop", "cancel", "deadline", "wait"}
-
-
-def _of_generate(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in _OF_SUBMIT}

@@ -1,25 +1,33 @@
-"""One prompt to answer: the call, the request that ``submit`` returns, and its stream."""
+"""One prompt to answer: the call, the request that ``submit`` returns, its stream, and both from asyncio."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from math import inf
 from threading import Event
 from traceback import clear_frames
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.config import SECONDS_OR_NONE, check_number
-from ragcachekit.generate.streams import Detokenizer, RequestStreamer, TokenQueue
+from ragcachekit.config import SECONDS_OR_NONE, check_deadline, check_number
+from ragcachekit.errors import Cancelled, EngineError
 from ragcachekit.observers import ObservedRequest, attempt
-from ragcachekit.plan.request import Estimator, PromptRequest
 from ragcachekit.reports import Answer
 from ragcachekit.reports.base import text_html
 from ragcachekit.threads import Condition
 
+if TYPE_CHECKING:  # importing this file, as astream does, should not import torch
+    from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
+    from ragcachekit.plan.link_plan import Estimator, PromptRequest
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 State = Literal["waiting", "running", "done"]
 
 
@@ -61,6 +69,11 @@ class GenerateCall:
 class Request:
     """One submitted prompt; :meth:`ragcachekit.RagCache.submit` returns it. Thread safe.
 
+    Attributes
+    ----------
+    state : {"waiting", "running", "done"}
+        Waiting for its turn, running, or answered, cancelled or failed.
+
     Examples
     --------
     >>> requests = [rag.submit(prompt) for prompt in prompts]          # doctest: +SKIP
@@ -76,18 +89,13 @@ class Request:
         refuse_own_thread: Callable[[], object],
     ) -> None:
         self.call, self._on_cancel, self._refuse = call, on_cancel, refuse_own_thread
-        self.prefetched, self.batch = False, 0
+        self.state: State = "waiting"
+        self.prefetched = False
         self._tokens, self.detokenizer = tokens, detokenizer
         self._changed = Condition()
-        self._state: State = "waiting"
         self._answer: Answer | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Request], object]] = []
-
-    @property
-    def state(self) -> State:
-        """``waiting`` for its turn, ``running``, or ``done``: answered, cancelled or failed."""
-        return self._state
 
     def result(self, timeout: float | None = None) -> Answer:
         """Wait for the answer; of a cancelled request, what was generated before.
@@ -122,7 +130,9 @@ class Request:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done; False after ``timeout`` seconds. Other errors as for :meth:`result`."""
         check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
-        self._refuse_own_thread(timeout)
+        if self.done() or timeout == 0:
+            return self.done()
+        self._refuse()
         try:
             return self._changed.wait_for(self.done, timeout)
         except KeyboardInterrupt:
@@ -136,12 +146,12 @@ class Request:
         """
         given, tokens, self._tokens = "", self._tokens, None
         try:
-            self._refuse_own_thread()
+            if not self.done():
+                self._refuse()
             for ids in tokens or ():
                 if piece := self.detokenizer.push(ids):
                     given += piece
                     yield piece
-                    self._refuse_own_thread()
             if rest := self.result().text[len(given) :]:
                 yield rest
         finally:
@@ -155,7 +165,7 @@ class Request:
 
     def done(self) -> bool:
         """Whether it was answered, cancelled or failed."""
-        return self._state == "done"
+        return self.state == "done"
 
     def cancelled(self) -> bool:
         """Whether it ended because it was cancelled."""
@@ -173,14 +183,6 @@ class Request:
         attempt(callback, self)
 
     # -- for the scheduler -------------------------------------------------------------------------
-
-    def _refuse_own_thread(self, timeout: float | None = None) -> None:
-        if not self.done() and timeout != 0:
-            self._refuse()
-
-    def start(self) -> None:
-        """Note that its turn has come."""
-        self._state = "running"
 
     @property
     def cancel_requested(self) -> bool:
@@ -200,7 +202,7 @@ class Request:
             cleared.add(id(cause))
             cause = cause.__cause__ or cause.__context__
         with self._changed:
-            self._answer, self._error, self._state = answer, error, "done"
+            self._answer, self._error, self.state = answer, error, "done"
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         if self.call.streamer is not None:
@@ -255,3 +257,171 @@ class AnswerStream:
         """Cancel and wait."""
         self.cancel()
         self._request.wait()
+
+
+# -- asyncio ---------------------------------------------------------------------------------------
+
+_EVERY = 0.01  # seconds between two looks for room
+
+
+class _LoopTokens:
+    """A streamer that hands the new token ids of each step to an event loop; None at the end."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._prompt_seen = False
+        self.queue = asyncio.Queue[list[int] | None]()
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen:
+            _soon(self._loop, self.queue.put_nowait, value.flatten().tolist())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        _soon(self._loop, self.queue.put_nowait, None)
+
+
+class AsyncAnswerStream:
+    """An answer as it is generated: an async iterator of text pieces, and an async context manager.
+
+    The prompt is submitted at the first step, or when the context is entered. Leaving the context,
+    :meth:`aclose` and dropping the stream cancel a generation that goes on, before its next layer or after
+    its token; the context does it at once, whatever ends the loop. ``submit`` takes a streamer and returns
+    the request.
+
+    Examples
+    --------
+    >>> async with astream(rag, "Where does Ada live?", max_new_tokens=32) as stream:  # doctest: +SKIP
+    ...     async for piece in stream:
+    ...         print(piece, end="")
+    """
+
+    def __init__(self, submit: Callable[[_LoopTokens], Awaitable[Request]]) -> None:
+        self._submit, self._given, self._generated = submit, "", 0
+        self._ended, self._entering = False, asyncio.Lock()
+        self._submitted: Request | None = None
+
+    async def __aenter__(self) -> AsyncAnswerStream:
+        async with self._entering:
+            if self._submitted is None:
+                self._tokens = _LoopTokens()
+                self._submitted = request = await self._submit(self._tokens)
+                weakref.finalize(self, _soon, asyncio.get_running_loop(), request.cancel).atexit = False
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the iteration, and cancel a generation that goes on."""
+        self._ended = True
+        if self._submitted is not None:
+            self._submitted.cancel()
+
+    def __aiter__(self) -> AsyncAnswerStream:
+        return self
+
+    async def __anext__(self) -> str:
+        if self._submitted is None and not self._ended:
+            await self.__aenter__()
+        while not self._ended:
+            ids = await self._tokens.queue.get()
+            self._ended = ids is None
+            self._generated += len(ids or ())
+            if ids is not None:
+                piece = self._request.detokenizer.push(ids)
+            else:  # the text can end before the request does (cold="now" encodes): the answer has the rest
+                piece = (await answered(self._request)).text[len(self._given) :]
+            if piece:
+                self._given += piece
+                return piece
+        raise StopAsyncIteration
+
+    @property
+    def _request(self) -> Request:
+        if self._submitted is None:
+            raise RuntimeError("nothing was asked yet: begin with `async for` or `async with`")
+        return self._submitted
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return self._request.call.estimator.tokens + self._generated
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer with its report, once the iteration has ended."""
+        return _answer(self._request)
+
+
+def astream(rag: Any, prompt: Any, **options: Any) -> AsyncAnswerStream:
+    """``rag.submit(prompt, **options)`` for ``async for``, with or without ``async with``.
+
+    It waits for room in a full queue; with ``wait=False`` it raises QueueFull. ValueError for a ``streamer``.
+    """
+    if options.get("streamer") is not None:
+        raise ValueError("astream reads the tokens itself; give streamer= to agenerate")
+    return AsyncAnswerStream(lambda tokens: submitted(rag, prompt, {**options, "streamer": tokens}))
+
+
+async def agenerate(rag: Any, prompt: Any, **options: Any) -> Answer:
+    """``rag.submit(prompt, **options)`` and its answer, cancellable; a full queue as for :func:`astream`."""
+    return await answered(await submitted(rag, prompt, options))
+
+
+async def submitted(rag: Any, prompt: Any, options: Mapping[str, Any]) -> Request:
+    """``rag.submit(prompt, **options)`` in a thread, after room in the queue as for :func:`astream`."""
+    rag.queue.refuse_own_thread()
+    options = {"wait": True, **options}
+    check_deadline(options.get("deadline"))
+    end = time.monotonic() + (inf if options.get("deadline") is None else options["deadline"])
+    while options["wait"] is True and not rag.queue.has_room() and time.monotonic() < end:
+        await asyncio.sleep(_EVERY)  # in no thread: there are few, and many may wait
+    if end < inf:
+        options["deadline"] = max(0.0, end - time.monotonic())
+    return await to_thread(rag.submit, prompt, **options)
+
+
+async def answered(request: Request) -> Answer:
+    """The answer of a request, which is cancelled with the task."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+    request.add_done_callback(lambda _: _soon(loop, done.set))
+    try:
+        await done.wait()
+    except asyncio.CancelledError:
+        request.cancel()
+        raise
+    return _answer(request)
+
+
+def _answer(request: Request) -> Answer:
+    """The answer of a request that has ended.
+
+    EngineError for what its own code raised beyond Exception: CancelledError would look as if the task had
+    been cancelled, SystemExit would end the loop.
+    """
+    try:
+        return request.result(0)
+    except (Cancelled, Exception):
+        raise
+    except BaseException as error:
+        raise EngineError(f"the request's own streamer, processor or criterion raised {error!r}") from error
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
+    with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        loop.call_soon_threadsafe(call, *arguments)
+
+
+async def to_thread(work: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call :func:`asyncio.to_thread`; the model work ends when the task is cancelled.
+
+    >>> ids = await to_thread(rag.encode, texts)  # doctest: +SKIP
+    """
+    with CancelScope() as scope:
+        try:
+            return await asyncio.to_thread(work, *args, **kwargs)
+        except asyncio.CancelledError:
+            scope.cancel()
+            raise

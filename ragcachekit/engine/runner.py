@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import Event
@@ -16,27 +15,15 @@ from ragcachekit.config import QueueConfig
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import Request
-from ragcachekit.forward.own_rows import own_entries
+from ragcachekit.forward.prefill import Replan
+from ragcachekit.forward.rows import own_entries
 from ragcachekit.generate.batch import BatchDecoder, Decoding
-from ragcachekit.generate.hooks import FirstScores
-from ragcachekit.generate.run import Generated, Replan
-from ragcachekit.plan.link_plan import LinkPlan, plain_plan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.generate.run import FirstScores, Generated, answer_of
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, plain_plan
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
-
-
-class _DeadlinePassed(Event):
-    """Set once a deadline, in seconds of :func:`time.monotonic`, has passed."""
-
-    def __init__(self, deadline: float) -> None:
-        super().__init__()
-        self._deadline = deadline
-
-    def is_set(self) -> bool:
-        return self._deadline < time.monotonic()
 
 
 @dataclass(eq=False)
@@ -47,7 +34,8 @@ class _Run:
     first: FirstScores | None = None
     decoding: Decoding | None = None
     alone: Generated | None = None  # of a request that was not decoded in the batch
-    captured: frozenset[KVKey] | None = None
+    kept: frozenset[KVKey] | None = None
+    batch: int = 1
 
 
 class Runner:
@@ -67,27 +55,21 @@ class Runner:
         self._config, self._parts, self._after_answer = config, components, after_answer
         self._plan, self._replan = plan, replan
         self.runs: dict[Request, _Run] = {}
-        self.wanted = Counter[KVKey]()  # entries of waiting requests
         self.steps = self.decoded = 0
 
-    @property
-    def requests(self) -> list[Request]:
-        """The running requests."""
-        return list(self.runs)
+    @cached_property
+    def decoder(self) -> BatchDecoder:
+        """The batch, opened with the first request."""
+        parts, config = self._parts, self._config
+        return BatchDecoder(
+            parts.model,
+            parts.rope,
+            decode=parts.parser.decode,
+            max_batch=config.max_batch,
+            max_bytes=config.batch_bytes,
+        )
 
     # -- requests that wait ------------------------------------------------------------------------
-
-    def note_waiting(self, request: Request) -> None:
-        """Count the entries of a request that waits."""
-        self.wanted.update(want.to_encode.key for want in request.call.prompt.wanted)
-
-    def note_left(self, request: Request) -> None:
-        """Count them no longer."""
-        for want in request.call.prompt.wanted:
-            key = want.to_encode.key
-            self.wanted[key] -= 1
-            if not self.wanted[key]:
-                del self.wanted[key]
 
     def prefetch(self, request: Request) -> None:
         """Load entries of a waiting request from slow tiers, once."""
@@ -98,47 +80,46 @@ class Runner:
     def is_ready(self, request: Request) -> bool:
         """Whether its prefill would not wait for entries that are being loaded or stored."""
         call = request.call
-        if self._after_answer.pending.concern(call.prompt):
+        if self._after_answer.awaits(call.prompt):
             return False
         return self._parts.loads.hidden(call.estimator.to_load, call.estimator.rows)
 
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run, which need not wait for it."""
-        if self.runs and self._after_answer.pending.concern(request.call.prompt):
+        if self.runs and self._after_answer.awaits(request.call.prompt):
             return False
         return self.decoder.has_room(request.call.tokens)
 
     # -- requests that run -------------------------------------------------------------------------
 
-    def begin(self, request: Request, closed: Event) -> bool:
-        """Plan and prefill a request; True if its answer is complete. ``closed`` cancels it."""
+    def begin(self, request: Request, closed: Event, wanted: Collection[KVKey]) -> bool:
+        """Plan and prefill a request; True if its answer is complete.
+
+        ``closed`` cancels it; ``wanted`` are entries of the requests that wait.
+        """
         run = self.runs[request] = _Run(time.perf_counter())
-        call, streamer = request.call, request.call.streamer
-        with (
-            call.scope,
-            CancelScope(closed),
-            CancelScope(call.cancel),
-            CancelScope(_DeadlinePassed(call.deadline)),
-        ):
+        call, prompt = request.call, request.call.prompt
+        with call.scope, CancelScope(closed), CancelScope(call.cancel, deadline=call.deadline):
             run.first = self._parts.shadow.draw(call.options)
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
             why = self.decoder.why_alone(call.options) if unchanged else "the model changed"
-            prompt = call.prompt
             if why is not None:
                 prompt = prompt.with_note(f"generated alone and not in a batch: {why}")
             try:
-                self._prefill(request, run, self._planned(prompt), why is None)
+                self._prefill(request, run, self._planned(prompt, wanted), why is None)
             except Exception as error:
-                if not prompt.reads_cache or (streamer is not None and streamer.streamed):
+                if not prompt.reads_cache or (call.streamer is not None and call.streamer.streamed):
                     raise
                 log.warning("a linked prompt failed and is computed in full", exc_info=True)
-                if streamer is not None:
-                    streamer.restart()
+                if call.streamer is not None:
+                    call.streamer.restart()
                 run.first = None  # nothing is reused, so there is nothing to compare
                 full = replace(prompt, fallback=f"the linked prompt failed: {error!r}")
                 self._prefill(request, run, self._plan(full), why is None)
-        return run.alone is not None or (run.decoding is not None and run.decoding.finished)
+            if wanted and run.decoding is not None and not run.decoding.finished:
+                run.kept = self._after_answer.keep_early(run.decoding.generated())
+        return run.decoding is None or run.decoding.finished
 
     def step(self) -> list[Request]:
         """Decode a token for each request of the batch; returns those that ended."""
@@ -147,28 +128,25 @@ class Runner:
             return []
         self.steps += 1
         self.decoded += len(active)
-        for request, run in self.runs.items():
-            if run.decoding is not None:
-                request.batch = max(request.batch, len(active))
+        for run in self.runs.values():
+            run.batch = max(run.batch, len(active))
         ended = self.decoder.step()
         return [request for request, run in self.runs.items() if run.decoding in ended]
 
     def answer(self, request: Request) -> Answer:
         """The answer of a request that has ended, once the caches have followed."""
         run, call = self.runs.pop(request), request.call
-        generated = run.alone
-        if generated is None:
-            assert run.decoding is not None, "begun"
-            generated = run.decoding.generated()
-        answer = self._parts.generator.answer(generated, run.begun, call.options, call.stop)
-        self._after_answer.submit(generated, answer, call, run.first, run.captured)
+        generated = run.decoding.generated() if run.decoding is not None else run.alone
+        assert generated is not None, "begun"
+        answer = answer_of(generated, run.begun, call.stop, call.options, self._parts.parser.decode)
+        self._after_answer.submit(generated, answer, call, run.first, run.kept)
         queued, report = (run.begun - call.submitted_at) * 1e3, answer.report
         report = replace(
             report,
             ttft_ms=report.ttft_ms + queued,
             total_ms=(time.perf_counter() - call.submitted_at) * 1e3,
             queue_ms=queued,
-            batch=max(1, request.batch),
+            batch=run.batch,
         )
         self._after_answer.reports.append(report)
         return replace(answer, report=report)
@@ -195,36 +173,31 @@ class Runner:
             self.__dict__.pop("decoder", None)
         return requests
 
-    @cached_property
-    def decoder(self) -> BatchDecoder:
-        return self._parts.generator.batch_decoder(self._config)
-
-    def _planned(self, prompt: PromptRequest) -> LinkPlan:
+    def _planned(self, prompt: PromptRequest, wanted: Collection[KVKey]) -> LinkPlan:
         """The plan, after entries that waiting requests miss too were encoded, once for all of them."""
-        plan, encoder = self._plan(prompt), self._parts.background_encoder
-        forgot = self._parts.forgets.forgot
-        wanted = (
-            [item for item in plan.missing if self.wanted[item.key]] if self._after_answer.captures else []
-        )
-        missing = [item for item in wanted if not forgot(item.key, item.epoch)]
-        if missing:
-            captured = {item.key for item in own_entries(plan)}
-            missing = [i for i in missing if i.key not in captured and not encoder.refused([i.key])]
+        plan, parts = self._plan(prompt), self._parts
+        shared = [item for item in plan.missing if item.key in wanted and self._after_answer.captures]
+        kept = {item.key for item in own_entries(plan)} if shared else set()
+        missing = [
+            item
+            for item in shared
+            if item.key not in kept
+            and not parts.forgets.forgot(item.key, item.epoch)
+            and not parts.background_encoder.refused([item.key])
+        ]
         if not missing:
             return plan
-        encoder.now(missing)
+        parts.background_encoder.now(missing)
         tokens = sum(len(item.token_ids) for item in missing)
         return self._plan(
             prompt.with_note(f"{tokens} of its tokens were encoded before it, for requests that wait too")
         )
 
     def _prefill(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
-        call, decoder, after = request.call, self.decoder, self._after_answer
+        call = request.call
         how: dict[str, Any] = {"stop": call.stop, "cancel": call.cancel, "first": run.first}
-        how |= {"capture_missing_rows": after.captures, "replan": self._replan}
-        if not together:
-            run.alone = decoder.run(plan, call.options, **how)
-            return
-        run.decoding = decoder.begin(plan, call.options, **how)
-        if self.wanted and not run.decoding.finished:
-            run.captured = after.capture(run.decoding.generated())
+        how |= {"capture_missing_rows": self._after_answer.captures, "replan": self._replan}
+        if together:
+            run.decoding = self.decoder.begin(plan, call.options, **how)
+        else:
+            run.alone = self.decoder.run(plan, call.options, **how)

@@ -6,13 +6,12 @@ The order is cache-aware (RAGCache section 5.2), and fair between namespaces.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from math import inf
 from threading import TIMEOUT_MAX, get_ident
 from typing import Generic, TypeVar
 
@@ -23,7 +22,7 @@ from ragcachekit.engine.request import Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
 from ragcachekit.reports import Answer, QueueStats
-from ragcachekit.threads import OPENED_BEFORE_FORK, Condition, DaemonPool, Job
+from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class Scheduler:
     """The waiting and running requests of an engine, and the thread that answers them.
 
     The thread starts with the first request and ends when none is left. Between two decoding steps of the
-    batch it begins at most one request.
+    batch it begins at most one request. In a forked child, which has no such thread, calls raise Closed.
     """
 
     def __init__(self, config: QueueConfig, runner: Runner, active: ActiveRequests) -> None:
@@ -47,11 +46,10 @@ class Scheduler:
         self._pool = DaemonPool("ragcachekit-queue")
         self._changed = Condition()  # guards the order and everything below
         self._counts = Counter[str]()
-        self._watched: dict[Request, None] = {}  # that wait and may end without their turn, or cancel()
         self._driving = self._closed = False
         self._thread: int | None = None  # that answers
-        self._process = os.getpid()
         self._turns: list[Request] = []  # that the thread is beginning or answering
+        refuse_after_fork(self)
 
     @property
     def waiting(self) -> int:
@@ -61,7 +59,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that are being answered."""
-        return len(self.runner.requests)
+        return len(self.runner.runs)
 
     def has_room(self) -> bool:
         """Whether another request may wait."""
@@ -81,17 +79,14 @@ class Scheduler:
             )
 
     def refuse_own_thread(self) -> None:
-        """RuntimeError in the thread that answers requests: what it waited for would never come.
-
-        Closed in a forked child, which has no such thread.
-        """
-        if self._process != os.getpid():
-            raise Closed(OPENED_BEFORE_FORK)
-        if self._thread == get_ident():
-            raise RuntimeError(
-                "this is the thread that answers the engine's requests: waiting for one here never ends; "
-                "use add_done_callback(), or wait in another thread"
-            )
+        """RuntimeError in the thread that answers requests: what it waited for would never come."""
+        with self._changed:
+            if self._thread != get_ident():
+                return
+        raise RuntimeError(
+            "this is the thread that answers the engine's requests: waiting for one here never ends; "
+            "use add_done_callback(), or wait in another thread"
+        )
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until no request waits or runs; False if ``timeout`` seconds did not suffice."""
@@ -101,8 +96,6 @@ class Scheduler:
 
     def submit(self, request: Request, wait: bool | float = False) -> None:
         """Have a request wait for its turn; QueueFull without room, after ``wait`` seconds for it."""
-        if self._process != os.getpid():
-            raise Closed(OPENED_BEFORE_FORK)
         patience = wait if not isinstance(wait, bool) else TIMEOUT_MAX if wait else 0.0
         end = time.monotonic() + patience
         while not self._add(request):
@@ -122,24 +115,17 @@ class Scheduler:
 
     def cancel(self, request: Request) -> None:
         """End a request that waits; one that runs ends itself."""
-        if self._process != os.getpid():
-            return
-        with self._changed:
-            waited = self._discard(request)
-        if waited:
-            self._end(request, Cancelled())
+        with suppress(Closed):  # in a forked child
+            if self._discard([request]):
+                self._end(request, Cancelled())
 
     def close(self) -> None:
         """End waiting requests with Closed; running ones are finished. Idempotent."""
-        if self._process != os.getpid():
-            return
         with self._changed:
             self._closed = True
             if not self._driving:
                 self._pool.close(0.0)
         self._end_waiting()
-
-    # -- the lock is held --------------------------------------------------------------------------
 
     def _add(self, request: Request) -> bool:
         with self._changed:
@@ -148,26 +134,19 @@ class Scheduler:
             if not self.has_room():
                 return False
             self._order.add(request, request.call.share)
-            if request.call.deadline < inf or request.call.scope.has_others:
-                self._watched[request] = None
-            self.runner.note_waiting(request)
             if not self._driving and not self._pool.submit(Job(self._drive)):
-                self._discard(request)
+                self._order.discard(request, request.call.share)
                 raise RuntimeError("can't start new thread")
             self._driving = True
             self._counts["submitted"] += 1
             return True
 
-    def _discard(self, request: Request) -> bool:
-        found = self._order.discard(request, request.call.share)
-        if found:
-            self._left(request)
-        return found
-
-    def _left(self, request: Request) -> None:
-        self._watched.pop(request, None)
-        self.runner.note_left(request)
-        self._changed.notify_all()
+    def _discard(self, requests: list[Request]) -> list[Request]:
+        """Take requests out of the queue; returns those that waited."""
+        with self._changed:
+            found = [request for request in requests if self._order.discard(request, request.call.share)]
+            self._changed.notify_all()
+            return found
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -180,14 +159,10 @@ class Scheduler:
         except BaseException as error:
             log.exception("the thread that answers requests failed")
             with self._changed:
-                waiting = list(self._order)
-                for request in waiting:
-                    self._discard(request)
-                ended = list(dict.fromkeys([*waiting, *self.runner.clear(), *self._turns]))
+                waiting = self._discard(list(self._order))
+                ended = dict.fromkeys([*waiting, *self.runner.clear(), *self._turns])
                 self._turns, self._driving = [], False
-                self._changed.notify_all()
-            ended = [request for request in ended if not request.done()]
-            self._fail(ended, error, "the engine's thread failed")
+            self._fail([request for request in ended if not request.done()], error, "the engine's thread")
         finally:
             self._thread = None
 
@@ -203,7 +178,7 @@ class Scheduler:
                 self._finish(ended)
         except Exception as error:
             log.exception("decoding a batch failed")
-            self._fail(self.runner.clear(), error, "decoding the batch failed")
+            self._fail(self.runner.clear(), error, "decoding the batch")
         with self._changed:
             self._driving, self._turns = bool(self.waiting or self.running), []
             self._changed.notify_all()
@@ -215,8 +190,8 @@ class Scheduler:
             if best is not None and self.runner.has_room(best):
                 self._order.take(best, best.call.share)
                 self._turns = [best]
-                self._left(best)
-                best.start()
+                best.state = "running"
+                self._changed.notify_all()
             else:
                 best = None
             ahead = self._order.next_ones(PREFETCHED)
@@ -225,8 +200,11 @@ class Scheduler:
         return best
 
     def _begin(self, request: Request) -> None:
+        with self._changed:
+            prompts = [waiting.call.prompt for waiting in self._order]
+        wanted = {want.to_encode.key for prompt in prompts for want in prompt.wanted}
         try:
-            if self.runner.begin(request, self._pool.closed):
+            if self.runner.begin(request, self._pool.closed, wanted):
                 self._finish(request)
         except BaseException as error:  # also SystemExit of a streamer: the others go on
             self.runner.drop(request)
@@ -258,17 +236,15 @@ class Scheduler:
 
     def _sweep(self) -> None:
         """End what was cancelled or has passed its deadline."""
-        now, over = time.monotonic(), self._pool.closed.is_set()
+        over = self._pool.closed.is_set()
         if over:
             self._end_waiting()
         with self._changed:
-            ended = [r for r in self._watched if r.call.deadline < now or r.cancel_requested]
-            for request in ended:
-                self._discard(request)
-        for request in self.runner.requests:
+            ended = self._discard([r for r in self._order if r.cancel_requested or r.is_late])
+        for request in list(self.runner.runs):
             if over or request.cancel_requested:
                 request.call.cancel.set()  # which the batch looks at
-            elif request.call.deadline < now:
+            elif request.is_late:
                 self.runner.drop(request)
                 ended.append(request)
         for request in ended:
@@ -276,15 +252,13 @@ class Scheduler:
 
     def _end_waiting(self) -> None:
         with self._changed:
-            waiting = list(self._order)
-            for request in waiting:
-                self._discard(request)
+            waiting = self._discard(list(self._order))
         for request in waiting:
             self._resolve(request, "failed", error=Closed("closed before this request's turn"))
 
-    def _fail(self, requests: list[Request], error: BaseException, why: str) -> None:
+    def _fail(self, requests: list[Request], error: BaseException, what: str) -> None:
         for request in requests:
-            failed = EngineError(f"{why}: {error!r}; submit the request again")
+            failed = EngineError(f"{what} failed: {error!r}; submit the request again")
             failed.__cause__ = error
             self._resolve(request, "failed", error=failed)
 
@@ -316,10 +290,6 @@ class _Entry(Generic[T]):
     cached: int = 0
     computed: int = 1
     renewed: int = -1  # number of the choice
-
-    @property
-    def priority(self) -> float:
-        return self.cached / self.computed
 
 
 class CacheAwareOrder(Generic[T]):
@@ -361,9 +331,9 @@ class CacheAwareOrder(Generic[T]):
 
         Items that are not ``ready`` come after the others, as long as they may be overtaken.
         """
-        if not self._lines:
+        line = self._next_line()
+        if not line:
             return None
-        line = self._lines[min(self._lines, key=self._starts.__getitem__)]
         if self._count == 1 or line[0].overtaken >= self._window:
             return line[0].item
         near = line[: self._window + 1]
@@ -371,7 +341,7 @@ class CacheAwareOrder(Generic[T]):
         for entry in sorted(near, key=lambda entry: entry.renewed)[:REFRESHED]:
             self._renew(entry)
         while True:
-            ranked = sorted(near, key=lambda entry: -entry.priority)
+            ranked = sorted(near, key=lambda entry: -entry.cached / entry.computed)
             best = next((entry for entry in ranked if ready(entry.item)), ranked[0])
             if best.renewed == self._choices:
                 return best.item
@@ -379,10 +349,7 @@ class CacheAwareOrder(Generic[T]):
 
     def next_ones(self, count: int) -> list[T]:
         """The first ``count`` items of the namespace that is next, in the order of their arrival."""
-        if not self._lines:
-            return []
-        line = self._lines[min(self._lines, key=self._starts.__getitem__)]
-        return [entry.item for entry in line[:count]]
+        return [entry.item for entry in self._next_line()[:count]]
 
     def take(self, item: T, namespace: str) -> None:
         """Remove an item whose turn it is: earlier ones were overtaken, its namespace has had its tokens."""
@@ -390,35 +357,35 @@ class CacheAwareOrder(Generic[T]):
         place = next(number for number, entry in enumerate(line) if entry.item is item)
         for earlier in line[:place]:
             earlier.overtaken += 1
-        self.most_overtaken = max([self.most_overtaken, *(earlier.overtaken for earlier in line[:place])])
+            self.most_overtaken = max(self.most_overtaken, earlier.overtaken)
         if line[place].renewed < 0 and self._count > 1:  # of the last one the queue is empty
             self._renew(line[place])
         self._now = max(self._now, self._starts[namespace])
         self._starts[namespace] += line[place].computed
-        self._remove(namespace, place)
+        self.discard(item, namespace)
 
     def discard(self, item: T, namespace: str) -> bool:
         """Remove an item that has had no turn; False if it does not wait."""
         line = self._lines.get(namespace, [])
-        place = next((number for number, entry in enumerate(line) if entry.item is item), None)
-        if place is None:
+        left = [entry for entry in line if entry.item is not item]
+        if len(left) == len(line):
             return False
-        self._remove(namespace, place)
+        self._lines[namespace] = left
+        self._count -= 1
+        if not left:
+            del self._lines[namespace]
+        if not self._lines:  # nobody waits: nobody has had too much
+            self._starts, self._now = {}, 0.0
+        elif len(self._starts) > 2 * len(self._lines) + 64:
+            # Where a namespace that is idle would start now anyway, its tag carries no information.
+            kept = self._starts.items()
+            self._starts = {name: at for name, at in kept if name in self._lines or at > self._now}
         return True
+
+    def _next_line(self) -> list[_Entry[T]]:
+        name = min(self._lines, key=self._starts.__getitem__, default=None)
+        return [] if name is None else self._lines[name]
 
     def _renew(self, entry: _Entry[T]) -> None:
         entry.cached, entry.computed = self._estimate(entry.item)
         entry.renewed = self._choices
-
-    def _remove(self, namespace: str, place: int) -> None:
-        line = self._lines[namespace]
-        del line[place]
-        self._count -= 1
-        if not line:
-            del self._lines[namespace]
-            if not self._lines:  # nobody waits: nobody has had too much
-                self._starts, self._now = {}, 0.0
-            # Where a namespace that is idle would start now anyway, its tag carries no information.
-            elif len(self._starts) > 2 * len(self._lines) + 64:
-                kept = self._starts.items()
-                self._starts = {n: at for n, at in kept if n in self._lines or at > self._now}

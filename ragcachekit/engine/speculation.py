@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ragcachekit.config import check_deadline, positive
+from ragcachekit.engine.request import Request
 from ragcachekit.prompt.parser import PromptLike
 
 if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
-    from ragcachekit.engine.request import Request
 
 _Document = TypeVar("_Document")
 
@@ -37,17 +38,12 @@ class SpeculativePipeline:
     """Submits the prompts of a staged search's provisional results; the last stage decides. Thread safe.
 
     A provisional request is cancelled when the next stage changes its prompt; what it has encoded stays. If
-    its prompt is that of the last stage, it is the request that is returned, running or done. It has the
-    answer that a request submitted after the search would have.
+    its prompt is that of the last stage, it is the request that is returned, running or done.
 
     Every search shows at which stages the list was right already. Where that is rare, from the first search
     on, nothing is submitted: a wrong prefill on the processor that searches would make the search slower.
-
-    Parameters
-    ----------
-    rag : RagCache
-    max_waiting : int
-        Nothing provisional is submitted while so many requests wait in the queue.
+    ``stats`` counts what was submitted and right. Nothing provisional is submitted while ``max_waiting``
+    requests wait in the queue.
 
     Examples
     --------
@@ -61,12 +57,7 @@ class SpeculativePipeline:
         self._lock = Lock()
         self._right: list[float] = []  # share of right lists, by stage
         self._seen = Counter[int]()  # searches that had the stage
-        self._stats = PipelineStats()
-
-    @property
-    def stats(self) -> PipelineStats:
-        """What was submitted, and what of it was right."""
-        return self._stats
+        self.stats = PipelineStats()
 
     def submit(
         self,
@@ -86,9 +77,7 @@ class SpeculativePipeline:
             :class:`~ragcachekit.DocumentIndex`. An error of the search ends the provisional request.
         prompt : callable
             Makes the prompt of a stage's documents. Two stages are the same where their prompts are equal.
-        deadline : float, optional
-            Seconds from this call, as of ``rag.submit``.
-        wait, **options
+        deadline, wait, **options
             As of ``rag.submit``; ``wait`` is for the last prompt alone. No ``streamer``, as what it was given
             could not be taken back: use the request's ``stream()``.
 
@@ -102,13 +91,13 @@ class SpeculativePipeline:
         if options.get("streamer") is not None:
             raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
         check_deadline(deadline)
-        end = None if deadline is None else time.monotonic() + deadline
+        end = time.monotonic() + (inf if deadline is None else deadline)
         prompts: list[PromptLike] = []
         submitted: list[int] = []  # the stages at which a prompt was submitted
         request: Request | None = None
 
         def submit(asked: PromptLike, wait: bool | float) -> Request:
-            left = None if end is None else max(0.0, end - time.monotonic())
+            left = None if deadline is None else max(0.0, end - time.monotonic())
             return self._rag.submit(asked, deadline=left, wait=wait, **options)
 
         try:
@@ -117,7 +106,7 @@ class SpeculativePipeline:
                 if request is not None and prompts[-1] != prompts[-2]:
                     request.cancel()
                     request = None
-                if request is None and self._worth_it(stage):
+                if request is None and self._is_worth_it(stage):
                     with suppress(Exception):  # of the last prompt it is raised in the end
                         request = submit(prompts[-1], False)
                         submitted.append(stage)
@@ -128,11 +117,11 @@ class SpeculativePipeline:
             if request is not None:
                 request.cancel()
             raise
-        provisional = sum(stage < len(prompts) - 1 for stage in submitted)
-        self._learn(prompts, provisional, request is not None and submitted[-1] < len(prompts) - 1)
+        early = [stage for stage in submitted if stage < len(prompts) - 1]
+        self._learn(prompts, len(early), request is not None and submitted[-1] in early)
         return final
 
-    def _worth_it(self, stage: int) -> bool:
+    def _is_worth_it(self, stage: int) -> bool:
         likely = stage >= len(self._right) or self._right[stage] >= MIN_RIGHT
         return likely and self._rag.queue.waiting < self._max_waiting
 
@@ -145,8 +134,7 @@ class SpeculativePipeline:
             for stage, asked in enumerate(earlier):
                 weight = max(_NEWEST, 1 / self._seen[stage])
                 self._right[stage] += weight * ((asked == last) - self._right[stage])
-            self._stats = PipelineStats(
-                self._stats.searches + 1,
-                self._stats.provisional + provisional,
-                self._stats.right + was_right,
+            done = self.stats
+            self.stats = PipelineStats(
+                done.searches + 1, done.provisional + provisional, done.right + was_right
             )

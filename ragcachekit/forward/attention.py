@@ -1,22 +1,73 @@
-"""The attention function of admitted models: linked forwards attend by position, others as before."""
+"""The attention function of admitted models: linked forwards attend by position, others as before.
+
+Keys carry a tag from the cache layer that made them to the attention that reads them.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.tagged_keys import tag_of, untagged
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 PREFIX = "ragcachekit_"
+
+
+class KeyTag(Protocol):
+    """What a cache layer hands to the attention that reads its keys."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor | None:
+        """Attention ``[batch, rows, heads, value_head_dim]``; None where the model's own computes it.
+
+        ``query`` is ``[batch, heads, rows, head_dim]``, ``key`` and ``value`` are ``[batch, kv_heads, tokens,
+        head_dim]``.
+        """
+
+
+class TaggedKeys(torch.Tensor):
+    """A tensor whose tag passes to all tensors computed from it.
+
+    Models do not always attend over the tensor that the cache returned: multi-head latent attention expands
+    its keys from it, JetMoe repeats them. The tag lives as long as these tensors, one layer's attention.
+    """
+
+    tag: KeyTag | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        tag = next((leaf.tag for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TaggedKeys)), None)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, TaggedKeys):
+                leaf.tag = tag
+        return out
+
+
+def tagged(tensor: torch.Tensor, tag: KeyTag) -> torch.Tensor:
+    """The same memory, with ``tag``; the tensor itself stays untagged."""
+    out = tensor.as_subclass(TaggedKeys)
+    out.tag = tag
+    return out
+
+
+def _untagged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, TaggedKeys) else tensor
 
 
 def install(model: Any) -> str:
@@ -73,16 +124,17 @@ def _forward_over(before: str) -> Callable[..., Any]:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tag = tag_of(key)
+        tag = key.tag if isinstance(key, TaggedKeys) else None
         if not torch.compiler.is_compiling():
             raise_if_cancelled()
-        query, key, value = untagged(query), untagged(key), untagged(value)
+        query, key, value = _untagged(query), _untagged(key), _untagged(value)
         if tag is not None:
             layer = int(getattr(module, "layer_idx", 0))
             out = tag.attend(layer, query, key, value, _options(module, query, **kwargs))
             if out is not None:
                 return out, None
-        result: tuple[torch.Tensor, torch.Tensor | None] = _original(module, before)(
+        original = ALL_ATTENTION_FUNCTIONS[before] if before != "eager" else _eager(module)
+        result: tuple[torch.Tensor, torch.Tensor | None] = original(
             module, query, key, value, attention_mask, **kwargs
         )
         return result
@@ -90,14 +142,12 @@ def _forward_over(before: str) -> Callable[..., Any]:
     return forward
 
 
-def _original(module: torch.nn.Module, before: str) -> Callable[..., Any]:
-    if before != "eager":
-        return ALL_ATTENTION_FUNCTIONS[before]  # type: ignore[no-any-return]
-    # Each model has its own eager attention (with soft-cap in Gemma 2, sinks in gpt-oss).
+def _eager(module: torch.nn.Module) -> Any:
+    """The model's own eager attention: with a soft-cap in Gemma 2, with sinks in gpt-oss."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if own is None:
         raise ModelNotSupported(f"{type(module).__name__} has no eager_attention_forward to fall back to")
-    return own  # type: ignore[no-any-return]
+    return own
 
 
 def _masked_window(module: torch.nn.Module) -> int | None:
@@ -109,8 +159,7 @@ def _masked_window(module: torch.nn.Module) -> int | None:
     window: int | None = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None
-    kinds = getattr(config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     return window if not kinds or index is None or kinds[index] == "sliding_attention" else None
 
 

@@ -10,8 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.errors import ModelChanged
-from ragcachekit.forward.attention import is_installed
-from ragcachekit.forward.tagged_keys import tagged
+from ragcachekit.forward.attention import is_installed, tagged
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions
 
@@ -79,8 +78,22 @@ class BatchRows(NamedTuple):
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """As :func:`attend_each`; see :class:`~ragcachekit.forward.tagged_keys.KeyTag`."""
-        return attend_each(query, key, self, options)
+        """Attention ``[batch, 1, heads, value_head_dim]`` of ``query``, ``[batch, heads, 1, head_dim]``.
+
+        ``key`` are the new keys as the model attends over them. ValueError if these are not the ones that it
+        put into its cache (multi-head latent attention expands them in between).
+        """
+        one = self.requests[0].keys[self.number]
+        if query.shape[2] != 1 or key.shape[1:] != (one.shape[0], 1, one.shape[2]):
+            raise ValueError(f"attention over keys {tuple(key.shape)} with {tuple(one.shape)} in the cache")
+        out = []
+        for own, request in zip(query, self.requests, strict=True):
+            keys, values = request.keys[self.number], request.values[self.number]
+            if options.softcap is None and options.sinks is None:
+                out.append(_attend(own, keys, values, request.rows + 1, options))
+            else:
+                out.append(dispatch.sparse_attention(own, keys, values, (request.rows,), options)[:, 0])
+        return torch.stack(out)[:, None]
 
 
 class BatchCache(Cache):  # type: ignore[misc]
@@ -120,26 +133,6 @@ class _BatchLayer(DynamicLayer):  # type: ignore[misc]
         return tagged(key_states, self._rows), value_states
 
 
-def attend_each(
-    query: torch.Tensor, key: torch.Tensor, rows: BatchRows, options: AttentionOptions
-) -> torch.Tensor:
-    """Attention ``[batch, 1, heads, value_head_dim]`` of ``query``, ``[batch, heads, 1, head_dim]``.
-
-    ``key`` are the new keys as the model attends over them. ValueError if these are not the ones that it
-    put into its cache (multi-head latent attention expands them in between).
-    """
-    requests, layer = rows
-    one = requests[0].keys[layer]
-    if query.shape[2] != 1 or key.shape[1:] != (one.shape[0], 1, one.shape[2]):
-        raise ValueError(f"attention over keys {tuple(key.shape)} with {tuple(one.shape)} in the cache")
-    attend = _attend if options.softcap is None and options.sinks is None else _attend_by_kernel
-    out = [
-        attend(own, request.keys[layer], request.values[layer], request.rows + 1, options)
-        for own, request in zip(query, requests, strict=True)
-    ]
-    return torch.stack(out)[:, None]
-
-
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, options: AttentionOptions
 ) -> torch.Tensor:
@@ -152,12 +145,6 @@ def _attend(
         scale=options.scale,
     )
     return out.reshape(query.shape[0], -1)
-
-
-def _attend_by_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, options: AttentionOptions
-) -> torch.Tensor:
-    return dispatch.sparse_attention(query, key, value, (rows - 1,), options)[:, 0]
 
 
 @torch.no_grad()

@@ -1,23 +1,185 @@
-"""Linking: chunk KV goes to its new positions in a cache that one forward completes."""
+"""Linking: chunk KV goes to its new positions in a transformers cache that one forward completes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache, DynamicLayer
 
-from ragcachekit.forward.cache import LinkedCache, LinkedLayer, LinkRows, MakeLayer
-from ragcachekit.forward.stored_layers import StoredLayers
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.forward.attention import tagged
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import AttentionObserver
-from ragcachekit.store.load import Pair
-from ragcachekit_kernels.dispatch import Place, Places
-from ragcachekit_kernels.dispatch import assemble as place_pieces
+from ragcachekit.store.load import AnyKV, LoadingKV, Pair
+from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places, Rows
+
+AHEAD = 2
+"""Layers that are copied to a GPU ahead of the one in use: one has arrived, one is on its way."""
+
+MakeLayer = Callable[[], Pair]
+"""Gives one layer's keys and values ``[1, kv_heads, slots, head_dim]`` with every kept row in its place.
+
+While layer 0 computes, later layers may still be read from a slow tier; ``LoadFailed`` if that fails.
+"""
+
+BeforeLayer = Callable[[int, torch.nn.Module, Any, Any], Any]
+"""Takes a decoder layer's number, the layer, its args and kwargs; returns new ``(args, kwargs)`` or None."""
+
+
+class Projected(Exception):
+    """Raised instead of attending when only a layer's K and V are needed."""
+
+
+@dataclass(frozen=True)
+class LinkRows:
+    """Rows that one linked forward computes; all layers share one copy of their positions on the device."""
+
+    positions: Rows
+    observer: AttentionObserver | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Row i over the keys up to its position; see :class:`~ragcachekit.forward.attention.KeyTag`."""
+        positions: Sequence[int] = self.positions
+        if len(positions) > query.shape[2]:
+            # Gemma 4 runs its last layers, which share KV of earlier ones, for the last row alone.
+            positions = positions[-query.shape[2] :]
+        if self.observer is not None:
+            self.observer.observe(layer, query[0], key[0], positions, options)
+        out = dispatch.sparse_attention(query[0], key[0], value[0], positions, options)
+        return out.transpose(0, 1).contiguous()[None]
+
+
+class LinkedLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of a linked prompt.
+
+    Until its first ``update`` it reports only the kept rows, so that generate feeds exactly the rows to
+    compute; that update scatters them to their positions. Then it is an ordinary dynamic layer, sorted by
+    position. Never a sliding layer: masks come from positions, and no kept row may be dropped.
+
+    ``slots`` columns of what ``make`` gives belong to this prompt. ``rows`` are those still to be scattered,
+    ``kept`` is the length to report until then.
+    """
+
+    def __init__(
+        self,
+        make: MakeLayer,
+        dtype: torch.dtype,
+        device: torch.device,
+        slots: int,
+        rows: LinkRows | None,
+        kept: int,
+    ) -> None:
+        self._make: MakeLayer | None = None
+        self._keys: Any = None
+        self._values: Any = None
+        super().__init__()
+        self._make, self._slots, self._kept = make, slots, kept
+        self.settling = 0.0  # seconds that placing the kept rows took, waits included
+        self.dtype, self.device = dtype, device
+        self.is_initialized = True
+        self.rows, self._projecting = rows, False
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """``[1, kv_heads, slots, head_dim]``; waits until the layer is loaded."""
+        self.settle()
+        return self._keys  # type: ignore[no-any-return]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self.settle()
+        self._keys = keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        self.settle()
+        return self._values  # type: ignore[no-any-return]
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self.settle()
+        self._values = values
+
+    def settle(self) -> None:
+        """Put the kept rows in place."""
+        if self._make is not None:
+            started_at = time.perf_counter()
+            keys, values = self._make()
+            self._keys, self._values = keys[:, :, : self._slots], values[:, :, : self._slots]
+            self._make = None
+            self.settling = time.perf_counter() - started_at
+
+    def narrow(self, rows: LinkRows, projecting: bool = False) -> None:
+        """Expect only these rows. ``projecting``: write their K and V, then raise :class:`Projected`."""
+        self.rows, self._projecting = rows, projecting
+
+    def get_seq_length(self) -> int:
+        """Kept rows before the linked forward, all rows after it."""
+        return self._kept if self.rows is not None else super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No keys during the linked forward: attention goes by positions, and no mask is made."""
+        return (0, 0) if self.rows is not None else super().get_mask_sizes(query_length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scatter the rows of the linked forward, or append."""
+        if self.rows is None:
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        rows, self.rows = self.rows, None
+        keys, values = self.keys, self.values
+        at = rows.positions.as_index(keys.device)
+        keys[0].index_copy_(1, at, key_states[0])
+        values[0].index_copy_(1, at, value_states[0])
+        if self._projecting:
+            raise Projected
+        return tagged(keys, rows), values
+
+
+class LinkedCache(Cache):  # type: ignore[misc]
+    """A cache of :class:`LinkedLayer`; what ``rag.link`` hands to ``model.generate``.
+
+    ``before_layer`` cuts rows from layer to layer.
+    """
+
+    def __init__(self, layers: Sequence[LinkedLayer]) -> None:
+        super().__init__(layers=list(layers))
+        self.before_layer: BeforeLayer | None = None
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels attend in the linked forward: ``triton``, or ``torch`` and why."""
+        names = []
+        for layer in self.layers:
+            query, keys, values = layer.keys[:0], layer.keys[0], layer.values[0]
+            name = dispatch.attention_choice(query, keys, values)
+            names.append(f"torch ({layer.device.type})" if name == "torch" else name)
+        return "; ".join(dict.fromkeys(names))
+
+    def settle(self) -> None:
+        """Put the kept rows of all layers in place."""
+        for layer in self.layers:
+            layer.settle()
+
+    @property
+    def settling(self) -> float:
+        """Seconds that placing kept rows has taken so far, waits for loading included."""
+        return float(sum(layer.settling for layer in self.layers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,23 +197,18 @@ class LinkedInputs:
 
     def as_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of ``generate``."""
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": self.attention_mask,
-            "past_key_values": self.cache,
-        }
+        names = ("input_ids", "position_ids", "attention_mask")
+        return {**{name: getattr(self, name) for name in names}, "past_key_values": self.cache}
 
-
-@dataclass(frozen=True, eq=False)
-class Buffers:
-    """Keys and values of a prompt, layer by layer.
-
-    Each of ``layers`` does its work at the first call. ``dtypes`` are those of the layers' keys.
-    """
-
-    layers: tuple[MakeLayer, ...]
-    dtypes: tuple[torch.dtype, ...]
+    def run(self, model: Any, rows: int) -> None:
+        """Run the linked forward: the decoder over the last ``rows`` columns, without the LM head."""
+        model.base_model(
+            input_ids=self.input_ids[:, -rows:],
+            position_ids=self.position_ids[:, -rows:],
+            attention_mask=self.attention_mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
 
 
 def link(
@@ -59,31 +216,30 @@ def link(
     rope: Rope,
     device: torch.device,
     *,
-    buffers: Buffers | None = None,
+    buffers: Sequence[MakeLayer] | None = None,
     observer: AttentionObserver | None = None,
 ) -> LinkedInputs:
     """Assemble the cache of a prompt with at least one cached piece.
 
     Kept rows of a layer are placed and rotated when the model's forward reaches it: while layer l computes,
     later ones may still be loading (Cache-Craft section 3.4.2). A piece that cannot be loaded raises
-    ``LoadFailed`` then. ``buffers`` are those of an earlier link of the same prompt; their kept rows must
-    still be the linked KV. ``observer`` is called by every layer.
+    ``LoadFailed`` then. ``buffers`` are those of an earlier link of the same prompt (:func:`assemble`); their
+    kept rows must still be the linked KV. ``observer`` is called by every layer.
     """
-    rows = LinkRows.of(plan.rows, observer) if plan.rows else None
+    rows = LinkRows(Rows(plan.rows), observer) if plan.rows else None
     if buffers is None:
         buffers = assemble(plan, rope, device)
     tokens = len(plan.token_ids)
     layers = [
         LinkedLayer(make, dtype, device, tokens, rows, plan.kept)
-        for make, dtype in zip(buffers.layers, buffers.dtypes, strict=True)
+        for make, ((dtype, _), _) in zip(buffers, plan.pieces[0].kv.shapes, strict=True)
     ]
     ids, at = _integers(plan.token_ids), _integers(plan.rows)
     kept = torch.ones(tokens, dtype=torch.bool).index_fill_(0, at, False)
     input_ids = torch.cat([ids[kept], ids[at]])[None]
     position_ids = torch.cat([at.new_zeros(plan.kept), at])[None]
-    linked = LinkedCache(layers)
-    attention_mask = torch.ones_like(input_ids)
-    return LinkedInputs(input_ids.to(device), position_ids.to(device), attention_mask.to(device), linked)
+    mask = torch.ones_like(input_ids)
+    return LinkedInputs(input_ids.to(device), position_ids.to(device), mask.to(device), LinkedCache(layers))
 
 
 def _integers(values: Sequence[int]) -> torch.Tensor:
@@ -91,19 +247,8 @@ def _integers(values: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.fromiter(values, np.int64, len(values)))
 
 
-def run_rows(model: Any, inputs: LinkedInputs, rows: int) -> None:
-    """Run the linked forward: the decoder over the last ``rows`` columns, without the LM head."""
-    model.base_model(
-        input_ids=inputs.input_ids[:, -rows:],
-        position_ids=inputs.position_ids[:, -rows:],
-        attention_mask=inputs.attention_mask,
-        past_key_values=inputs.cache,
-        use_cache=True,
-    )
-
-
-def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> Buffers:
-    """Per layer, keys and values with every kept piece in its place, made when they are read.
+def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> tuple[MakeLayer, ...]:
+    """Per layer, keys and values with every kept piece in its place, made when they are first read.
 
     Stored tensors are read only. Keys are rotated to their positions in float32 and rounded once; eight-bit
     entries are multiplied by their scales on the way.
@@ -111,7 +256,7 @@ def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> Buffers:
     tokens, pieces = len(plan.token_ids), plan.pieces
     places = Places(tuple(Place(p.start, p.tokens, p.kv.start is not None) for p in pieces))
     stored = StoredLayers({id(p.kv): p.kv for p in pieces}, device)
-    shapes, turns = pieces[0].kv.shapes, rope.turns.on(device, tokens)
+    shapes, turns = pieces[0].kv.shapes, rope.turns_on(device, tokens)
 
     def make(index: int) -> Pair:
         layer = stored.take(index)
@@ -123,11 +268,10 @@ def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> Buffers:
             parts = [layer[id(p.kv)] for p in pieces]
             own = [part[number][:, p.rows] for part, p in zip(parts, pieces, strict=True)]
             scales = [_scale(part, number, p.rows) for part, p in zip(parts, pieces, strict=True)]
-            place_pieces(out[0], own, places, rope.rotations(index, turns)[number], scales)
+            dispatch.assemble(out[0], own, places, rope.rotations(index, turns)[number], scales)
         return keys, values
 
-    makers = (cache(partial(make, index)) for index in range(len(shapes)))
-    return Buffers(tuple(makers), tuple(keys[0] for keys, _ in shapes))
+    return tuple(cache(partial(make, index)) for index in range(len(shapes)))
 
 
 def _scale(stored: Sequence[torch.Tensor], side: int, rows: slice) -> torch.Tensor | None:
@@ -135,3 +279,56 @@ def _scale(stored: Sequence[torch.Tensor], side: int, rows: slice) -> torch.Tens
     if len(stored) == 2:
         return None
     return stored[2 + side][:, rows] if side else stored[2]
+
+
+Layer = dict[int, tuple[torch.Tensor, ...]]
+"""By entry, keys and values of one layer, followed by their scales if they are in eight bits."""
+
+
+class StoredLayers:
+    """Layers of entries on ``device``, each taken once.
+
+    On a GPU, copies run a few layers ahead on a stream of their own. A layer's kernels wait for its copies;
+    the host waits for neither. Page-locked memory, as of the host tier, makes the copies asynchronous.
+    """
+
+    def __init__(self, entries: Mapping[int, AnyKV], device: torch.device) -> None:
+        self._entries, self._device = entries, device
+        self._layers = min(kv.layers for kv in entries.values())
+        self._stream: Any = None
+        self._copied: dict[int, tuple[Layer, Any]] = {}
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copy_ahead(0)
+
+    def take(self, number: int) -> Layer:
+        """One layer, for kernels of the current stream; LoadFailed if an entry could not be loaded."""
+        if self._stream is None:
+            return self._on_device(number)
+        if number not in self._copied:
+            self._copy(number)
+        layer, arrived = self._copied.pop(number)
+        compute: Any = torch.cuda.current_stream(self._device)
+        compute.wait_event(arrived)
+        for tensors in layer.values():
+            for tensor in tensors:
+                tensor.record_stream(compute)  # its memory belongs to the stream of the copies
+        self._copy_ahead(number + 1)
+        return layer
+
+    def _copy_ahead(self, first: int) -> None:
+        """Begin to copy the next layers, as far as they are loaded."""
+        for number in range(first, min(first + AHEAD, self._layers)):
+            loading = (kv for kv in self._entries.values() if isinstance(kv, LoadingKV))
+            if number not in self._copied and all(kv.ready > number for kv in loading):
+                self._copy(number)
+
+    def _copy(self, number: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._copied[number] = self._on_device(number), self._stream.record_event()
+
+    def _on_device(self, number: int) -> Layer:
+        return {
+            key: tuple(tensor.to(self._device, non_blocking=True) for tensor in kv.stored_layer(number))
+            for key, kv in self._entries.items()
+        }

@@ -13,13 +13,13 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from ragcachekit.forward.batch import RequestKV, decode
-from ragcachekit.forward.own_rows import MAX_HELD_BYTES, OwnRows
-from ragcachekit.generate.batch_check import why_not_together
-from ragcachekit.generate.hooks import FirstScores, StopStrings
+from ragcachekit.forward.check import why_not_together
+from ragcachekit.forward.prefill import Replan
+from ragcachekit.forward.rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.options import effective, end_tokens, uses_beams
-from ragcachekit.generate.run import Generated, Replan, TokenChoice, run_generate
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.generate.run import DecodingLoop, FirstScores, Generated, StopStrings, run_generate
+from ragcachekit.model.kv import KVLayout
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 
 _OF_GENERATE = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
@@ -48,19 +48,19 @@ class Decoding:
         self.error: BaseException | None = None
         self._prefilled, self._ends, self._streamer, self._cancel = prefilled, ends, streamer, cancel
         self.max_new_tokens = 0
-        if prefilled.choice is not None:
-            self._choose_by(prefilled.choice)
+        if prefilled.loop is not None:
+            self._choose_by(prefilled.loop)
         if self._is_done():
             self.end()
 
-    def _choose_by(self, choice: TokenChoice) -> None:
+    def _choose_by(self, loop: DecodingLoop) -> None:
         """Use a request's own processors and criteria, over its own ids ``[1, tokens]``."""
-        self._choice, prompt = choice, len(self.plan.token_ids)
-        self.max_new_tokens = choice.config.max_length - prompt
-        self._processors = [one for one in choice.processors if not isinstance(one, FirstScores)]
+        self._loop, prompt = loop, len(self.plan.token_ids)
+        self.max_new_tokens = loop.config.max_length - prompt
+        self._processors = [one for one in loop.processors if not isinstance(one, FirstScores)]
         here = (MaxLengthCriteria, EosTokenCriteria, StopStrings)  # which need no ids on the device
-        self._stops = [one for one in choice.criteria if isinstance(one, StopStrings)]
-        self._criteria = StoppingCriteriaList(one for one in choice.criteria if not isinstance(one, here))
+        self._stops = [one for one in loop.criteria if isinstance(one, StopStrings)]
+        self._criteria = StoppingCriteriaList(one for one in loop.criteria if not isinstance(one, here))
         self._ids: torch.Tensor | None = None
         if self._processors or self._criteria:
             device = self._prefilled.cache.layers[0].keys.device
@@ -83,15 +83,15 @@ class Decoding:
         rest = self.max_new_tokens - len(self.token_ids)
         self.kv = RequestKV(self._prefilled.cache, len(self.plan.token_ids), rest)
         self.plan = self.plan.without_kv()
-        self._prefilled = replace(self._prefilled, cache=None, plan=self.plan, choice=None)
+        self._prefilled = replace(self._prefilled, cache=None, plan=self.plan, loop=None)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token ``[1]``, out of ``logits`` ``[1, vocab]`` in float32."""
         try:
             scores: torch.Tensor = LogitsProcessorList(self._processors)(self._so_far(), logits)
-            if self._choice.config.do_sample:
+            if self._loop.config.do_sample:
                 chances = scores.softmax(-1)
-                return torch.multinomial(chances, 1, generator=self._choice.generator)[0]
+                return torch.multinomial(chances, 1, generator=self._loop.generator)[0]
             return scores.argmax(-1)
         except BaseException as error:  # its processor's, or NaN among the logits
             self.error = error
@@ -182,8 +182,9 @@ class BatchDecoder:
         As for :func:`~ragcachekit.generate.run.run_generate`.
     max_batch : int
         Requests that are decoded together at most.
-    max_bytes : int
-        Bytes of KV of their prompts and longest answers at most; a request alone may exceed it.
+    max_bytes : int, optional
+        Bytes of KV of their prompts and longest answers at most; a request alone may exceed it. Default: a
+        tenth of a GPU's free memory, else 2 GiB.
     """
 
     def __init__(
@@ -193,10 +194,13 @@ class BatchDecoder:
         *,
         decode: Callable[[Sequence[int]], str],
         max_batch: int,
-        max_bytes: int,
+        max_bytes: int | None = None,
     ) -> None:
         self._model, self._rope = model, rope
         self.run = partial(run_generate, model, rope, decode=decode)
+        if max_bytes is None:
+            on_gpu = model.device.type == "cuda"
+            max_bytes = torch.cuda.mem_get_info(model.device)[0] // 10 if on_gpu else 2 << 30
         self._max_batch, self._max_bytes = max_batch, max_bytes
         self._active: list[Decoding] = []
 
@@ -248,7 +252,7 @@ class BatchDecoder:
         """
         how: dict[str, Any] = {"stop": stop, "cancel": cancel, "first": first, "replan": replan}
         how["capture_missing_rows"] = capture_missing_rows
-        prefilled = self.run(plan, options, whole=True, one_token=True, **how)
+        prefilled = self.run(plan, options, one_token=True, **how)
         ends = end_tokens(options, self._model.generation_config)
         decoding = Decoding(prefilled, ends, options.get("streamer"), cancel)
         if not decoding.finished:

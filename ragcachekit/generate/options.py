@@ -1,15 +1,18 @@
-"""Options of generate: their defaults, which ones never work, and which ones need the prompt linked first."""
+"""What a call of generate is given: options (which never work, which need a link first) and streamers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import queue
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import TransformersKwargs
 
 from ragcachekit.config import WHOLE, check_number, check_type
@@ -19,8 +22,10 @@ DEFAULT_NEW_TOKENS = 256
 _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}
 
 REFUSED = {
-    "assistant_model": "assisted decoding rolls the cache back, which a linked cache cannot follow",
-    "assistant_early_exit": "assisted decoding rolls the cache back, which a linked cache cannot follow",
+    **dict.fromkeys(
+        ("assistant_model", "assistant_early_exit"),
+        "assisted decoding rolls the cache back, which a linked cache cannot follow",
+    ),
     "prompt_lookup_num_tokens": "prompt-lookup decoding reads the prompt's order and rolls the cache back",
     "guidance_scale": "classifier-free guidance runs the model on a second prompt without this cache",
     "cache_implementation": "the linked cache is the cache",
@@ -29,16 +34,16 @@ REFUSED = {
     "custom_generate": "a custom loop may read what a linked prompt permutes; use rag.link and your own loop",
     "prefill_chunk_size": "the linked prefill is one short forward; chunks would cut it apart",
     "past_key_values": "the linked cache is the cache",
-    "input_ids": "give the prompt instead",
-    "inputs": "give the prompt instead",
-    "inputs_embeds": "give the prompt instead",
+    **dict.fromkeys(("input_ids", "inputs", "inputs_embeds"), "give the prompt instead"),
     "attention_mask": "it follows from the prompt",
     "position_ids": "they follow from the prompt",
-    "return_dict_in_generate": "use rag.link and model.generate for raw outputs",
-    "output_scores": "use rag.link and model.generate for raw outputs",
-    "output_attentions": "use rag.link and model.generate for raw outputs",
-    "output_hidden_states": "use rag.link and model.generate for raw outputs",
-    "output_logits": "use rag.link and model.generate for raw outputs",
+    **dict.fromkeys(
+        (
+            "return_dict_in_generate",
+            *("output_scores", "output_attentions", "output_hidden_states", "output_logits"),
+        ),
+        "use rag.link and model.generate for raw outputs",
+    ),
     "num_return_sequences": "call rag.generate again, or use rag.link and model.generate",
 }
 
@@ -50,11 +55,11 @@ _ALSO_KNOWN = ("tokenizer", "assistant_tokenizer", "trust_remote_code", "seed", 
 _ONE_IS_NONE = ("num_return_sequences", "guidance_scale")
 
 
-def check_options(options: Mapping[str, Any], model: Any, arguments: Iterable[str]) -> None:
+def check_options(options: Mapping[str, Any], model: Any, *arguments: str) -> None:
     """Refuse options that could only fail later; costs no model work.
 
-    An option that is None is not given, as for transformers. ``arguments`` are names of the caller's own
-    parameters, one of which may have been meant.
+    An option that is None is not given, as for transformers. ``arguments`` are further names of the caller's
+    own parameters, one of which may have been meant.
 
     Raises
     ------
@@ -71,7 +76,8 @@ def check_options(options: Mapping[str, Any], model: Any, arguments: Iterable[st
     known = {*vars(GenerationConfig()), *vars(defaults), *vars(config or defaults), *REFUSED, *_ALSO_KNOWN}
     given = {name for name, value in options.items() if value is not None}
     if not given <= known and not given <= (known := known | _parameters(model)):
-        unknown = [_with_nearest(name, (*known, *arguments)) for name in options if name in given - known]
+        own = {"namespace", "policy", "tools", "stop", *arguments}
+        unknown = [_with_nearest(name, known | own) for name in options if name in given - known]
         raise ValueError(f"neither generate nor the model takes {', '.join(unknown)}")
     links_ahead(options, defaults)
     if options.get("streamer") is not None and uses_beams(options, defaults):
@@ -189,3 +195,94 @@ def _is_set(name: str, value: Any) -> bool:
 def _neutral(name: str, value: Any) -> Any:
     # transformers replaces None by the model's own default, so use False or 1 where possible.
     return False if value is True else 1 if name in _ONE_IS_NONE else None
+
+
+# -- token ids to text, and streamers ------------------------------------------------------------------
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """Text up to the first stop string, and whether there was one."""
+    found = [at for s in stop if (at := text.find(s)) >= 0]
+    return (text[: min(found)], True) if found else (text, False)
+
+
+class Detokenizer:
+    """Turns tokens into final text; stop strings and what follows them are left out."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._given = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that cannot change any more."""
+        self._ids.extend(ids)
+        text, stopped = cut_at_stop(self._decode(self._ids), self._stop)
+        if not stopped and text.endswith("�"):
+            return ""  # an unfinished character: its bytes are spread over several tokens
+        return self._give(text if stopped else text[: len(text) - self._held(text)])
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        return self._give(cut_at_stop(self._decode(self._ids), self._stop)[0])
+
+    def _held(self, text: str) -> int:
+        """Length of the longest end of ``text`` that may begin a stop string."""
+        return max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+
+    def _give(self, text: str) -> str:
+        new = text[self._given :]
+        self._given += len(new)
+        return new
+
+
+class RequestStreamer(BaseStreamer):  # type: ignore[misc]
+    """A streamer that gets the prompt once, whatever begins again, and is ended once.
+
+    ``streamed``: whether tokens of the answer went through it.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._prompt_given = self._prompt_seen = False
+        self.streamed = self.ended = False
+
+    def restart(self) -> None:
+        """Expect the prompt once more: generation begins again before its first token."""
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Pass on the prompt, which comes first, or a token."""
+        self.streamed = self.streamed or self._prompt_seen
+        if self._prompt_seen or not self._prompt_given:
+            self._inner.put(value)
+        self._prompt_given = self._prompt_seen = True
+
+    def end(self) -> None:
+        """End it; later calls do nothing."""
+        if not self.ended:
+            self.ended = True
+            self._inner.end()
+
+
+class TokenQueue(BaseStreamer):  # type: ignore[misc]
+    """Generated token ids, from the generating thread to the reading one."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Add the ids of one step; the first call carries the prompt and is dropped."""
+        if self._prompt_seen:
+            self._queue.put(value.flatten().tolist())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """End the iteration; may be called more than once."""
+        self._queue.put(None)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while (ids := self._queue.get()) is not None:
+            yield ids

@@ -1,56 +1,177 @@
-"""Run transformers' ``model.generate`` on a linked prompt."""
+"""Run transformers' ``model.generate`` on a linked prompt: our decoding loop, its hooks, the answer."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation import MaxLengthCriteria, StopStringCriteria
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.errors import Cancelled
-from ragcachekit.forward.cache import LinkedCache
-from ragcachekit.forward.linker import link, run_rows
-from ragcachekit.forward.narrowing import Narrowing, attach
-from ragcachekit.forward.own_rows import OwnRows, own_entries
-from ragcachekit.forward.scoring_pass import choose
-from ragcachekit.generate.hooks import DecodingLoop, FirstScores, FirstTokenTimer, StopStrings
+from ragcachekit.forward.prefill import Replan, prepare, prepare_ahead, replanned
+from ragcachekit.forward.rows import OwnRows
 from ragcachekit.generate.options import (
+    cut_at_stop,
     effective,
     end_tokens,
     links_ahead,
     uses_beams,
     without_refused_defaults,
 )
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.plan.request import PromptRequest
-from ragcachekit.policies.base import LayerwisePolicy
-from ragcachekit.reports import LinkReport
+from ragcachekit.reports import Answer, GenerateReport, LinkReport
 from ragcachekit.store.load import LoadFailed
-from ragcachekit.types import KVKey
 
-Replan = Callable[[PromptRequest, frozenset[KVKey]], LinkPlan]
-"""Plans a request once more without some entries."""
+# -- hooks into one call of generate -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class TokenChoice:
-    """How the next tokens of a request are chosen, as generate prepared it from the request's options.
+class FirstScores(LogitsProcessor):  # type: ignore[misc]
+    """A logits processor that records the first token's distribution and changes nothing.
 
-    ``generator`` goes on where the first token's draw ended; None: torch's global one.
+    It runs after the requested processors (penalties), before temperature and the cuts of sampling.
+    ``log_probs`` is ``[vocab]`` float64 on the host, None before and where it is not ``wanted``; ``at`` is
+    when the prefill ended, None before.
+    """
+
+    def __init__(self, wanted: bool = True) -> None:
+        self._wanted = wanted
+        self.log_probs: torch.Tensor | None = None
+        self.at: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.at is None:
+            scores[:, :1].tolist()  # waits for the device: nothing is there before that
+            self.at = time.perf_counter()
+            if self._wanted:
+                self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
+        return scores
+
+
+class FirstTokenTimer(StoppingCriteria):  # type: ignore[misc]
+    """A stopping criterion that records when the first token came and stops cancelled requests.
+
+    From the first token on it replaces cancellation between layers, so that no token is lost.
+    """
+
+    def __init__(self, scope: CancelScope) -> None:
+        self.first_token: float | None = None
+        self.cancelled = False
+        self._scope = scope
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if self.first_token is None:
+            input_ids[:, -1].tolist()  # waits for the device: the token is not there before that
+            self.first_token = time.perf_counter()
+            self._scope.between_layers = False
+        self.cancelled = self._scope.requested
+        return torch.full((input_ids.shape[0],), self.cancelled, dtype=torch.bool, device=input_ids.device)
+
+
+class StopStrings(StoppingCriteria):  # type: ignore[misc]
+    """Ends a sequence whose new text, after ``prompt`` columns, contains a stop string.
+
+    Not transformers' own ``stop_strings``, which fails on word-level tokenizers and reads the prompt, too.
+    """
+
+    def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str], prompt: int) -> None:
+        self._stop, self._decode, self._prompt = tuple(stop), decode, prompt
+        # A character is at most four byte tokens; the rest is slack for tokens without text.
+        self._window = 4 * max(map(len, self._stop), default=0) + 8
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        start = max(self._prompt, input_ids.shape[1] - self._window)
+        done = [self.end(row) for row in input_ids[:, start:].tolist()]
+        return torch.tensor(done, device=input_ids.device)
+
+    def end(self, ids: Sequence[int]) -> bool:
+        """Whether the last of these new ids complete a stop string."""
+        return cut_at_stop(self._decode(ids[-self._window :]), self._stop)[1]
+
+
+class DecodingLoop:
+    """transformers' own decoding loop, with the prompt's ids in order; generate's ``custom_generate``.
+
+    A linked prefill gets the ids permuted. Logits processors, stopping criteria and the streamer get them as
+    they are in the prompt, so every option of transformers that reads ids works. ``one_token`` ends the loop
+    after the first token, for a batch that goes on.
+
+    Attributes
+    ----------
+    processors, criteria, config
+        As generate prepared them from the request's options, once the loop has begun.
+    generator : torch.Generator or None
+        Goes on where the first token's draw ended; None: torch's global one.
     """
 
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
     generator: torch.Generator | None = None
+
+    def __init__(self, prompt: Sequence[int], timer: FirstTokenTimer, streamer: Any, one_token: bool) -> None:
+        self._prompt, self._timer, self._streamer = prompt, timer, streamer
+        self._one_token, self._prompt_given = one_token, False
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        self.processors, self.criteria, self.config = logits_processor, stopping_criteria, generation_config
+        prompt = torch.tensor([list(self._prompt)])
+        if self._streamer is not None and not self._prompt_given:  # once, also where generate begins again
+            self._prompt_given = True
+            self._streamer.put(prompt)
+        in_order, columns = prompt.to(input_ids.device), input_ids.shape[1]
+
+        def ordered(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            return lambda ids, scores: call(torch.cat([in_order, ids[:, columns:]], -1), scores)
+
+        end: Any = MaxLengthCriteria(columns + 1) if self._one_token else ordered(stopping_criteria)
+        streamer = None if self._streamer is None else _WithoutEnd(self._streamer, self._one_token)
+        return model._sample(
+            input_ids,
+            LogitsProcessorList([ordered(logits_processor)]),
+            StoppingCriteriaList([self._timer, end]),
+            generation_config,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+
+class _WithoutEnd:
+    """Passes tokens on and, if the request ``goes_on`` after generate, not the end."""
+
+    def __init__(self, inner: Any, goes_on: bool) -> None:
+        self._inner, self._goes_on = inner, goes_on
+
+    def put(self, value: torch.Tensor) -> None:
+        self._inner.put(value)
+
+    def end(self) -> None:
+        if not self._goes_on:
+            self._inner.end()
+
+
+# -- the call ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -65,7 +186,7 @@ class Generated:
     - ``prefill``: Seconds of the forward alone, without loads, where known.
     - ``cache``: The prompt's cache, unless there are several beams.
     - ``own``: What was observed of entries that this prefill computed.
-    - ``choice``: How to choose further tokens; None after several beams or a cancelled prefill.
+    - ``loop``: How to choose further tokens; None after several beams or a cancelled prefill.
     """
 
     token_ids: tuple[int, ...]
@@ -78,7 +199,7 @@ class Generated:
     prefill: float | None = None
     cache: Any = None
     own: OwnRows | None = None
-    choice: TokenChoice | None = None
+    loop: DecodingLoop | None = None
 
 
 def run_generate(
@@ -93,17 +214,15 @@ def run_generate(
     first: FirstScores | None = None,
     capture_missing_rows: bool = False,
     replan: Replan | None = None,
-    whole: bool = False,
     one_token: bool = False,
 ) -> Generated:
     """Generate after a linked prompt.
 
     ``options`` go to generate, ``seed`` to its sampling. ``decode`` is needed for ``stop`` strings.
     ``replan`` plans the prompt again if entries could not be loaded. ``capture_missing_rows`` observes rows
-    of missing chunks, as they are to be stored. ``whole`` returns a cache with all rows, whatever the model
-    drops outside its windows. ``one_token`` returns after the first token, for a batch that goes on.
-    ``cancel``, or a scope around the call, ends the prefill between two layers and the answer between two
-    tokens.
+    of missing chunks, as they are to be stored. ``one_token`` returns after the first token, for a batch that
+    goes on, with a cache of all rows, whatever the model drops outside its windows. ``cancel``, or a scope
+    around the call, ends the prefill between two layers and the answer between two tokens.
     """
     defaults = model.generation_config
     # Phi-3's generate drops the cache and runs all ids again where its frequencies change: in order.
@@ -114,12 +233,27 @@ def run_generate(
     with CancelScope(cancel) as scope:
         timer, first = FirstTokenTimer(scope), first or FirstScores(wanted=False)
         loop = None if beams > 1 else DecodingLoop(plan.token_ids, timer, streamer, one_token)
+        options["custom_generate"] = loop
         options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
+        own_criteria = [*(options.get("stopping_criteria") or ())]
+        own_criteria += [timer] if loop is None else []
         while True:
+            # Where the knowledge tree captures an ordinary prefill, it needs all rows, too.
+            whole = beams == 1 and (one_token or plan.prefix_match is not None)
             try:
-                linked = _linked(model, rope, plan, ahead, beams, capture_missing_rows, whole)
-                with _seeded(model, seed) as random:
-                    return _generated(model, linked, options, timer, loop, stop, decode, first, random)
+                if ahead:
+                    prefill = prepare_ahead(model, rope, plan, repeats=beams, whole=whole)
+                else:
+                    prefill = prepare(model, rope, plan, capture=capture_missing_rows, whole=whole)
+                cache, prompt = prefill.inputs.get("past_key_values"), prefill.inputs["input_ids"].shape[1]
+                stops = [StopStrings(stop, decode, prompt)] if stop else []
+                options["stopping_criteria"] = StoppingCriteriaList([*own_criteria, *stops])
+                started_at, before = time.perf_counter(), getattr(cache, "settling", 0.0)
+                with _seeded(model, seed) as random, torch.no_grad():
+                    output = model.generate(**prefill.inputs, **options)
+                    if loop is not None:
+                        loop.generator = random()
+                break
             except Cancelled:
                 if streamer is not None and not one_token:  # else the batch ends it
                     streamer.end()
@@ -127,6 +261,22 @@ def run_generate(
                 return Generated((), False, now, now, True, plan, plan.report)
             except LoadFailed as failed:  # before the first token: nobody has seen anything of this attempt
                 plan = replanned(plan, failed, replan)
+    ends = end_tokens(options, defaults)
+    ids = _trim(output[0, prompt:].tolist(), ends)
+    settling = getattr(cache, "settling", 0.0) - before
+    return Generated(
+        ids,
+        bool(ids) and ids[-1] in ends,
+        timer.first_token if timer.first_token is not None else time.perf_counter(),
+        started_at + settling,
+        timer.cancelled,
+        prefill.plan,
+        prefill.report(),
+        first.at - started_at - settling if prefill.plain and first.at is not None else None,
+        cache if loop is not None else None,
+        prefill.own,
+        loop,
+    )
 
 
 def _with_stop_strings(options: dict[str, Any], defaults: Any) -> dict[str, Any]:
@@ -160,180 +310,28 @@ def _seeded(model: Any, seed: int | None) -> Iterator[Callable[[], torch.Generat
         yield copied
 
 
-def _generated(
-    model: Any,
-    linked: _Linked,
-    options: Mapping[str, Any],
-    timer: FirstTokenTimer,
-    loop: DecodingLoop | None,
-    stop: Sequence[str],
-    decode: Callable[[Sequence[int]], str],
-    first: FirstScores,
-    random: Callable[[], torch.Generator | None],
-) -> Generated:
-    inputs, cache = linked.inputs, linked.inputs.get("past_key_values")
-    prompt = inputs["input_ids"].shape[1]
-    criteria = [*(options.get("stopping_criteria") or ())]
-    criteria += [StopStrings(stop, decode, prompt)] if stop else []
-    criteria += [timer] if loop is None else []
-    options = {**options, "stopping_criteria": StoppingCriteriaList(criteria), "custom_generate": loop}
-    begun, before = time.perf_counter(), getattr(cache, "settling", 0.0)
-    with torch.no_grad():
-        output = model.generate(**inputs, **options)
-    ends = end_tokens(options, model.generation_config)
-    ids = _trim(output[0, prompt:].tolist(), ends)
-    settling = getattr(cache, "settling", 0.0) - before
-    prefill = first.at - begun - settling if linked.plain and first.at is not None else None
-    return Generated(
-        ids,
-        bool(ids) and ids[-1] in ends,
-        timer.first_token if timer.first_token is not None else time.perf_counter(),
-        begun + settling,
-        timer.cancelled,
-        linked.plan,
-        linked.report(),
-        prefill,
-        cache if loop is not None else None,
-        linked.own,
-        None if loop is None else TokenChoice(loop.processors, loop.criteria, loop.config, random()),
-    )
-
-
 def _trim(ids: list[int], ends: frozenset[int]) -> tuple[int, ...]:
     """Cut the padding after a finished beam; the end token itself stays."""
-    for at, token in enumerate(ids):
-        if token in ends:
-            return tuple(ids[: at + 1])
-    return tuple(ids)
+    end = next((at + 1 for at, token in enumerate(ids) if token in ends), len(ids))
+    return tuple(ids[:end])
 
 
-# -- linking -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Linked:
-    """Arguments of generate, and the plan as it runs."""
-
-    inputs: dict[str, Any]
-    plan: LinkPlan
-    narrowing: Narrowing | None = None
-    ahead: bool = False
-    own: OwnRows | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether generate's prefill runs just the rows of the plan, through all layers."""
-        return self.narrowing is None and not self.ahead
-
-    def report(self) -> LinkReport:
-        plan = self.plan if self.narrowing is None else self.narrowing.link_plan()
-        return _with_forward(timed(plan), self.inputs.get("past_key_values"))
-
-
-def _linked(
-    model: Any, rope: Rope, plan: LinkPlan, ahead: bool, beams: int, capture: bool, whole: bool
-) -> _Linked:
-    # Where the knowledge tree captures an ordinary prefill, too.
-    whole = beams == 1 and (whole or plan.prefix_match is not None)
-    if ahead:
-        inputs, plan = _run_ahead(model, rope, plan, repeats=beams)
-        return _Linked(_whole(inputs, whole), plan, ahead=True)
-    plan, buffers = choose(model, rope, plan)
-    items = own_entries(plan) if capture and beams == 1 else ()
-    own = OwnRows(plan, items) if items else None
-    if not (plan.pieces and (plan.kept or plan.policy)):
-        inputs = _plain(plan, model.device)
-        if own is not None:
-            inputs["past_key_values"] = own.cache()
-        return _Linked(_whole(inputs, whole), plan, own=own)
-    linked = link(plan, rope, model.device, buffers=buffers, observer=own)
-    return _Linked(linked.as_kwargs(), plan, attach(model, plan, linked.cache), own=own)
-
-
-def _whole(inputs: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """If ``whole``, use a cache that keeps all rows; the default one drops those outside sliding windows."""
-    return {"past_key_values": DynamicCache(), **inputs} if whole else inputs
-
-
-def _plain(plan: LinkPlan, device: torch.device) -> dict[str, Any]:
-    ids = torch.tensor([plan.token_ids], device=device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def link_ahead(
-    model: Any, rope: Rope, plan: LinkPlan, replan: Replan | None = None
-) -> tuple[dict[str, Any], LinkPlan]:
-    """Run the linked forward now, over all tokens but the last; the ids are returned in order.
-
-    Costs one more pass over the weights than linking inside generate, and works with every option for a
-    pre-filled cache. Returns the arguments of generate and the plan as it ran.
-    """
-    while True:
-        try:
-            inputs, done = _run_ahead(model, rope, plan)
-            return inputs, replace(done, report=_with_forward(timed(done), inputs.get("past_key_values")))
-        except LoadFailed as failed:
-            plan = replanned(plan, failed, replan)
-
-
-@torch.no_grad()
-def _run_ahead(model: Any, rope: Rope, plan: LinkPlan, repeats: int = 1) -> tuple[dict[str, Any], LinkPlan]:
-    plan, buffers = choose(model, rope, plan)
-    # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
-    ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
-    if not (ahead.pieces and (ahead.kept or ahead.policy)):
-        return _plain(plan, model.device), plan
-    inputs = link(ahead, rope, model.device, buffers=buffers)
-    narrowing = attach(model, ahead, inputs.cache)
-    if ahead.rows:
-        run_rows(model, inputs, len(ahead.rows))
-    inputs.cache.settle()  # without rows no layer did; and a failed load cannot be replanned later
-    if ahead is plan:
-        inputs.cache.crop(-1)
-    if repeats > 1:
-        inputs.cache.batch_repeat_interleave(repeats)
-    arguments = {**_plain(plan, model.device), "past_key_values": inputs.cache}
-    return arguments, plan if narrowing is None else narrowing.link_plan()
-
-
-# -- reports -------------------------------------------------------------------------------------------
-
-
-def replanned(plan: LinkPlan, failed: LoadFailed, replan: Replan | None) -> LinkPlan:
-    """The plan without what failed or was lost; its report notes it and counts the time waited."""
-    lost = {load.key: load for load in plan.loads if load.key in failed.keys or load.lost is not None}
-    assert lost, "nothing else would come of it"
-    assert plan.request is not None, "loads are begun by plans of requests"
-    assert replan is not None, "plans with loads need replan="
-    why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
-    note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
-    waited = plan.request.waited_ms + sum(load.waited for load in lost.values()) * 1e3
-    request = replace(plan.request, notes=(*plan.request.notes, note), waited_ms=waited)
-    return replan(request, plan.without | lost.keys())
-
-
-def timed(plan: LinkPlan) -> LinkReport:
-    """The plan's report with what its loads took, once no load is waited for any more."""
-    report, loads = plan.report, plan.loads
-    if not loads:
-        return report
-    own: dict[KVKey, float] = {load.key: load.waited for load in loads}
-    wait_ms = report.wait_ms + sum(own.values()) * 1e3
-    # Waking up takes time too: a wait can end later than the load.
-    load_ms = max(report.load_ms + _covered(load.span for load in loads) * 1e3, wait_ms)
-    return replace(report, load_ms=load_ms, wait_ms=wait_ms)
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans ran."""
-    total, end = 0.0, float("-inf")
-    for begun, ended in sorted(spans):
-        total += max(0.0, ended - max(begun, end))
-        end = max(end, ended)
-    return total
-
-
-def _with_forward(report: LinkReport, cache: Any) -> LinkReport:
-    if not isinstance(cache, LinkedCache):
-        return report
-    return replace(report, kernels=cache.kernels)
+def answer_of(
+    generated: Generated,
+    started_at: float,
+    stop: Sequence[str],
+    options: Mapping[str, Any],
+    decode: Callable[[Sequence[int]], str],
+) -> Answer:
+    """The answer to a prompt; ``started_at`` in seconds of :func:`time.perf_counter`."""
+    ids = generated.token_ids
+    text, stopped = cut_at_stop(decode(ids), stop)
+    ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended
+    report = GenerateReport(
+        replace(generated.report, link_ms=(generated.linked - started_at) * 1e3),
+        len(ids),
+        ttft_ms=(generated.first_token - started_at) * 1e3,
+        total_ms=(time.perf_counter() - started_at) * 1e3,
+        finish_reason="cancelled" if generated.cancelled else "stop" if ended else "length",
+    )
+    return Answer(text, ids, report)

@@ -1,15 +1,22 @@
-"""Chunk KV: the type that encoders return, stores hold and the linker places."""
+"""Chunk KV: the type that encoders return and the linker places, its shape, its extraction from caches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ragcachekit.model.rope import Rope
+from ragcachekit.types import ENCODING_PREFIX, KVKey
+
 TensorShape = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of one tensor."""
+
+Shapes = tuple[tuple[TensorShape, TensorShape], ...]
+"""Per layer, dtype and shape of keys and of values."""
 
 SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
 """Prefixes in ``sums`` of a layer's scales: of keys ``[heads, 1, dim]``, of values ``[heads, tokens, 1]``."""
@@ -17,7 +24,7 @@ SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
 SENSITIVITY = "sensitivity"
 """Name in ``sums`` of ``[layers, tokens]``: how far values move between two encodings of a chunk."""
 
-PER_TOKEN = frozenset({"attended", "outward", SENSITIVITY})
+PER_TOKEN = ("attended", "outward", SENSITIVITY)
 """Names in ``sums`` of tensors whose last dimension are the chunk's tokens."""
 
 TOKEN_IDS = "token_ids"
@@ -74,11 +81,9 @@ class ChunkKV:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:
             raise ValueError("keys and values need the same, non-zero number of layers")
-        tokens = {t.shape[1] for t in (*self.keys, *self.values)}
-        if len(tokens) != 1 or any(t.dim() != 3 for t in (*self.keys, *self.values)):
-            raise ValueError(
-                "every layer must be [kv_heads, tokens, head_dim] with the same number of tokens"
-            )
+        sides = (*self.keys, *self.values)
+        if any(t.dim() != 3 for t in sides) or len({t.shape[1] for t in sides}) != 1:
+            raise ValueError("every layer must be [kv_heads, tokens, head_dim] with as many tokens")
 
     @classmethod
     def checked(
@@ -122,7 +127,7 @@ class ChunkKV:
         return len(self.keys)
 
     @cached_property
-    def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
+    def shapes(self) -> Shapes:
         """Dtype and shape of keys and of values, per layer."""
         return tuple(
             ((keys.dtype, tuple(keys.shape)), (values.dtype, tuple(values.shape)))
@@ -137,3 +142,141 @@ class ChunkKV:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in (*self.keys, *self.values, *self.sums.values()))
+
+
+# -- the shape of a model's KV ------------------------------------------------------------------------
+
+
+class Described(Protocol):
+    """KV, or KV that is still being read."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def start(self) -> int | None: ...
+    @property
+    def sums(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def shapes(self) -> Shapes: ...
+
+
+class KVLayout:
+    """Layers, heads, head dimensions and dtypes of one model's KV, from the shapes of a single token's KV."""
+
+    def __init__(self, one_token: Shapes) -> None:
+        self._one_token = one_token
+        self._of = lru_cache(1024)(self._shapes)
+
+    @classmethod
+    def of(cls, model: Any) -> KVLayout:
+        """Layout of a model, measured by one forward: configurations name these sizes differently."""
+        layers = one_token_cache(model).layers
+        keys, values = (tuple(getattr(layer, side)[0] for layer in layers) for side in ("keys", "values"))
+        return cls(ChunkKV(keys, values).shapes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV."""
+        sides = (side for layer in self._one_token for side in layer)
+        return sum(dtype.itemsize * heads * dim for dtype, (heads, _, dim) in sides)
+
+    def misfit(self, kv: Described, tokens: int) -> str | None:
+        """Why ``kv`` cannot be this model's KV of so many tokens, or None."""
+        own = self._of(tokens)
+        return None if kv.shapes == own else f"it is {_summary(kv.shapes)}, the model's is {_summary(own)}"
+
+    def _shapes(self, tokens: int) -> Shapes:
+        return tuple(
+            ((of_keys, (*keys[:1], tokens, *keys[2:])), (of_values, (*values[:1], tokens, *values[2:])))
+            for (of_keys, keys), (of_values, values) in self._one_token
+        )
+
+
+def misfit(key: KVKey, kv: Described, tokens: int, layout: KVLayout | None) -> str | None:
+    """Why the KV under ``key`` cannot be that of its ``tokens`` tokens, or None.
+
+    Checksums find changed bytes; this finds entries of a writer with another model layout.
+    """
+    exact = key.encoding.partition("@")[0] == ENCODING_PREFIX
+    if kv.start != (0 if exact else None):
+        return f"its keys are turned for position {kv.start}, under the encoding {key.encoding}"
+    if kv.tokens != tokens:
+        return f"it has {kv.tokens} tokens, the chunk {tokens}"
+    sizes = {**dict.fromkeys(PER_TOKEN, tokens), **dict.fromkeys(("inter", "behind"), len(key.context))}
+    for name, size in sizes.items():
+        if name in kv.sums and kv.sums[name].shape[-1:] != (size,):
+            return f"its {name} has the shape {list(kv.sums[name].shape)}, not {size} at the end"
+    return layout.misfit(kv, tokens) if layout is not None else None
+
+
+@torch.no_grad()
+def one_token_cache(model: Any) -> Any:
+    """Cache of one token, which has every layer's shape."""
+    from transformers import DynamicCache  # slow, and not needed by those that only import the types
+
+    cache = DynamicCache()
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def _summary(shapes: Shapes) -> str:
+    (dtype, shape), _ = shapes[0]
+    return f"{len(shapes)} layers of {list(shape)} {dtype}"
+
+
+# -- extraction from the cache of a forward ------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """Rows of one prompt of a batch: columns ``start .. stop - 1`` of its cache."""
+
+    item: int
+    start: int
+    stop: int
+
+
+class Sides(NamedTuple):
+    """Keys and values of one stretch, ``[kv_heads, tokens, head_dim]`` per layer."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+def extract(
+    layers: Sequence[Any],
+    stretches: Sequence[Stretch],
+    rope: Rope | None = None,
+    length: int = 0,
+    *,
+    host: bool = True,
+) -> list[Sides]:
+    """Copy stretches of a cache, each into memory of its own.
+
+    Parameters
+    ----------
+    layers : sequence
+        Of a cache: ``keys`` and ``values`` ``[batch, kv_heads, columns, head_dim]``.
+    stretches : sequence of Stretch
+        At least one token each; may overlap.
+    rope : Rope, optional
+        Removed from the rotated side; columns must then be positions. None: copied unchanged.
+    length : int
+        With ``rope``: tokens of the prompt whose frequencies were used; at least every ``stop``.
+    host : bool
+        Copy to the host; otherwise results stay on the device, complete in the order of its stream.
+    """
+    out = []
+    for item, start, stop in stretches:
+        angles = None if rope is None else rope.angles(torch.arange(start, stop), length)
+        keys, values = [], []
+        for index, layer in enumerate(layers):
+            kv = layer.keys[item, :, start:stop], layer.values[item, :, start:stop]
+            if rope is not None and angles is not None:
+                kv = rope.strip(index, *kv, angles)
+            to = "cpu" if host else layer.keys.device
+            # Copies: views would keep the whole cache alive.
+            keys.append(kv[0].to(to, copy=True))
+            values.append(kv[1].to(to, copy=True))
+        out.append(Sides(tuple(keys), tuple(values)))
+    return out

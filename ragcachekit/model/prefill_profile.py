@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from ragcachekit.files import parse_json, read_regular, replace_file
-from ragcachekit.model.layout import one_token_cache
+from ragcachekit.model.kv import one_token_cache
 
 log = logging.getLogger(__name__)
 

@@ -1,26 +1,117 @@
-"""A planned prompt: its cached pieces, the rows to compute and what was missing."""
+"""A prompt's request and its plan: cached pieces, the rows to compute and what was missing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.prefix_match import PrefixMatch
-from ragcachekit.plan.request import PromptRequest
-from ragcachekit.policies.base import PlacedChunk, SelectionPolicy
-from ragcachekit.prefix_tree.base import BLOCK
+from ragcachekit.plan.encodings import VariantPool, Wanted
+from ragcachekit.plan.lookup import Fetch, PrefixMatch, keys_for
+from ragcachekit.policies.base import ExactPolicy, PlacedChunk, SelectionPolicy
+from ragcachekit.prefix_tree.base import BLOCK, Root, Step
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
-from ragcachekit.store.base import NullStore
+from ragcachekit.store.base import KVStore, NullStore
 from ragcachekit.store.load import AnyKV, LoadingKV
-from ragcachekit.types import Ids, KVKey
+from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey
+
+log = logging.getLogger(__name__)
 
 COMPUTED = "computed"
 """Source of chunks that are not cached."""
+
+RECOMPUTED = "the policy recomputed all that was cached"
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRequest:
+    """A segmented prompt with all that its plans need."""
+
+    segments: tuple[TokenSegment, ...]
+    policy: SelectionPolicy
+    encoder: str
+    namespace: str
+    wanted: tuple[Wanted, ...] = ()  # cacheable segments after the prefix match
+    prefix_match: PrefixMatch | None = None  # with the knowledge tree, if there is one
+    fetch: Fetch = field(default_factory=lambda: Fetch(NullStore()))
+    place: tuple[Root, tuple[Step, ...]] | None = None  # in the tree
+    label: str = ""  # name of the policy in the report, if not its own (budget:0.05 -> lego:4)
+    notes: tuple[str, ...] = ()  # for the report
+    fallback: str | None = None  # reason for a prefill in full
+    epoch: int = 0  # number of forgets when the prompt came
+    waited_ms: float = 0.0  # by earlier plans, in vain
+    texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
+
+    def with_note(self, note: str) -> PromptRequest:
+        """This request with another note for the report."""
+        return replace(self, notes=(*self.notes, note))
+
+    @property
+    def token_ids(self) -> Ids:
+        """The whole prompt."""
+        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+
+    @property
+    def reads_cache(self) -> bool:
+        """False for an ordinary prefill."""
+        return self.fallback is None and self.policy.reads_cache
+
+    def may_reuse(self, want: Wanted) -> bool:
+        """Whether the policy may use an entry of the chunk store for a segment.
+
+        A policy that keeps only exact rows needs exact entries; with a tree, only the prompt's first text:
+        chunks computed in place go into the tree unrotated, with all that follows.
+        """
+        if not self.reads_cache or not isinstance(self.policy, ExactPolicy):
+            return self.reads_cache
+        return want.exact and (self.place is None or want.encoding.name == ENCODING_PREFIX)
+
+
+class Estimator:
+    """What a request that was not looked up yet would reuse, by the keys in memory.
+
+    No tensor is read and no access counted. Entries in slow tiers count as not cached. Tokens that a policy
+    recomputes count as cached.
+    """
+
+    def __init__(
+        self, request: PromptRequest, store: KVStore, variants: VariantPool, tree: KnowledgeTree | None
+    ) -> None:
+        self.tokens = sum(len(segment.token_ids) for segment in request.segments)
+        self._store, self._variants, self._tree = store, variants, tree
+        self._place = request.place if request.reads_cache else None
+        self._wanted = [want for want in request.wanted if request.may_reuse(want)]
+
+    def rows(self) -> tuple[int, int]:
+        """Prompt tokens with cached KV, and the others, at least one."""
+        known = self._tree.known(*self._place) if self._tree and self._place else 0
+        cached = known + sum(
+            len(want.token_ids)
+            for want in self._wanted
+            if want.start >= known and any(map(self._in_memory, keys_for(want, self._variants)))
+        )
+        return cached, max(1, self.tokens - cached)
+
+    def to_load(self) -> list[KVKey]:
+        """Keys to look up in slow tiers."""
+        every = [keys_for(want, self._variants) for want in self._wanted]
+        return [key for keys in every if not any(map(self._in_memory, keys)) for key in keys]
+
+    def _in_memory(self, key: KVKey) -> bool:
+        try:
+            return self._store.in_memory(key)
+        except Exception:  # a user's own store
+            log.warning("a store failed to report what is in memory", exc_info=True)
+            return False
 
 
 @dataclass(frozen=True)
@@ -147,6 +238,59 @@ class LinkPlan:
             if piece.start < last
         )
         return replace(self, token_ids=self.token_ids[:-1], rows=self.rows[:-1], pieces=pieces)
+
+
+def apply_selection(
+    plan: LinkPlan, chosen: Iterable[int], per_layer: Sequence[int] | None = None, layers: int = 1
+) -> LinkPlan:
+    """The plan with these cached positions recomputed, and its report.
+
+    ``per_layer`` is the number of cached rows that each of the ``layers`` layers recomputed, if it differs
+    from the number chosen. ValueError for positions outside the cached chunks.
+    """
+    # One flag per token: sets of tens of thousands of positions take longer than a GPU's whole forward.
+    length, placed = len(plan.token_ids), plan.placed
+    cached, exact = _spread(placed, length), _spread([c for c in placed if c.is_exact], length)
+    picked = np.zeros(length, dtype=bool)
+    positions = np.fromiter(chosen, dtype=np.int64)
+    outside = positions.size and not (positions.min() >= 0 and positions.max() < length)
+    if not outside:
+        picked[positions] = True
+    if outside or (picked & ~cached).any():
+        raise ValueError(f"policy {plan.report.policy} chose positions outside the cached chunks")
+    # The last row gives the next token's logits: it is always computed.
+    picked[-1:] = cached[-1:]
+    kept, total, recomputed = cached & ~picked, int(cached.sum()), int(picked.sum())
+    spent = sum(per_layer) / layers if per_layer is not None else recomputed
+    remaining = iter(placed)
+    uses = [
+        use
+        if use.source == COMPUTED
+        else replace(
+            use, recomputed=int(sum(picked[c.start : c.stop].sum() for c in chunks_of(use, remaining)))
+        )
+        for use in plan.report.uses
+    ]
+    prefix = uses.pop(0) if plan.report.prefix is not None else None
+    report = replace(
+        plan.report,
+        exact_tokens=int((kept & exact).sum()),
+        approximate_tokens=int((kept & ~exact).sum()),
+        recomputed_tokens=recomputed,
+        computed_tokens=length - total,
+        recompute_ratio=spent / total if total else 0.0,
+        miss_reason="" if kept.any() else RECOMPUTED if placed else plan.report.miss_reason,
+        prefix=prefix,
+        chunks=tuple(uses),
+    )
+    return replace(plan, rows=tuple(np.flatnonzero(~kept).tolist()), report=report, policy=None)
+
+
+def _spread(chunks: Iterable[PlacedChunk], length: int) -> npt.NDArray[np.bool_]:
+    out = np.zeros(length, dtype=bool)
+    for chunk in chunks:
+        out[chunk.start : chunk.stop] = True
+    return out
 
 
 def chunks_of(use: ChunkUse, placed: Iterator[PlacedChunk]) -> Iterator[PlacedChunk]:

@@ -197,3 +197,16 @@ def top(positions: Sequence[int], scores: torch.Tensor, count: int) -> list[int]
     """The ``count`` positions with the highest scores (``[len(positions)]``), the earlier of equals."""
     order = torch.argsort(scores, descending=True, stable=True)[:count]
     return [positions[i] for i in order.tolist()]
+
+
+def first_then_top(chunks: Sequence[PlacedChunk], scores: torch.Tensor, ratio: float) -> list[int]:
+    """The share ``ratio`` of open positions: the first token of every chunk, then the highest ``scores``.
+
+    ``scores`` has one for each of :func:`open_positions`.
+    """
+    positions = open_positions(chunks)
+    count = share(ratio, len(positions))
+    first = [chunk.start for chunk in chunks if not chunk.is_exact][:count]
+    chosen = set(first)
+    rest = [number for number, position in enumerate(positions) if position not in chosen]
+    return first + top([positions[number] for number in rest], scores[rest], count - len(first))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ragcachekit.model.kv import SENSITIVITY
-from ragcachekit.policies.base import Look, PlacedChunk, RatioPolicy, open_positions, share, top
+from ragcachekit.policies.base import Look, PlacedChunk, RatioPolicy, first_then_top, open_positions
 
 ROWS = 32
 """Last rows of the question that count: they precede the answer; examples before them mislead."""
@@ -22,7 +22,7 @@ class TokenImpact(RatioPolicy):
     all keys, times its sensitivity, summed over layers. The sensitivity is the norm of the difference of its
     values between encodings of its chunk (``average:n``, ``similar:n``). Tokens of chunks without it count as
     the mean of the others in each layer; without any, attention alone counts. The first token of every chunk
-    comes first, as in :class:`~ragcachekit.policies.deep.Deep`.
+    comes first, as in :class:`~ragcachekit.policies.attention.Deep`.
     """
 
     kind = "impact"
@@ -30,14 +30,9 @@ class TokenImpact(RatioPolicy):
 
     def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
         """First tokens, then the highest impact, within the share of all open positions."""
-        positions = open_positions(chunks)
-        count = share(self.ratio, len(positions))
-        first = [chunk.start for chunk in chunks if not chunk.is_exact][:count]
-        weights = torch.stack(tuple(attention))[:, positions]
+        weights = torch.stack(tuple(attention))[:, open_positions(chunks)]
         weights = weights * _sensitivities([chunk for chunk in chunks if not chunk.is_exact], len(attention))
-        scores = dict(zip(positions, weights.sum(0).tolist(), strict=True))
-        rest = sorted(set(positions) - set(first))
-        return first + top(rest, torch.tensor([scores[p] for p in rest]), count - len(first))
+        return first_then_top(chunks, weights.sum(0), self.ratio)
 
 
 def _sensitivities(chunks: Sequence[PlacedChunk], layers: int) -> torch.Tensor:

@@ -4,50 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ragcachekit.config import check_type
+from ragcachekit.policies.attention import Deep, Heavy, Query
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.cacheblend import CacheBlend, CacheBlendGradual
-from ragcachekit.policies.compose import union
+from ragcachekit.policies.baselines import Full, Prefix, Random, Reuse
+from ragcachekit.policies.cacheblend import CacheBlend
 from ragcachekit.policies.craft import Craft, CraftFocused
-from ragcachekit.policies.deep import Deep
-from ragcachekit.policies.full import Full
-from ragcachekit.policies.heavy import Heavy
 from ragcachekit.policies.impact import TokenImpact
 from ragcachekit.policies.lego import Lego
-from ragcachekit.policies.measured import Auto, Budget
-from ragcachekit.policies.prefix import Prefix
-from ragcachekit.policies.query import Query
-from ragcachekit.policies.random_tokens import Random
-from ragcachekit.policies.reuse import Reuse
+from ragcachekit.policies.measured import Auto, Budget, union
 
-
-@dataclass(frozen=True)
-class _Named:
-    make: Callable[[str], SelectionPolicy]
-    example: str | None = None  # None for a policy without an argument
-
-
-_POLICIES: dict[str, _Named] = {
-    "full": _Named(lambda _: Full()),
-    "reuse": _Named(lambda _: Reuse()),
-    "prefix": _Named(lambda _: Prefix()),
-    "lego0": _Named(lambda _: Reuse("lego0", encoder="sinks:4")),
-    "lego": _Named(lambda k: Lego(int(k)), "lego:16"),
-    "cacheblend": _Named(lambda r: CacheBlend(float(r)), "cacheblend:0.15"),
-    "cacheblend-gradual": _Named(lambda r: CacheBlendGradual(float(r)), "cacheblend-gradual:0.15"),
-    "craft": _Named(lambda a: Craft(float(a)), "craft:1"),
-    "craft-focused": _Named(lambda a: CraftFocused(float(a)), "craft-focused:1"),
-    "query": _Named(lambda r: Query(float(r)), "query:0.15"),
-    "deep": _Named(lambda r: Deep(float(r)), "deep:0.1"),
-    "impact": _Named(lambda r: TokenImpact(float(r)), "impact:0.1"),
-    "heavy": _Named(lambda r: Heavy(float(r)), "heavy:0.15"),
-    "random": _Named(lambda r: Random(float(r)), "random:0.15"),
-    "budget": _Named(lambda x: Budget(float(x)), "budget:0.05"),
-    "auto": _Named(lambda _: Auto()),
+_POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
+    "full": (lambda _: Full(), ""),
+    "reuse": (lambda _: Reuse(), ""),
+    "prefix": (lambda _: Prefix(), ""),
+    "lego0": (lambda _: Reuse("lego0", encoder="sinks:4"), ""),
+    "lego": (lambda k: Lego(int(k)), "lego:16"),
+    "cacheblend": (lambda r: CacheBlend(float(r)), "cacheblend:0.15"),
+    "cacheblend-gradual": (lambda r: CacheBlend(float(r), gradual=True), "cacheblend-gradual:0.15"),
+    "craft": (lambda a: Craft(float(a)), "craft:1"),
+    "craft-focused": (lambda a: CraftFocused(float(a)), "craft-focused:1"),
+    "query": (lambda r: Query(float(r)), "query:0.15"),
+    "deep": (lambda r: Deep(float(r)), "deep:0.1"),
+    "impact": (lambda r: TokenImpact(float(r)), "impact:0.1"),
+    "heavy": (lambda r: Heavy(float(r)), "heavy:0.15"),
+    "random": (lambda r: Random(float(r)), "random:0.15"),
+    "budget": (lambda x: Budget(float(x)), "budget:0.05"),
+    "auto": (lambda _: Auto(), ""),
 }
-
+"""By name, how a policy is made from its argument, and an example; empty for one without an argument."""
 
 _NO_NUMBER = re.compile("invalid literal for int|could not convert string to float")
 """Messages of ``int`` and ``float``, which are replaced by ours."""
@@ -55,7 +41,7 @@ _NO_NUMBER = re.compile("invalid literal for int|could not convert string to flo
 
 def known_policies() -> tuple[str, ...]:
     """Names of all policies, with example arguments."""
-    return tuple(named.example or name for name, named in _POLICIES.items())
+    return tuple(example or name for name, (_, example) in _POLICIES.items())
 
 
 def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
@@ -76,16 +62,16 @@ def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
 
 def _open(part: str, policy: str) -> SelectionPolicy:
     name, colon, argument = part.partition(":")
-    named = _POLICIES.get(name)
-    if named is None:
+    if name not in _POLICIES:
         raise ValueError(
             f"unknown policy {policy!r}; known: {', '.join(known_policies())}, and sums with '+'"
         )
-    if bool(colon) != bool(named.example):
-        raise ValueError(f"policy {policy!r}: write {named.example or name!r}")
+    make, example = _POLICIES[name]
+    if bool(colon) != bool(example):
+        raise ValueError(f"policy {policy!r}: write {example or name!r}")
     try:
-        return named.make(argument)
+        return make(argument)
     except ValueError as error:
         known = _NO_NUMBER.match(str(error))
-        why = f"{argument!r} is no number; write for example {named.example!r}" if known else str(error)
+        why = f"{argument!r} is no number; write for example {example!r}" if known else str(error)
         raise ValueError(f"policy {policy!r}: {why}") from error

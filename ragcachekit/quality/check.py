@@ -18,13 +18,12 @@ from tqdm.auto import tqdm
 
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.errors import RagCacheError
+from ragcachekit.forward.prefill import link_ahead
 from ragcachekit.generate.options import end_tokens
-from ragcachekit.generate.run import link_ahead
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
+from ragcachekit.plan.encodings import VariantPool
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.plan.plan import make_plan
-from ragcachekit.plan.planner import Planner
-from ragcachekit.plan.variants import VariantPool
+from ragcachekit.plan.planner import Planner, make_plan
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.prompt.segments import TokenSegment
@@ -196,8 +195,8 @@ class PolicyCheck:
                 if plan.missing or not plan.pieces:
                     raise RagCacheError(f"chunks of a check could not be encoded for {pair}")
                 timer.before_forward()
-                inputs, plan = link_ahead(self._model, self._rope, plan)
-                found = compare(Continuation(self._model, inputs, timer.before_forward), reference)
+                linked, plan = link_ahead(self._model, self._rope, plan)
+                found = compare(Continuation(self._model, linked.inputs, timer.before_forward), reference)
                 out[pair] = Measured(found.kl, plan.report.recompute_ratio)
         return out
 

@@ -61,7 +61,7 @@ def word_f1(answer: str, right: str) -> float:
 class Continuation:
     """A prompt that is continued in several ways, each from its last token on.
 
-    ``inputs`` are those of a :class:`~ragcachekit.forward.linked_prompt.LinkedPrompt`, or the ``input_ids``
+    ``inputs`` are those of a :class:`~ragcachekit.forward.prefill.LinkedPrompt`, or the ``input_ids``
     ``[1, tokens]`` alone, which are then prefilled. ``before_forward`` is called before every forward.
     """
 

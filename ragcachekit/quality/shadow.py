@@ -18,13 +18,10 @@ from ragcachekit.background import BackgroundWorker, Pause
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
 from ragcachekit.errors import Cancelled
-from ragcachekit.generate.generator import answer_of
-from ragcachekit.generate.hooks import FirstScores
 from ragcachekit.generate.options import effective
-from ragcachekit.generate.run import run_generate
-from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.link_plan import LinkPlan, plain_plan
-from ragcachekit.plan.request import PromptRequest
+from ragcachekit.generate.run import FirstScores, answer_of, run_generate
+from ragcachekit.model.rope import Rope
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, plain_plan
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality.compare import bag_f1, divergence

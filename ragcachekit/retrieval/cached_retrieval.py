@@ -1,37 +1,39 @@
-"""The documents of near-identical questions, returned without a search."""
+"""The documents of near-identical questions, returned without a search, and kept over a restart."""
 
 from __future__ import annotations
 
+import base64
 import functools
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import uuid
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from ragcachekit.config import SECONDS_OR_NONE, check_number
 from ragcachekit.errors import RetrievalError
+from ragcachekit.json_store import JsonStore
 from ragcachekit.observers import Observers, QueryLookup, epoch_ns
 from ragcachekit.retrieval.distances import Float32
 from ragcachekit.retrieval.near_misses import Guard, near_miss
-from ragcachekit.retrieval.partition import LogOnce
-from ragcachekit.retrieval.proximity import Entry, Hit, ProximityCache, QueryCacheStats, ResultId
-from ragcachekit.retrieval.saved import Held, SavedEntries
+from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.proximity import Entry, ProximityCache, QueryCacheStats
 
 log = logging.getLogger(__name__)
 
 Document = TypeVar("Document")
+ResultId: TypeAlias = str | int
+"""What names one document."""
 Found: TypeAlias = Sequence[tuple[ResultId, Document]]
 """What a search returns: ``(id, document)`` in order of relevance."""
 
+_ENTRY, _OWNER = "entry:", "owner"
 _NO_EPOCH = -1  # in which nothing is inserted
-_TRIES = 5
-_ROUNDING = 1e-5  # of an index that computes in float32
-_ROWS = 4096  # keys that are widened to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Retrieved(Generic[Document]):
     The documents are the very objects that the search returned; hand out copies. ``distance`` is that of
     the cached query in the metric's unit, None after a search; ``lookup_us`` are microseconds in the
     cache. ``note`` is why the cache could not be used, if it could not. ``refused`` is why an entry within
-    the tolerance was not used: a reason of the guard, "fewer results" or "expired".
+    the tolerance was not used: a reason of the guard, or "expired".
     """
 
     documents: tuple[Document, ...]
@@ -50,6 +52,19 @@ class Retrieved(Generic[Document]):
     lookup_us: float
     note: str | None = None
     refused: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Held(Generic[Document]):
+    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached.
+
+    ``key`` is that of the saved entry, None if there is none.
+    """
+
+    found: tuple[tuple[ResultId, Document], ...]
+    question: str | None
+    found_at: float
+    key: str | None = None
 
 
 class Lookup(NamedTuple, Generic[Document]):
@@ -63,25 +78,86 @@ class Lookup(NamedTuple, Generic[Document]):
     partition: Hashable
     epoch: int
     question: str | None = None
-    k: int | None = None
-    replaces: ResultId | None = None
     started_at: float = 0.0
 
     def event(self, searched: int | None = None) -> QueryLookup:
         """The lookup for observers; after a search, with how many documents it found."""
-        result, now = self.result, time.perf_counter()
+        result, seconds = self.result, self.result.lookup_us / 1e6
         found: Literal["hit", "miss", "refused", "failed"] = "hit" if result.hit else "miss"
         if not result.hit and (result.note or result.refused):
             found = "failed" if result.note else "refused"
-        lookup = result.lookup_us / 1e6
-        return QueryLookup(
-            found,
-            epoch_ns(self.started_at),
-            lookup,
-            result.distance,
-            len(result.documents) if searched is None else searched,
-            None if searched is None else now - self.started_at - lookup,
-        )
+        search = None if searched is None else time.perf_counter() - self.started_at - seconds
+        documents = len(result.documents) if searched is None else searched
+        return QueryLookup(found, epoch_ns(self.started_at), seconds, result.distance, documents, search)
+
+
+class SavedEntries(Generic[Document]):
+    """The entries of one :class:`CachedRetrieval` in a :class:`JsonStore`, so that they outlive the process.
+
+    The latest one on a folder keeps its entries there; older ones go on in memory. Only entries whose
+    partition is plain (text, a whole number, or :class:`Partition.of` such values) can be saved: an object of
+    this process means nothing to the next. What cannot be is logged once, and stays in memory. Give each
+    configuration (embedder, metric, documents) a store of its own. Changes made meanwhile are not seen.
+
+    Parameters
+    ----------
+    store : JsonStore
+    to_json, from_json : callable
+        A document as a JSON value, and back. An error of either leaves the entry out.
+    """
+
+    def __init__(
+        self, store: JsonStore, to_json: Callable[[Document], Any], from_json: Callable[[Any], Document]
+    ) -> None:
+        self._store, self._to_json, self._from_json = store, to_json, from_json
+        self._owner, self._warn = uuid.uuid4().hex, functools.lru_cache(100)(log.warning)  # each once
+        self._gone: set[str] = set()  # still on disk, where it failed
+        store.put({_OWNER: self._owner})
+
+    def load(self) -> Iterator[tuple[Float32, Hashable, Held[Document]]]:
+        """Embedding, partition and results of what is stored; what cannot be read is removed."""
+        for key in self._store.keys(_ENTRY):
+            try:
+                value = self._store.get(key)
+                found = tuple((_plain(one), self._from_json(document)) for one, document in value["found"])
+                held = Held(found, _plain(value["question"]), float(value["at"]), key)
+                raw = base64.b64decode(value["embedding"], validate=True)
+                row = np.frombuffer(raw, "<f4").astype(np.float32)
+                place = value["partition"]
+                entry = row, Partition(*place) if isinstance(place, list) else _plain(place), held
+            except Exception as error:  # damaged, or of the user's codec
+                self._gone.add(key)
+                self._warn(f"a saved query cannot be read and is left out: {error!r}")
+            else:
+                yield entry
+
+    def add(self, embedding: ArrayLike, partition: Hashable, held: Held[Document]) -> str | None:
+        """Store an entry; its key, or None if it cannot be stored. OSError if the store fails."""
+        key = f"{_ENTRY}{uuid.uuid4().hex}"
+        try:
+            value = {
+                "embedding": base64.b64encode(np.asarray(embedding, "<f4").tobytes()).decode(),
+                "partition": [*map(_plain, partition)] if type(partition) is Partition else _plain(partition),
+                "found": [[one, self._to_json(document)] for one, document in held.found],
+                "question": held.question,
+                "at": held.found_at,
+            }
+        except Exception as error:  # of the user's codec, too
+            self._warn(f"some queries are kept in memory only, as they cannot be saved: {error}")
+            return None
+        return key if self._put({key: value}) else None
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove entries, now or with the next change if the store fails, which raises OSError."""
+        self._gone.update(keys)
+        if self._gone:
+            self._put({})
+
+    def _put(self, values: dict[str, object]) -> bool:
+        """Store values and remove what is gone, together; False if a later one has taken over."""
+        stored = self._store.put({**dict.fromkeys(self._gone), **values}, where={_OWNER: self._owner})
+        self._gone.clear()
+        return stored
 
 
 class CachedRetrieval(Generic[Document]):
@@ -106,9 +182,10 @@ class CachedRetrieval(Generic[Document]):
         is above 0. One that negates it, or has other numbers or names, is no hit; see
         :func:`ragcachekit.retrieval.near_misses.near_miss`. A function is called with both texts and
         returns whether the cached documents may be used, such as by the score of a cross-encoder.
+    ttl : float, optional
+        Seconds after its search at which an entry expires; a hit does not prolong them.
     saved : SavedEntries, optional
-        Entries outlive the process and are shared with others. A change by another process is seen at the
-        first lookup after the poll interval; until then its documents may be returned.
+        Entries outlive the process.
 
     Attributes
     ----------
@@ -122,16 +199,20 @@ class CachedRetrieval(Generic[Document]):
         text: Callable[[Document], str] | None = None,
         *,
         guard: bool | Guard = True,
+        ttl: float | None = None,
         saved: SavedEntries[Document] | None = None,
     ) -> None:
-        self._cache, self._text, self._saved = cache, text, saved
+        check_number("ttl", ttl, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
+        self._cache, self._text, self._ttl, self._saved = cache, text, ttl, saved
         self._guard = guard if cache.tolerance > 0 else False
-        self._held: dict[ResultId, Held[Document]] = {}  # by the number that the query cache stores
-        self._numbers, self._epoch = itertools.count(), 0
-        self._lock = threading.Lock()  # entries, documents and epoch change together
-        self._warn, self.observers = LogOnce(log), Observers()
-        with self._lock:
-            self._take_over(now=True)
+        self._epoch = 0
+        self._lock = threading.Lock()  # entries and epoch change together
+        self._warn, self.observers = functools.lru_cache(100)(log.warning), Observers()
+        for embedding, partition, held in () if saved is None else saved.load():
+            try:
+                self._put(embedding, partition, held)
+            except (RetrievalError, TypeError) as error:
+                self._warn(f"a saved query is left out: {error}")
 
     @property
     def epoch(self) -> int:
@@ -145,60 +226,57 @@ class CachedRetrieval(Generic[Document]):
         search: Callable[[], Found[Document]],
         *,
         question: str | None = None,
-        k: int | None = None,
     ) -> Retrieved[Document]:
         """The documents of a near question, or those that ``search()`` finds. Arguments as for lookup.
 
         What ``search`` raises is passed on.
         """
-        lookup = self.lookup(embedding, partition, question=question, k=k)
+        lookup = self.lookup(embedding, partition, question=question)
         return lookup.result if lookup.result.hit else self.insert(lookup, search())
 
     def lookup(
-        self,
-        embedding: ArrayLike,
-        partition: Hashable,
-        *,
-        question: str | None = None,
-        k: int | None = None,
+        self, embedding: ArrayLike, partition: Hashable, *, question: str | None = None
     ) -> Lookup[Document]:
-        """Look up; after a miss, search and call :meth:`insert`.
+        """Look up; after a miss, search and call :meth:`insert`. ``question`` is its text, for the guard."""
+        start, epoch, hit = time.perf_counter(), _NO_EPOCH, None
+        refused: str | None = None
+        note: str | None = None
 
-        ``question`` is its text, for the guard. Of an entry that was searched with a larger ``k``, the first
-        k documents are returned; one with a smaller k is a miss, and replaced by the insert.
-        """
-        start = time.perf_counter()
-        hit, epoch, refused, replaces, note = None, _NO_EPOCH, None, None, None
-        documents: tuple[Document, ...] = ()
+        def accept(entry: Entry) -> bool:
+            nonlocal refused
+            held: Held[Document] = entry.results[0]
+            if self._is_expired(held):
+                refused = "expired"
+            elif self._guard and question is not None and held.question is not None:
+                refused = self._refused_by_guard(question, held.question)
+            return refused is None
+
         try:
             with self._lock:
-                hit, refused, replaces = self._find(embedding, partition, question, k)
                 epoch = self._epoch
-                if hit is not None:
-                    documents = tuple([one for _, one in self._held[hit.ids[0]].found[:k]])
+                hit = self._cache.lookup(embedding, partition=partition, accept=accept)
+                if refused == "expired":
+                    self._drop(lambda _, held: self._is_expired(held))
         except Exception as error:
-            hit, note = None, self._note(error)
+            note, epoch = self._note(error), _NO_EPOCH
+        documents = () if hit is None else tuple([one for _, one in hit.results[0].found])
         distance, lookup_us = None if hit is None else hit.distance, (time.perf_counter() - start) * 1e6
         result = Retrieved(documents, hit is not None, distance, lookup_us, note, refused)
-        lookup = Lookup(result, embedding, partition, epoch, question, k, replaces, start)
+        lookup = Lookup(result, embedding, partition, epoch, question, start)
         if self.observers:
             self.observers.looked_up(lookup.event())
         return lookup
 
-    def insert(
-        self, lookup: Lookup[Document], found: Found[Document], radius: float | None = None
-    ) -> Retrieved[Document]:
-        """Insert what a search found, unless something was invalidated meanwhile.
-
-        ``radius`` is the distance of the last of k results from the question by the index's metric: l2 (not
-        squared), 1 - cosine, or minus the inner product. See :meth:`invalidate_near`.
-        """
-        pairs = tuple(found)
-        result = self.searched(lookup, [document for _, document in pairs])
+    def insert(self, lookup: Lookup[Document], found: Found[Document]) -> Retrieved[Document]:
+        """Insert what a search found, unless something was invalidated meanwhile."""
+        held = Held(tuple(found), lookup.question, time.time())
+        result = self.searched(lookup, [document for _, document in held.found])
         try:
             with self._lock:
-                if pairs:
-                    self._insert(lookup, Held(pairs, lookup.question, lookup.k, radius))
+                if held.found and lookup.epoch == self._epoch:
+                    if self._saved is not None:
+                        held = replace(held, key=self._saved.add(lookup.embedding, lookup.partition, held))
+                    self._put(lookup.embedding, lookup.partition, held)
         except Exception as error:
             return replace(result, note=self._note(error))
         return result
@@ -222,7 +300,7 @@ class CachedRetrieval(Generic[Document]):
 
         A document counts if its id is among ``ids``, its text among ``texts``, or ``where`` is true for it;
         with none of these every entry does. Call it when documents change or go. TypeError for one string
-        instead of several, or for ``texts`` without ``text``; OSError if other processes cannot be told.
+        instead of several, or for ``texts`` without ``text``; OSError if saved entries cannot be removed.
         """
         if isinstance(ids, str) or isinstance(texts, str):
             raise TypeError("ids and texts must be collections, not one string; put it into a list")
@@ -235,26 +313,11 @@ class CachedRetrieval(Generic[Document]):
             of_text = text is not None and bool(gone) and text(document) in gone
             return one in named or of_text or (where is not None and where(document))
 
-        def goes(entry: Entry, held: Held[Document]) -> bool:
-            here = partition is None or partition(entry.partition)
+        def goes(place: Hashable, held: Held[Document]) -> bool:
+            here = partition is None or partition(place)
             return here and (everything or any(counts(*pair) for pair in held.found))
 
-        return self._invalidate(lambda: goes)
-
-    def invalidate_near(self, embeddings: ArrayLike) -> int:
-        """Drop entries into whose results a new document may belong; returns how many.
-
-        ``embeddings`` ``[m, dim]`` are those of the new documents. An entry goes if one of these is
-        within the radius given to :meth:`insert`, and always if it has no radius or fewer than k results.
-        Embeddings of another width, or without rows, drop everything. OSError as for :meth:`invalidate`.
-        """
-        added = np.atleast_2d(np.asarray(embeddings, np.float64))
-
-        def reached() -> Callable[[Entry, Held[Document]], bool]:
-            numbers = self._reached(added)
-            return lambda entry, _: entry.ids[0] in numbers
-
-        return self._invalidate(reached)
+        return self._invalidate(goes)
 
     def clear(self) -> int:
         """Drop all entries and documents; returns the number of entries dropped."""
@@ -264,12 +327,12 @@ class CachedRetrieval(Generic[Document]):
         """Drop entries of a namespace with a document whose text is ``forgotten``; with None, all."""
         text, is_gone = self._text, forgotten and functools.cache(forgotten)  # it may split texts into tokens
 
-        def goes(entry: Entry, held: Held[Document]) -> bool:
-            if getattr(entry.partition, "namespace", None) != namespace:
+        def goes(place: Hashable, held: Held[Document]) -> bool:
+            if getattr(place, "namespace", None) != namespace:
                 return False
             return is_gone is None or text is None or any(is_gone(text(one)) for _, one in held.found)
 
-        return self._invalidate(lambda: goes)
+        return self._invalidate(goes)
 
     def while_current(self, epoch: int, action: Callable[[], object]) -> bool:
         """Run ``action`` if nothing was invalidated since ``epoch``; nothing is until it has ended."""
@@ -285,141 +348,46 @@ class CachedRetrieval(Generic[Document]):
     def check(self) -> None:
         """AssertionError if the bookkeeping contradicts itself; for tests."""
         self._cache.check()
-        named = [number for entry, _ in self._cache.entries() for number in entry.ids]
-        assert sorted(named) == sorted(self._held), "documents without an entry, or an entry without them"
-
-    def _find(
-        self, embedding: ArrayLike, partition: Hashable, question: str | None, k: int | None
-    ) -> tuple[Hit | None, str | None, ResultId | None]:
-        """The hit, or why an entry within the tolerance is none, and that entry if it is to be replaced."""
-        self._take_over()
-        refused: str | None = None
-        replaces: ResultId | None = None
-
-        def accept(entry: Entry) -> bool:
-            nonlocal refused, replaces
-            held = self._held[entry.ids[0]]
-            if refused := held.refusal(k):
-                replaces = entry.ids[0]
-            elif self._guard and question is not None and held.question is not None:
-                refused = self._refused_by_guard(question, held.question)
-            return refused is None
-
-        hit = self._cache.lookup(embedding, partition=partition, accept=accept)
-        return hit, refused, replaces
 
     def _refused_by_guard(self, question: str, cached: str) -> str | None:
         if callable(self._guard):
             return None if question == cached or self._guard(question, cached) else "guard"
         return near_miss(question, cached)
 
-    def _insert(self, lookup: Lookup[Document], held: Held[Document]) -> None:
-        """Insert unless something was invalidated, also by another process, since the lookup."""
-        for _ in range(_TRIES):
-            if lookup.epoch != self._epoch:
-                return
-            try:
-                if self._saved is not None:
-                    key = self._saved.add(lookup.embedding, lookup.partition, held)
-                    held = held._replace(key=key)
-            except BlockingIOError:
-                self._take_over(now=True)
-                continue
-            self._put(lookup.embedding, lookup.partition, held)
-            if lookup.replaces in self._held:
-                self._drop(lambda entry, _: entry.ids[0] == lookup.replaces)
-            return
+    def _is_expired(self, held: Held[Document]) -> bool:
+        return self._ttl is not None and time.time() >= held.found_at + self._ttl
 
-    def _put(self, embedding: ArrayLike, partition: Hashable, held: Held[Document]) -> None:
-        number = next(self._numbers)
-        self._held[number] = held
+    def _put(self, embedding: ArrayLike, place: Hashable, held: Held[Document]) -> None:
         try:
-            left = self._cache.insert(embedding, (number,), partition=partition)
-        except Exception:
-            self._unsave([self._held.pop(number)])
+            self._unsave(self._cache.insert(embedding, [held], partition=place))
+        except (RetrievalError, TypeError):
+            self._unsave([Entry(place, (held,))])
             raise
-        self._unsave([self._held.pop(entry.ids[0]) for entry in left])
 
-    def _drop(self, goes: Callable[[Entry, Held[Document]], bool]) -> int:
-        left = self._cache.forget(lambda entry: goes(entry, self._held[entry.ids[0]]))
-        self._unsave([self._held.pop(entry.ids[0]) for entry in left])
+    def _drop(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
+        left = self._cache.forget(lambda entry: goes(entry.partition, entry.results[0]))
+        self._unsave(left)
         return len(left)
 
-    def _unsave(self, gone: Iterable[Held[Document]]) -> None:
+    def _unsave(self, left: Iterable[Entry]) -> None:
         if self._saved is not None:
-            self._saved.remove([held.key for held in gone if held.key is not None])
+            self._saved.remove([one.results[0].key for one in left if one.results[0].key is not None])
 
-    def _invalidate(self, choose: Callable[[], Callable[[Entry, Held[Document]], bool]]) -> int:
+    def _invalidate(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
         with self._lock:
             self._epoch += 1  # what a search of before finds from here on is not inserted
-            try:
-                while self._saved is not None and not self._saved.announce():
-                    self._take_over(now=True)
-                self._take_over(now=True)
-                if self._saved is not None:
-                    self._saved.remove_unread()
-            except OSError:
-                self._drop(choose())
-                raise
-            return self._drop(choose())
-
-    def _take_over(self, *, now: bool = False) -> None:
-        """Apply what other processes changed.
-
-        If one invalidated anything, entries that are not saved go, since those processes cannot name them.
-        """
-        if self._saved is None:
-            return
-        changes = self._saved.changes(now=now)
-        if changes.invalidated:
-            self._epoch += 1
-        if changes.gone or changes.invalidated:
-            unsaved = {None} if changes.invalidated else set[str | None]()
-            self._drop(lambda _, held: held.key in changes.gone or held.key in unsaved)
-        for entry in changes.added:
-            expires = None if self._cache.ttl is None else entry.saved_at + self._cache.ttl
-            try:
-                self._put(entry.embedding, entry.partition, entry.held._replace(expires=expires))
-            except (RetrievalError, TypeError) as error:
-                self._warn(f"a saved query is left out: {error}")
-
-    def _reached(self, added: NDArray[np.float64]) -> set[ResultId]:
-        """Numbers of the entries into whose results one of ``added`` ``[m, dim]`` may belong."""
-        entries = self._cache.entries()
-        numbers = [entry.ids[0] for entry, _ in entries]
-        if not entries or not added.size or added.ndim != 2 or added.shape[1] != entries[0][1].size:
-            return set(numbers)
-        radii = [self._held[number].known_radius for number in numbers]
-        within = _within([key for _, key in entries], radii, added, self._cache.metric)
-        return {number for number, near in zip(numbers, within, strict=True) if near}
+            return self._drop(goes)
 
     def _note(self, error: Exception) -> str:
         """The error as a note; logged once, since an embedder that fails may fail at every question."""
         unusable = isinstance(error, RetrievalError | TypeError)
         note = f"{'the embedding cannot be used' if unusable else 'the query cache failed'}: {error}"
-        self._warn(f"{note}; searching instead", None if unusable else error)
+        self._warn(f"{note}; searching instead")
         return note
 
 
-def _within(
-    keys: Sequence[Float32], radii: Sequence[float], added: NDArray[np.float64], metric: str
-) -> list[bool]:
-    """For each key ``[dim]``, whether one of the rows of ``added`` lies within its radius.
-
-    Rounding counts as within, and so do zero vectors and numbers that are not finite.
-    """
-    out: list[bool] = []
-    norms = np.einsum("ij,ij->i", added, added)
-    for start in range(0, len(keys), _ROWS):
-        rows = np.stack(keys[start : start + _ROWS]).astype(np.float64)
-        limits: Any = np.asarray(radii[start : start + _ROWS])[:, None]
-        with np.errstate(all="ignore"):
-            dots, squared = rows @ added.T, np.einsum("ij,ij->i", rows, rows)[:, None]
-            if metric == "l2":
-                far = squared + norms - 2 * dots > limits**2 + _ROUNDING * (squared + norms)
-            elif metric == "cosine":
-                far = 1 - dots / np.sqrt(squared * norms) > limits + _ROUNDING
-            else:
-                far = -dots > limits + _ROUNDING * np.sqrt(squared * norms)
-        out += (~far.all(axis=1)).tolist()
-    return out
+def _plain(value: Any) -> Any:
+    """The value, if it means the same to another process; TypeError else."""
+    if not isinstance(value, str | int | None):
+        raise TypeError(f"a {type(value).__name__} in its partition or id is no plain value")
+    return value

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -18,12 +19,30 @@ from numpy.typing import ArrayLike
 
 from ragcachekit.config import positive
 from ragcachekit.errors import Closed, RetrievalError
+from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.distances import Float32
-from ragcachekit.retrieval.document_storage import Change, Head, IndexChange, Record, Storage
-from ragcachekit.retrieval.index import SearchResult, VectorIndex, as_ids, as_rows, open_index
-from ragcachekit.retrieval.index_files import DocumentId
+from ragcachekit.retrieval.index import (
+    DocumentId,
+    SearchResult,
+    VectorIndex,
+    as_ids,
+    as_rows,
+    load_index,
+    open_index,
+)
 
 _MORE = 4  # how many times k a filtered search asks for first, and more at each further try
+_MIN_LOGGED = 1_000  # changes that are logged, however small the index, before it is saved
+_LOGGED_SHARE = 10  # and as a part of the index: one in ten
+
+
+@dataclass(frozen=True)
+class Record:
+    """A document: its id, text and metadata (JSON values)."""
+
+    id: DocumentId
+    text: str
+    metadata: dict[str, Any]
 
 
 class Hit(NamedTuple):
@@ -37,12 +56,31 @@ Where: TypeAlias = Mapping[str, Any] | Callable[[Record], bool]
 """A filter: metadata values that must be equal, or a predicate."""
 
 
+@dataclass(frozen=True)
+class _Head:
+    """State of an index as committed: its settings, and a ``version`` that counts changes.
+
+    The vectors of version ``saved`` are in a file (0: none is written yet), the changes since then are
+    logged: ``logged`` vectors and removed ids in all.
+    """
+
+    kind: str
+    metric: str
+    options: dict[str, Any]
+    embedder: str | None
+    dim: int = 0
+    version: int = 0
+    saved: int = 0
+    logged: int = 0
+
+
 class DocumentIndex:
     """Documents by id with their vectors: add, replace, delete, search with filters, persist, reopen.
 
-    Thread safe. With a ``path``, what a call has acknowledged survives a killed process. Other processes may
-    open the same path: their changes are seen at the next call, and writers take turns. Scores are
-    distances, as in :class:`~ragcachekit.retrieval.index.SearchResult`: smaller is nearer.
+    Thread safe. With a ``path``, what a call has acknowledged survives a killed process. Writers of several
+    processes take turns; after a change by another one, the next call reads the index from the disk again, so
+    let one process write. Scores are distances, as in :class:`~ragcachekit.retrieval.index.SearchResult`:
+    smaller is nearer.
 
     Parameters
     ----------
@@ -61,7 +99,7 @@ class DocumentIndex:
     ValueError
         For unknown names, or if ``path`` holds another kind, metric, embedder or other options.
     RetrievalError
-        If files are damaged and the vectors cannot be rebuilt.
+        If files are damaged.
     """
 
     def __init__(
@@ -73,18 +111,29 @@ class DocumentIndex:
         embedder: str | None = None,
         **options: Any,
     ) -> None:
-        sample = open_index(index, 1, metric, **options)
-        wanted = Head(index, metric, sample.options(), embedder)
+        wanted = _Head(index, metric, open_index(index, 1, metric, **options).options(), embedder)
+        self.path: Path | None = None if path is None else Path(path).expanduser()
+        """Folder of the index; None if nothing is kept."""
         self.metric = metric
-        self._lock = threading.RLock()
-        self._listeners: list[Callable[[IndexChange], object]] = []
-        folder = None if path is None else Path(path).expanduser()
-        self._storage, self._closed = Storage(folder, wanted), False
-        self._writers: AbstractContextManager[object] = (
-            threading.RLock() if folder is None else FileLock(folder / "lock", mode=0o600)
-        )
+        self._lock, self._closed = threading.RLock(), False
+        self._index: VectorIndex | None = None  # of the version of the head; None before the first add
+        self._head = wanted
+        self._values: _Memory | JsonStore = _Memory()
+        self._writers: AbstractContextManager[object] = nullcontext()
+        if self.path is not None:
+            self._values = JsonStore(self.path / "documents")
+            self._writers = FileLock(self.path / "lock", mode=0o600)
         with self._writers:
-            self._storage.open(lambda held: _agreed(wanted, held, options, folder))
+            if self._values.get("head") is None:
+                damaged = (
+                    () if self.path is None else [*self.path.glob("index-*"), *self.path.glob("*.damaged-*")]
+                )
+                if len(self._values) or damaged:
+                    raise self._lost()
+                self._values.put({"head": asdict(wanted)})
+            head = self._stored_head()
+            _check_same(wanted, head, options, self.path)
+            self._load(head)
 
     def __enter__(self) -> Self:
         return self
@@ -94,40 +143,29 @@ class DocumentIndex:
 
     def __len__(self) -> int:
         with self._session():
-            return 0 if self._storage.index is None else len(self._storage.index)
+            return 0 if self._index is None else len(self._index)
 
     def __contains__(self, one: object) -> bool:
         with self._session():
-            return self._storage.index is not None and one in self._storage.index
-
-    @property
-    def path(self) -> Path | None:
-        """Folder of the index; None if nothing is kept."""
-        return self._storage.path
+            return self._index is not None and one in self._index
 
     @property
     def dim(self) -> int | None:
         """Width of the embeddings; None before the first add."""
         with self._session():
-            return None if self._storage.index is None else self._storage.index.dim
+            return None if self._index is None else self._index.dim
 
     @property
     def version(self) -> int:
         """Number of changes so far, those of other processes and earlier runs included."""
         with self._session():
-            return self._storage.head.version
-
-    def refresh(self) -> None:
-        """Take over what other processes changed, as every other call does; quick without a path."""
-        if self.path is not None:
-            with self._session():
-                pass
+            return self._head.version
 
     @property
     def ids(self) -> tuple[DocumentId, ...]:
         """Ids of all documents, in the order in which they were added."""
         with self._session():
-            return () if self._storage.index is None else self._storage.index.ids
+            return () if self._index is None else self._index.ids
 
     def add(
         self,
@@ -150,47 +188,58 @@ class DocumentIndex:
         rows = as_rows(embeddings, width, self.metric)
         frozen = as_ids(ids, len(rows))
         records = _as_records(frozen, texts, metadatas)
-        with self._session(writing=True) as changes:
-            index = self._storage.index
-            if index is None:
-                index = self._storage.new(width)
-            if index.dim != width:
-                raise RetrievalError(f"the index holds embeddings of width {index.dim}, not {width}")
-            known = tuple(one for one in frozen if one in index)
+        with self._session(writing=True):
+            if self._index is None:
+                self._index = open_index(self._head.kind, width, self.metric, **self._head.options)
+            if self._index.dim != width:
+                raise RetrievalError(f"the index holds embeddings of width {self._index.dim}, not {width}")
+            known = tuple(one for one in frozen if one in self._index)
             if known and not replace:
                 raise ValueError(f"id {known[0]!r} is in the index already; replace=True updates it")
-            changes.append(self._storage.commit(index, records, Change(known, frozen, rows)))
+            self._commit(self._index, known, frozen, rows, records)
 
     def delete(self, ids: Sequence[DocumentId]) -> int:
         """Delete documents; returns how many of the ids were known."""
         if isinstance(ids, str):
             raise TypeError("ids must be a sequence of ids, not one string")
-        with self._session(writing=True) as changes:
-            index = self._storage.index
+        with self._session(writing=True):
+            index = self._index
             known = () if index is None else tuple(one for one in dict.fromkeys(ids) if one in index)
             if index is not None and known:
-                changes.append(self._storage.commit(index, (), Change(known)))
+                self._commit(index, known, (), np.empty((0, index.dim), np.float32), ())
         return len(known)
 
     def get(self, ids: Sequence[DocumentId]) -> list[Record]:
         """The documents of these ids, in this order; unknown ids are left out."""
         with self._session():
-            found = map(self._storage.record, ids)
+            found = map(self._record, ids)
             return [record for record in found if record is not None]
 
     def vectors(self, ids: Sequence[DocumentId]) -> Float32:
         """Stored vectors ``[n, dim]`` (unit vectors under cosine); RetrievalError for an unknown id."""
         with self._session():
-            index = self._storage.index
-            return (self._storage.new(1) if index is None else index).vectors(ids)
+            return (self._index or open_index("brute", 1)).vectors(ids)
 
     def search(self, embedding: ArrayLike, k: int, where: Where | None = None) -> list[Hit]:
         """The k nearest documents that ``where`` accepts, nearest first; fewer if there are no more.
 
-        A mapping asks for equal metadata values; a callable is given each :class:`Record`. A filter that
-        accepts few documents makes the search go through many. RetrievalError for an unusable embedding.
+        A mapping asks for equal metadata values; a callable is given each :class:`Record`, without a lock. A
+        filter that accepts few documents makes the search go through many. RetrievalError for an unusable
+        embedding.
         """
-        return _Search(self._storage, self._session, k, where).whole(embedding)
+        accepts = _as_predicate(where)
+        count = positive("k", k) * (1 if where is None else _MORE)
+        while True:
+            with self._session():
+                if not self._index:
+                    return []
+                size, hits = len(self._index), self._hits(self._index.search(embedding, count))
+            if hits is None:
+                continue
+            kept = [hit for hit in hits if accepts(hit.record)][:k]
+            if len(kept) == k or count >= size:
+                return kept
+            count *= _MORE
 
     def search_stages(
         self, embedding: ArrayLike, k: int, where: Where | None = None, stages: int = 4
@@ -200,118 +249,170 @@ class DocumentIndex:
         See :meth:`ragcachekit.retrieval.index.VectorIndex.search_stages`. One step more follows if too few of
         the candidates are accepted. No lock is held between the steps.
         """
-        return _Search(self._storage, self._session, k, where).staged(embedding, stages)
+        accepts = _as_predicate(where)
+        count = positive("k", k) * (1 if where is None else _MORE)
+        with self._session():
+            if not self._index:
+                return iter([list[Hit]()])
+            steps, size = self._index.search_stages(embedding, count, stages), len(self._index)
+            version = self._head.version
 
-    def on_change(self, listener: Callable[[IndexChange], object]) -> Callable[[], None]:
-        """Call ``listener`` with an :class:`IndexChange` after each change; returns what ends that.
+        def results() -> Iterator[list[Hit]]:
+            kept = list[Hit]()
+            while True:
+                with self._session():
+                    hits, result = None, None
+                    if self._head.version == version and (result := next(steps, None)) is not None:
+                        hits = self._hits(result)
+                if hits is None:
+                    break
+                kept = [hit for hit in hits if accepts(hit.record)][:k]
+                yield kept
+            if self.version != version or (len(kept) < k and count < size):
+                yield self.search(embedding, k, where)
 
-        It is called in the thread that made the change or first saw another process's, when searches
-        already see it, and without a lock. Its errors reach the caller, and the change stays.
-        """
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+        return results()
 
     def close(self) -> None:
         """Save the vectors and close the files; may be repeated. Other calls raise Closed from then on."""
         if self._closed:
             return
         with self._session(writing=True):
-            self._storage.save()
+            if self.path is not None and self._index is not None and self._head.saved != self._head.version:
+                self._save(self._head, self._index, {})
             self._closed = True
-            self._storage.close()
+            self._values.close()
 
     @contextmanager
-    def _session(self, *, writing: bool = False) -> Iterator[list[IndexChange]]:
-        """The lock, with the changes of others applied; listeners are called when it is free again."""
-        with ExitStack() as after, self._writers if writing else nullcontext(), self._lock:
+    def _session(self, *, writing: bool = False) -> Iterator[None]:
+        """The lock, with the changes of other processes applied."""
+        with self._writers if writing else nullcontext(), self._lock:
             if self._closed:
                 raise Closed("the document index is closed; open it again")
-            changes = self._storage.refresh()
-            try:
-                yield changes
-            finally:
-                for change in reversed(changes):
-                    for listener in reversed(tuple(self._listeners)):
-                        after.callback(listener, change)
+            if not self._is_newest():
+                self._load(self._stored_head())
+            yield
 
-
-class _Search:
-    """One search: ``k`` documents that ``where`` accepts.
-
-    ``session`` gives the lock of the index with the newest state; filters are called outside of it.
-    """
-
-    def __init__(
+    def _commit(
         self,
-        storage: Storage,
-        session: Callable[[], AbstractContextManager[object]],
-        k: int,
-        where: Where | None,
+        index: VectorIndex,
+        gone: tuple[DocumentId, ...],
+        ids: tuple[DocumentId, ...],
+        rows: Float32,
+        records: Sequence[Record],
     ) -> None:
-        self._storage, self._session, self._k = storage, session, positive("k", k)
-        self._accepts: Callable[[Record], bool] = _as_predicate({} if where is None else where)
-        self._count = self._k if where is None else _MORE * self._k
+        """Make one change and store it: all of it, or nothing where the process dies."""
+        logged = self._head.logged + len(gone) + len(ids)
+        head = replace(self._head, dim=index.dim, version=self._head.version + 1, logged=logged)
+        values: dict[str, object] = {_document_key(one): None for one in gone}
+        for record in records:
+            values[_document_key(record.id)] = {"text": record.text, "metadata": record.metadata}
+        try:
+            index.remove(gone)
+            index.add(ids, rows)
+            if self.path is not None and logged > max(_MIN_LOGGED, len(index) // _LOGGED_SHARE):
+                self._save(head, index, values)
+            else:
+                if self.path is not None:
+                    vectors = base64.b64encode(rows.tobytes()).decode()
+                    values[f"log:{head.version}"] = {"gone": gone, "ids": ids, "rows": vectors}
+                self._values.put({**values, "head": asdict(head)})
+                self._head = head
+        except BaseException:
+            if self.path is not None:  # read again at the next call
+                self._index, self._head = None, replace(self._head, version=-1)
+            raise
 
-    def whole(self, embedding: ArrayLike) -> list[Hit]:
-        """The nearest accepted documents."""
-        while True:
-            with self._session():
-                index = self._storage.index
-                if index is None or not len(index):
-                    return []
-                size, hits = len(index), self._hits(index.search(embedding, self._count))
-            if hits is None:
-                continue
-            kept = self._kept(hits)
-            if len(kept) == self._k or self._count >= size:
-                return kept
-            self._count *= _MORE
+    def _save(self, head: _Head, index: VectorIndex, values: Mapping[str, object]) -> None:
+        """Write the vectors of ``head`` to a file, instead of the log, and ``values`` with them."""
+        assert self.path is not None
+        logs = {f"log:{at}": None for at in range(head.saved + 1, head.version + 1)}
+        index.save(self.path / f"index-{head.version}")
+        head = replace(head, saved=head.version, logged=0)
+        self._values.put({**logs, **values, "head": asdict(head)})
+        self._head = head
+        for file in (*self.path.glob("index-*"), *self.path.glob(".index-*.tmp")):  # of killed processes, too
+            if file.name.split(".")[0] != f"index-{head.version}":
+                with suppress(OSError):  # Windows keeps files that another process has open
+                    file.unlink()
 
-    def staged(self, embedding: ArrayLike, stages: int) -> Iterator[list[Hit]]:
-        """Provisional results; the last is what :meth:`whole` returns at some moment of the call."""
-        with self._session():
-            index = self._storage.index
-            if index is None or not len(index):
-                return iter([list[Hit]()])
-            return self._steps(embedding, index, index.search_stages(embedding, self._count, stages))
+    def _load(self, head: _Head) -> None:
+        try:
+            self._index = self._read(head)
+        except RetrievalError as error:
+            head, old = self._stored_head(), head
+            if head == old:
+                raise RetrievalError(f"{error}. Add the documents again under another path") from error
+            self._index = self._read(head)  # another process saved meanwhile
+        self._head = head
 
-    def _steps(
-        self, embedding: ArrayLike, index: VectorIndex, steps: Iterator[SearchResult]
-    ) -> Iterator[list[Hit]]:
-        kept, size = list[Hit](), 0
-        while True:
-            hits = None
-            with self._session():
-                if self._storage.index is index and len(index):
-                    result = next(steps, None)
-                    if result is None:
-                        break
-                    size, hits = len(index), self._hits(result)
-            if hits is None:  # another process changed what was found, or nothing is left
-                yield self.whole(embedding)
-                return
-            kept = self._kept(hits)
-            yield kept
-        if len(kept) < self._k and self._count < size:
-            self._count *= _MORE
-            yield self.whole(embedding)
+    def _read(self, head: _Head) -> VectorIndex | None:
+        """The vectors of the file and the log; RetrievalError where they are damaged."""
+        if self.path is None or not head.version:
+            return None
+        if head.saved:
+            index = load_index(self.path / f"index-{head.saved}")
+        else:
+            index = open_index(head.kind, head.dim, head.metric, **head.options)
+        for at in range(head.saved + 1, head.version + 1):
+            if (logged := self._values.get(f"log:{at}")) is None:
+                raise RetrievalError(f"{self.path}: logged change {at} is damaged")
+            index.remove(logged["gone"])
+            rows = np.frombuffer(base64.b64decode(logged["rows"]), np.float32)
+            index.add(logged["ids"], rows.reshape(-1, head.dim))
+        return index
 
-    def _kept(self, hits: list[Hit]) -> list[Hit]:
-        return [hit for hit in hits if self._accepts(hit.record)][: self._k]
+    def _is_newest(self) -> bool:
+        return self.path is None or self._stored_head().version == self._head.version
+
+    def _stored_head(self) -> _Head:
+        held = self._values.get("head")
+        if held is None:
+            raise self._lost()
+        return _Head(**held)
+
+    def _lost(self) -> RetrievalError:
+        return RetrievalError(
+            f"the documents in {self.path} cannot be read; add them again under another path"
+        )
+
+    def _record(self, one: DocumentId) -> Record | None:
+        held = self._values.get(_document_key(one))
+        return None if held is None else Record(one, held["text"], held["metadata"])
 
     def _hits(self, result: SearchResult) -> list[Hit] | None:
-        """The documents of a result; None if another process has changed one of them meanwhile.
+        """The documents of a result without damaged ones; None if another process changed any meanwhile."""
+        found = [(self._record(one), score) for one, score in zip(result.ids, result.scores, strict=True)]
+        hits = [Hit(record, score) for record, score in found if record is not None]
+        return hits if self._is_newest() else None
 
-        A document that cannot be read is left out.
-        """
-        found = []
-        for one, score in zip(result.ids, result.scores, strict=True):
-            record = self._storage.record(one)
-            if record is not None and record.version <= self._storage.head.version:
-                found.append(Hit(record, score))
-            elif not self._storage.is_newest():
-                return None
-        return found
+
+class _Memory:
+    """The part of JsonStore that is used here, over a dict of JSON texts."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def get(self, key: str) -> Any:
+        text = self._texts.get(key)
+        return None if text is None else json.loads(text)
+
+    def put(self, values: Mapping[str, object]) -> None:
+        for key, value in values.items():
+            if value is None:
+                self._texts.pop(key, None)
+            else:
+                self._texts[key] = json.dumps(value)
+
+    def close(self) -> None:
+        self._texts.clear()
+
+
+def _document_key(one: DocumentId) -> str:
+    return f"doc:{json.dumps(one)}"
 
 
 def _as_records(
@@ -324,18 +425,6 @@ def _as_records(
         given = len(texts) if metadatas is None else f"{len(texts)} and {len(metadatas)}"
         raise ValueError(f"{len(ids)} ids need as many texts and metadatas, got {given}")
     return tuple(map(_as_record, ids, texts, repeat({}) if metadatas is None else metadatas))
-
-
-def _as_predicate(where: Where) -> Callable[[Record], bool]:
-    """The filter as a function; TypeError for anything else."""
-    if callable(where):
-        return where
-    if not isinstance(where, Mapping):
-        raise TypeError(f"where must be a mapping or a callable, not {type(where).__name__}")
-    wanted = dict(where)
-    return lambda record: all(
-        name in record.metadata and record.metadata[name] == value for name, value in wanted.items()
-    )
 
 
 def _as_record(one: DocumentId, text: str, metadata: Mapping[str, Any]) -> Record:
@@ -355,8 +444,20 @@ def _as_record(one: DocumentId, text: str, metadata: Mapping[str, Any]) -> Recor
     return Record(one, text, copy)
 
 
-def _agreed(wanted: Head, held: Head, options: dict[str, Any], path: Path | None) -> Head:
-    """What is on disk; ValueError unless it was made with what is asked for."""
+def _as_predicate(where: Where | None) -> Callable[[Record], bool]:
+    """The filter as a function; TypeError for anything else."""
+    if callable(where):
+        return where
+    if where is not None and not isinstance(where, Mapping):
+        raise TypeError(f"where must be a mapping or a callable, not {type(where).__name__}")
+    wanted = dict(where or {})
+    return lambda record: all(
+        name in record.metadata and record.metadata[name] == value for name, value in wanted.items()
+    )
+
+
+def _check_same(wanted: _Head, held: _Head, options: dict[str, Any], path: Path | None) -> None:
+    """ValueError unless what is on disk was made with what is asked for."""
     if held.kind != wanted.kind or held.metric != wanted.metric:
         raise ValueError(
             f"{path} holds a {held.kind!r} index of metric {held.metric!r}, not {wanted.kind!r} of "
@@ -369,4 +470,3 @@ def _agreed(wanted: Head, held: Head, options: dict[str, Any], path: Path | None
         raise ValueError(
             f"{path} holds embeddings of {held.embedder!r}, not {wanted.embedder!r}; give another path"
         )
-    return replace(held, embedder=held.embedder or wanted.embedder)

@@ -1,37 +1,49 @@
-"""Vector indexes: one contract, a plain numpy implementation, and all of them by name."""
+"""Vector indexes: one contract, a plain numpy implementation, all of them by name, and their files.
+
+A saved index is a manifest with ids and digests, and the library's own data file beside it: Faiss and hnswlib
+load a file with a flipped bit without an error, so both files are verified first. The data file is named by
+its SHA-256 and the manifest replaced last: a process that dies while saving leaves the older index whole.
+"""
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import importlib
+import json
 import os
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
-from ragcachekit.retrieval.distances import Float32, check_metric
-from ragcachekit.retrieval.index_files import DocumentId, Manifest, read_index, write_index
+from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.retrieval.distances import (
+    MAX_SQUARED_NORM,
+    MIN_SQUARED_NORM,
+    Float32,
+    as_floats,
+    check_metric,
+)
 
-SPARE = 8
-"""Candidates beyond k, so that float32 rounding does not decide which are among the k."""
+DocumentId: TypeAlias = str | int
+Labels: TypeAlias = NDArray[np.int64]
 
-_MORE = 4  # times as many, if that may not suffice
-_MAX_NORM = 3e18  # beyond it float32 products overflow
-_MIN_NORM = 1e-15  # below it a direction cannot be told in float32
-
+_SPARE = 8  # candidates beyond k, so that float32 rounding does not decide which are among the k
+_FORMAT = 3
 _KINDS = {
     "brute": ("ragcachekit.retrieval.index", "BruteIndex"),
-    "faiss-flat": ("ragcachekit.retrieval.faiss_index", "FaissFlatIndex"),
-    "faiss-ivf": ("ragcachekit.retrieval.faiss_index", "FaissIvfIndex"),
-    "faiss-hnsw": ("ragcachekit.retrieval.faiss_index", "FaissHnswIndex"),
-    "hnswlib": ("ragcachekit.retrieval.hnswlib_index", "HnswlibIndex"),
+    "faiss-flat": ("ragcachekit.retrieval.libraries", "FaissFlatIndex"),
+    "faiss-hnsw": ("ragcachekit.retrieval.libraries", "FaissHnswIndex"),
+    "hnswlib": ("ragcachekit.retrieval.libraries", "HnswlibIndex"),
 }
 
 
@@ -51,7 +63,7 @@ class VectorIndex(ABC):
 
     - ``search`` returns min(k, len) distinct ids of added and not removed vectors, nearest first;
       an approximate index may miss some and return fewer, never an id it does not hold. An index that
-      scans (``brute``, ``faiss-flat``, ``faiss-ivf`` in its probed lists) is exact, ties included.
+      scans (``brute``, ``faiss-flat``) is exact; of more than eight equal ones at the end it returns any.
     - A call that raises has changed nothing.
     - All methods are thread safe; calls run one after the other.
     - What ``save`` wrote loads as the same index or raises RetrievalError, if one bit was changed.
@@ -73,8 +85,7 @@ class VectorIndex(ABC):
         self._labels: dict[DocumentId, int] = {}
         self._ids: dict[int, DocumentId] = {}
         self._next_label = 0
-        self._changes = 0
-        self._moves = 0  # changes after which the scopes of a staged search do not hold
+        self._version = 0
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -85,7 +96,7 @@ class VectorIndex(ABC):
     @property
     def version(self) -> int:
         """Number of calls that added or removed vectors since this object was made."""
-        return self._changes
+        return self._version
 
     @property
     def ids(self) -> tuple[DocumentId, ...]:
@@ -110,10 +121,21 @@ class VectorIndex(ABC):
             labels = np.arange(self._next_label, self._next_label + len(frozen), dtype=np.int64)
             self._add(labels, rows)
             self._next_label += len(frozen)
-            self._changes += 1
-            for one, label in zip(frozen, labels.tolist(), strict=True):
-                self._labels[one] = label
-                self._ids[label] = one
+            self._version += 1
+            self._name(zip(labels.tolist(), frozen, strict=True))
+
+    def remove(self, ids: Sequence[DocumentId]) -> int:
+        """Drop the vectors of these ids; returns how many were known."""
+        if isinstance(ids, str):
+            raise TypeError("ids must be a sequence of ids, not one string")
+        with self._lock:
+            known = [one for one in dict.fromkeys(ids) if one in self._labels]
+            if known:
+                self._remove(np.array([self._labels[one] for one in known], np.int64))
+                self._version += 1
+            for one in known:
+                del self._ids[self._labels.pop(one)]
+            return len(known)
 
     def search(self, embedding: ArrayLike, k: int) -> SearchResult:
         """The k nearest documents; RetrievalError if the index is empty or the embedding cannot be used."""
@@ -124,71 +146,14 @@ class VectorIndex(ABC):
     def search_stages(self, embedding: ArrayLike, k: int, stages: int = 4) -> Iterator[SearchResult]:
         """Provisional results of a search in at most ``stages`` steps; the last is what ``search`` returns.
 
-        An index that scans goes through its rows, or its probed lists, part by part, and a graph is searched
-        with growing breadth. The lock is free between steps. The last result equals that of one search at
-        some moment between this call and its own: of the vectors at the beginning for an index that scans,
-        at the end for a graph, or if vectors were removed meanwhile, which ends the steps by a whole search.
+        An index that scans goes through its rows part by part, and a graph is searched with growing breadth.
+        The lock is free between steps. A change meanwhile ends them by a whole search.
         Errors are those of ``search``.
         """
         query, wanted, steps = self._query(embedding), positive("k", k), positive("stages", stages)
         with self._lock:
-            count = min(wanted + SPARE, self._size())
-            return self._staged(query, wanted, self._scopes(query, count, steps), self._moves)
-
-    def _staged(self, query: Float32, wanted: int, scopes: list[Any], moves: int) -> Iterator[SearchResult]:
-        found = SearchResult((), ())
-        for scope in scopes:
-            with self._lock:
-                whole = self._moves != moves
-                part = self._nearest(query, wanted, None if whole else scope)
-            if not self.scans or whole:
-                found = part
-            else:
-                found = ordered(found.ids + part.ids, found.scores + part.scores, wanted)
-            yield found
-            if whole:
-                return
-
-    def _query(self, embedding: ArrayLike) -> Float32:
-        if np.ndim(embedding) != 1:
-            raise RetrievalError(
-                f"expected one embedding [{self.dim}], got shape {list(np.shape(embedding))}"
-            )
-        return as_rows(np.asarray(embedding)[None], self.dim, self.metric)
-
-    def _size(self) -> int:
-        if not self._labels:
-            raise RetrievalError("the index is empty; add documents first")
-        return len(self._labels)
-
-    def _nearest(self, query: Float32, wanted: int, scope: Any = None) -> SearchResult:
-        """The nearest in a scope; more candidates are taken until rounding and ties do not matter."""
-        size = self._size()
-        count = min(wanted + SPARE, size)
-        while True:
-            labels = self._candidates(query, count, scope)
-            rows = self._vectors(labels)
-            scores = distances(query[0], rows, self.metric)
-            if len(labels) < count or count == size or not self.scans:
-                break
-            if sorted(scores)[wanted - 1] + rounding(query[0], rows, self.metric) < max(scores):
-                break
-            count = min(_MORE * count, size)
-        return ordered(tuple(self._ids[label] for label in labels.tolist()), tuple(scores), wanted)
-
-    def remove(self, ids: Sequence[DocumentId]) -> int:
-        """Drop the vectors of these ids; returns how many were known. RetrievalError if it cannot remove."""
-        if isinstance(ids, str):
-            raise TypeError("ids must be a sequence of ids, not one string")
-        with self._lock:
-            known = [one for one in dict.fromkeys(ids) if one in self._labels]
-            if known:
-                self._remove(np.array([self._labels[one] for one in known], np.int64))
-                self._moves += 1
-                self._changes += 1
-            for one in known:
-                del self._ids[self._labels.pop(one)]
-            return len(known)
+            scopes = self._scopes(query, min(wanted + _SPARE, self._size()), steps)
+            return self._stages(query, wanted, scopes, self._version)
 
     def vectors(self, ids: Sequence[DocumentId]) -> Float32:
         """The stored vectors ``[n, dim]`` of these ids; RetrievalError for an id that is not there."""
@@ -199,60 +164,109 @@ class VectorIndex(ABC):
             return self._vectors(np.array([self._labels[one] for one in ids], np.int64))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index: a manifest at ``path``, and beside it a data file named by its SHA-256."""
-        with self._lock:
-            ids = tuple(sorted(self._ids.items()))
-            manifest = Manifest(
-                self.kind, self.dim, self.metric, self.options(), self._next_label, ids, self._state()
-            )
-            write_index(Path(path), manifest, self._write)
+        """Write the index: a manifest at ``path``, and beside it a data file named by its SHA-256.
 
-    def restore(self, data: Path, manifest: Manifest) -> None:
-        """Take over a verified data file and its ids; called by the registry's ``load_index``."""
+        OSError if the folder or the disk does not allow it; an older index stays as it was.
+        """
+        path = Path(path)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
         with self._lock:
-            self._read(data, manifest)
-            self._next_label = manifest.next_label
-            self._ids = dict(manifest.ids)
-            self._labels = {one: label for label, one in manifest.ids}
+            try:
+                self._write(temporary)
+                digest = _digest(temporary)
+                os.replace(temporary, _data_path(path, digest))
+                manifest = {
+                    "format": _FORMAT,
+                    "data": digest,
+                    "kind": self.kind,
+                    "dim": self.dim,
+                    "metric": self.metric,
+                    "options": self.options(),
+                    "next_label": self._next_label,
+                    "ids": list(self._ids.items()),
+                }
+                body = json.dumps(manifest)
+                replace_file(path, f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
+            finally:
+                temporary.unlink(missing_ok=True)
+        for file in path.parent.glob(f"{glob.escape(path.name)}.*.data"):
+            if file != _data_path(path, digest):
+                file.unlink(missing_ok=True)
+
+    def restore(self, data: Path, ids: Sequence[tuple[int, DocumentId]], next_label: int) -> None:
+        """Take over a verified data file and its ids by label; called by :func:`load_index`."""
+        with self._lock:
+            self._read(data, np.array([label for label, _ in ids], np.int64))
+            self._next_label = next_label
+            self._name(ids)
 
     def options(self) -> dict[str, Any]:
         """Constructor arguments besides dim and metric, as JSON."""
         return {}
 
-    def _state(self) -> dict[str, int]:
-        """What else is needed to go on after loading."""
-        return {}
+    def _name(self, pairs: Any) -> None:
+        for label, one in pairs:
+            self._labels[one], self._ids[label] = label, one
+
+    def _stages(self, query: Float32, wanted: int, scopes: list[Any], version: int) -> Iterator[SearchResult]:
+        found = SearchResult((), ())
+        for scope in scopes:
+            with self._lock:
+                changed = self._version != version
+                part = self._nearest(query, wanted, None if changed else scope)
+            if self.scans and not changed:
+                part = _ordered(found.ids + part.ids, found.scores + part.scores, wanted)
+            found = part
+            yield found
+            if changed:
+                return
+
+    def _query(self, embedding: ArrayLike) -> Float32:
+        if np.ndim(embedding) != 1:
+            shape = list(np.shape(embedding))
+            raise RetrievalError(f"expected one embedding [{self.dim}], got shape {shape}")
+        return as_rows(np.asarray(embedding)[None], self.dim, self.metric)
+
+    def _size(self) -> int:
+        if not self._labels:
+            raise RetrievalError("the index is empty; add documents first")
+        return len(self._labels)
+
+    def _nearest(self, query: Float32, wanted: int, scope: Any = None) -> SearchResult:
+        labels = self._candidates(query, min(wanted + _SPARE, self._size()), scope)
+        scores = distances(query[0], self._vectors(labels), self.metric).tolist()
+        return _ordered(tuple(self._ids[label] for label in labels.tolist()), tuple(scores), wanted)
+
+    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
+        """At most ``stages`` scopes of a search; :attr:`scans` says whether they are parts or steps."""
+        bounds = np.unique(np.linspace(0, len(self._labels), stages + 1).astype(int)).tolist()
+        return list(pairwise(bounds))
 
     @abstractmethod
-    def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
+    def _add(self, labels: Labels, rows: Float32) -> None:
         """Hold ``rows`` under ``labels``, or raise and hold none."""
 
     @abstractmethod
-    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
-        """At most ``stages`` scopes of a staged search; :attr:`scans` says whether they are parts or steps.
-
-        They hold until ``_moves`` changes.
-        """
+    def _candidates(self, query: Float32, count: int, scope: Any = None) -> Labels:
+        """Labels of about the ``count`` nearest to ``query`` ``[1, dim]`` in a scope."""
 
     @abstractmethod
-    def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
-        """Labels of about the ``count`` nearest to ``query`` ``[1, dim]`` in a scope, nearest first."""
-
-    @abstractmethod
-    def _vectors(self, labels: NDArray[np.int64]) -> Float32:
+    def _vectors(self, labels: Labels) -> Float32:
         """The stored rows ``[n, dim]`` of these labels."""
 
     @abstractmethod
-    def _remove(self, labels: NDArray[np.int64]) -> None:
-        """Drop these labels, or raise RetrievalError."""
+    def _remove(self, labels: Labels) -> None:
+        """Drop these labels."""
 
     @abstractmethod
     def _write(self, path: Path) -> None:
         """Write the vectors (and the graph) to a file."""
 
     @abstractmethod
-    def _read(self, path: Path, manifest: Manifest) -> None:
-        """Read what ``_write`` wrote; it must hold the manifest's labels."""
+    def _read(self, path: Path, labels: Labels) -> None:
+        """Read what ``_write`` wrote; RetrievalError unless it holds these labels."""
 
 
 class BruteIndex(VectorIndex):
@@ -262,40 +276,35 @@ class BruteIndex(VectorIndex):
 
     def __init__(self, dim: int, metric: str = "cosine") -> None:
         super().__init__(dim, metric)
-        self._held: NDArray[np.int64] = np.empty(0, np.int64)  # sorted: labels count up
+        self._held: Labels = np.empty(0, np.int64)  # sorted: labels count up
         self._rows: Float32 = np.empty((0, dim), np.float32)
 
-    def _add(self, labels: NDArray[np.int64], rows: Float32) -> None:
+    def _add(self, labels: Labels, rows: Float32) -> None:
         joined = np.concatenate([self._rows, rows])
         self._held = np.concatenate([self._held, labels])
         self._rows = joined
 
-    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
-        return row_ranges(len(self._held), stages)
-
-    def _candidates(self, query: Float32, count: int, scope: Any = None) -> NDArray[np.int64]:
+    def _candidates(self, query: Float32, count: int, scope: Any = None) -> Labels:
         first, last = scope or (0, len(self._held))
         order = np.argsort(distances(query[0], self._rows[first:last], self.metric), kind="stable")
         return self._held[first:last][order[:count]]
 
-    def _vectors(self, labels: NDArray[np.int64]) -> Float32:
+    def _vectors(self, labels: Labels) -> Float32:
         return self._rows[np.searchsorted(self._held, labels)]
 
-    def _remove(self, labels: NDArray[np.int64]) -> None:
+    def _remove(self, labels: Labels) -> None:
         kept = ~np.isin(self._held, labels)
         self._held, self._rows = self._held[kept], self._rows[kept]
 
     def _write(self, path: Path) -> None:
         with path.open("wb") as file:
-            np.save(file, self._held, allow_pickle=False)
             np.save(file, self._rows, allow_pickle=False)
 
-    def _read(self, path: Path, manifest: Manifest) -> None:
-        with path.open("rb") as file:
-            held, rows = np.load(file, allow_pickle=False), np.load(file, allow_pickle=False)
-        if held.tolist() != [label for label, _ in manifest.ids] or rows.shape != (len(held), self.dim):
+    def _read(self, path: Path, labels: Labels) -> None:
+        rows = np.load(path, allow_pickle=False)
+        if rows.shape != (len(labels), self.dim):
             raise RetrievalError(f"{path} holds other vectors than its manifest names; build it anew")
-        self._held, self._rows = held, rows
+        self._held, self._rows = labels, rows
 
 
 def index_names() -> tuple[str, ...]:
@@ -306,7 +315,7 @@ def index_names() -> tuple[str, ...]:
 def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> VectorIndex:
     """A new, empty index: one of :func:`index_names`, the width, and ``cosine``, ``l2`` or ``ip``.
 
-    ``options`` are those of the implementation (``links``, ``ef_search``, ``probes`` ...). ValueError or
+    ``options`` are those of the implementation (``links``, ``ef_search`` ...). ValueError or
     TypeError for bad arguments; ImportError names the extra of a missing library.
     """
     if name not in _KINDS:
@@ -318,19 +327,29 @@ def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> V
 
 def load_index(path: str | os.PathLike[str]) -> VectorIndex:
     """The index that ``save`` wrote to ``path``; RetrievalError if a file is missing or damaged."""
-    manifest, data = read_index(Path(path))
-    index = open_index(manifest.kind, manifest.dim, manifest.metric, **manifest.options)
+    path = Path(path)
     try:
-        index.restore(data, manifest)
+        checksum, _, text = read_regular(path).partition(b"\n")
+    except OSError as error:
+        raise RetrievalError(f"cannot read the index {path}: {error}") from error
+    if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != checksum:
+        raise RetrievalError(f"{path} is damaged or no index (SHA-256 differs); build the index anew")
+    held = parse_json(text)
+    if held["format"] != _FORMAT:
+        raise RetrievalError(f"{path}: written by another version of the library; build the index anew")
+    data = _data_path(path, held["data"])
+    try:
+        found = _digest(data)
+    except OSError as error:
+        raise RetrievalError(f"cannot read the index data {data}: {error}") from error
+    if found != held["data"]:
+        raise RetrievalError(f"{data} is damaged (SHA-256 differs); build the index anew")
+    index = open_index(held["kind"], held["dim"], held["metric"], **held["options"])
+    try:
+        index.restore(data, held["ids"], held["next_label"])
     except RuntimeError as error:  # what Faiss and hnswlib raise
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index
-
-
-def row_ranges(rows: int, stages: int) -> list[tuple[int, int]]:
-    """At most ``stages`` ranges of about equal length, from first to last row."""
-    bounds = np.unique(np.linspace(0, rows, stages + 1).astype(int)).tolist()
-    return list(pairwise(bounds))
 
 
 def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:
@@ -338,18 +357,20 @@ def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:
 
     TypeError for what are not numbers; RetrievalError for another shape, NaN, infinity, or bad norms.
     """
-    try:
-        raw: NDArray[Any] = np.asarray(embeddings)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"embeddings must be rows of equally many numbers: {error}") from error
-    if raw.dtype.kind not in "fiu":
-        raise TypeError(f"embeddings must hold real numbers, not {raw.dtype}")
-    if raw.ndim != 2 or raw.shape[1] != dim:
-        raise RetrievalError(f"expected embeddings of shape [n, {dim}], got {list(raw.shape)}")
-    if not np.isfinite(raw).all():
+    rows = as_floats(embeddings)
+    if rows.ndim != 2 or rows.shape[1] != dim:
+        raise RetrievalError(f"expected embeddings of shape [n, {dim}], got {list(rows.shape)}")
+    if not np.isfinite(rows).all():
         raise RetrievalError("the embeddings hold NaN or infinite numbers")
-    wide = raw.astype(np.float64)
-    return np.ascontiguousarray(_scaled(wide, metric), dtype=np.float32)
+    wide = rows.astype(np.float64)
+    squares = np.einsum("ij,ij->i", wide, wide)
+    if (squares > MAX_SQUARED_NORM).any():
+        raise RetrievalError("the embeddings' norms exceed 3e18; scale them down")
+    if metric != "cosine":
+        return rows
+    if (squares < MIN_SQUARED_NORM).any():
+        raise RetrievalError("a zero vector has no cosine distance; check the embedding model or use 'l2'")
+    return np.ascontiguousarray(wide / np.sqrt(squares)[:, None], dtype=np.float32)
 
 
 def as_ids(ids: Sequence[DocumentId], rows: int) -> tuple[DocumentId, ...]:
@@ -367,41 +388,24 @@ def as_ids(ids: Sequence[DocumentId], rows: int) -> tuple[DocumentId, ...]:
     return frozen
 
 
-def _scaled(rows: NDArray[np.float64], metric: str) -> NDArray[np.float64]:
-    largest = np.abs(rows).max(axis=1, initial=0.0)
-    if rows.size and largest.max() > _MAX_NORM:
-        raise RetrievalError("the embeddings' numbers exceed 3e18; scale them down")
-    norms = np.sqrt(np.einsum("ij,ij->i", rows, rows))
-    if rows.size and norms.max() > _MAX_NORM:
-        raise RetrievalError("the embeddings' norms exceed 3e18; scale them down")
-    if metric != "cosine":
-        return rows
-    if rows.size and norms.min() < _MIN_NORM:
-        raise RetrievalError("a zero vector has no cosine distance; check the embedding model or use 'l2'")
-    units: NDArray[np.float64] = rows / norms[:, None]
-    return units
+def distances(query: Float32, rows: Float32, metric: str) -> NDArray[np.float64]:
+    """Distances ``[n]`` of ``rows`` ``[n, dim]`` to ``query`` ``[dim]``, in float64; unit rows for cosine."""
+    wide, keys = query.astype(np.float64), rows.astype(np.float64)
+    if metric == "l2":
+        gaps = keys - wide
+        return np.asarray(np.sqrt(np.einsum("ij,ij->i", gaps, gaps)))
+    return np.asarray((0.0 if metric == "ip" else 1.0) - np.einsum("ij,j->i", keys, wide))
 
 
-def ordered(ids: tuple[DocumentId, ...], scores: tuple[float, ...], wanted: int) -> SearchResult:
-    """The first ``wanted`` by distance and id."""
+def _ordered(ids: tuple[DocumentId, ...], scores: tuple[float, ...], wanted: int) -> SearchResult:
     order = sorted(range(len(ids)), key=lambda i: (scores[i], isinstance(ids[i], str), ids[i]))[:wanted]
     return SearchResult(tuple(ids[i] for i in order), tuple(scores[i] for i in order))
 
 
-def distances(query: Float32, rows: Float32, metric: str) -> list[float]:
-    """Distances of ``rows`` ``[n, dim]`` to ``query`` ``[dim]``, in float64; unit rows for cosine."""
-    wide, keys = query.astype(np.float64), rows.astype(np.float64)
-    if metric == "l2":
-        gaps = keys - wide
-        found = np.sqrt(np.einsum("ij,ij->i", gaps, gaps))
-    else:
-        found = (0.0 if metric == "ip" else 1.0) - np.einsum("ij,j->i", keys, wide)
-    return list(found.tolist())
+def _data_path(path: Path, digest: str) -> Path:
+    return path.with_name(f"{path.name}.{digest[:16]}.data")
 
 
-def rounding(query: Float32, rows: Float32, metric: str) -> float:
-    """By how much two float32 distances to ``rows`` may be wrong together, however they are summed."""
-    vectors = rows - query if metric == "l2" else rows
-    factor = 1.0 if metric == "l2" else float(np.linalg.norm(query))
-    lengths = np.linalg.norm(vectors, axis=1)
-    return (len(query) + SPARE) * 2.0**-23 * factor * float(lengths.max())
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
+import functools
+import inspect
+import itertools
 import logging
+import re
+import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ragcachekit.config import positive
-from ragcachekit.retrieval.index_changes import attributes, observe
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +28,16 @@ MAX_VALUES = 10_000
 """Values visited for one key; beyond it, comparing takes longer than many a search."""
 
 _MAX_SETTING = 100  # values in an attribute of an index; more are its documents
-_MAX_DEPTH = 20
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, types.EllipsisType)
 _VALUES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
-_CONTAINERS = (list, tuple, set, frozenset)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
+_CHANGING = re.compile(
+    r"(a|async_)?(m?(add|delete|upsert|update|insert|remove|set|put)|merge|reset|drop|clear|refresh)(_|$)"
+)
+_COPYING = ("__getstate__", "__copy__", "__deepcopy__")
+_COUNTER = "_ragcachekit_changes"
+_OBSERVING = threading.Lock()
 
 _bypassed: ContextVar[bool] = ContextVar("ragcachekit_query_cache_bypassed", default=False)
 
@@ -39,11 +48,6 @@ def bypass_query_cache() -> Iterator[None]:
 
     Holds for this thread and for asyncio tasks started inside. What is found is still registered with the
     engine.
-
-    Examples
-    --------
-    >>> with bypass_query_cache():
-    ...     found = retriever.retrieve("Where is Oslo?")  # doctest: +SKIP
     """
     token = _bypassed.set(True)
     try:
@@ -81,8 +85,7 @@ class Partition(NamedTuple):
         ValueError for a ``k`` below 1; TypeError if a value is a function or does not show its content.
         """
         positive("k", k)
-        reader = KeyReader()
-        return cls(namespace, k, *map(reader.key, (filters, dict(search_kwargs or {}), index_id)))
+        return cls(namespace, k, *map(KeyReader().key, (filters, dict(search_kwargs or {}), index_id)))
 
 
 class Identity:
@@ -106,11 +109,7 @@ class Identity:
 
 
 class NotKeyable(TypeError):
-    """A value that cannot be part of a key: its content cannot be read."""
-
-
-class TooLarge(NotKeyable):
-    """A value with too much content to be compared at every question."""
+    """A value that cannot be part of a key: its content cannot be read, or there is too much of it."""
 
 
 @dataclass(frozen=True)
@@ -157,111 +156,114 @@ class KeyRules:
         by = next((base for base in type(value).__mro__ if "__call__" in vars(base)), None)
         return isinstance(value, types.ModuleType) or (by is not None and not self.is_library(by))
 
+    def parts_of(self, kind: type) -> Callable[[Any], object] | None:
+        """The class's ``cache_key_parts``; that of a library does not hold for subclasses of the user's."""
+        by: Any = next((base for base in kind.__mro__ if "cache_key_parts" in vars(base)), None)
+        own = by is not None and (self.is_library(kind) or not self.is_library(by))
+        return by.cache_key_parts if own else None
+
 
 class KeyReader:
-    """Makes keys of plain values, and of a framework's objects by their fields; one reader per key."""
+    """Makes keys of plain values, and of a framework's objects by their fields."""
 
     def __init__(self, rules: KeyRules | None = None, limit: int = MAX_VALUES) -> None:
-        self._rules, self._left, self._depth = rules or KeyRules(), limit, 0
+        self._rules, self._limit = rules or KeyRules(), limit
+        self._left, self._objects = limit, list[Hashable]()
+        self._holders = (*self._rules.indexes, *self._rules.retrievers)
 
     def key(self, value: Any) -> Hashable:
-        """Something hashable, equal only for values of equal types and content.
+        """Something hashable, equal only for values of equal types and content; text for plain values.
 
         NotKeyable (a TypeError) for functions and for objects that are not of the libraries, unless their
         class has a method ``cache_key_parts()``: then they are keyed by what it returns.
         """
-        kind = type(value)
-        self._left -= 1
-        self._depth += 1
-        if self._left < 0 or self._depth > _MAX_DEPTH:
-            raise TooLarge("there is too much of it to compare at every question")
-        content = self._content(kind, value)
-        self._depth -= 1
-        return kind, content
+        self._left, self._objects = self._limit, []
+        try:
+            text = self._write(value)
+        except RecursionError:
+            raise NotKeyable("there is too much of it to compare at every question") from None
+        return (text, *self._objects) if self._objects else text
 
     def versions(self, value: object) -> tuple[Hashable, ...]:
         """Identities and versions of the indexes among the fields of a retriever and those inside it."""
-        return tuple(self._version(index) for index in self._held_indexes(value))
+        return tuple([self._version(index) for index in self._held_indexes(value)])
 
-    def _content(self, kind: type, value: Any) -> Hashable:
-        if kind in _SCALARS:
-            return repr(value) if kind in (float, complex) else value  # 0.0 == -0.0
-        if kind is dict:  # in order, which decides where a filter language sorts by it
-            return tuple([(self.key(name), self.key(one)) for name, one in list(value.items())])
-        if kind in _CONTAINERS:
-            keys = [self.key(one) for one in list(value)]
-            return frozenset(keys) if kind in (set, frozenset) else tuple(keys)
-        if kind in _VALUES:
+    def _write(self, value: Any) -> str:
+        """The value as text, in which numbers stand for objects that are compared otherwise."""
+        kind = type(value)
+        self._left -= 1
+        if self._left < 0:
+            raise NotKeyable("there is too much of it to compare at every question")
+        if kind in _SCALARS or kind in _VALUES:
             return repr(value)
-        return self._object(kind, value)
+        if kind is dict:  # in order, which decides where a filter language sorts by it
+            items = [f"{self._write(name)}:{self._write(one)}" for name, one in list(value.items())]
+        elif kind in _CONTAINERS:
+            items = [self._write(one) for one in list(value)]
+        else:
+            return self._write_object(kind, value)
+        return f"{kind.__name__}[{','.join(sorted(items) if kind in (set, frozenset) else items)}]"
 
-    def _object(self, kind: type, value: Any) -> Hashable:
-        rules, is_library = self._rules, self._rules.is_library(kind)
-        by = _class_with_parts(kind, rules)
-        if isinstance(value, rules.indexes) and (by is not None or is_library):
-            return self._index(kind, value, by)
-        if by is not None:
-            return self.key(by.cache_key_parts(value))
+    def _add(self, one: Hashable) -> str:
+        self._objects.append(one)
+        return f"<{len(self._objects)}>"
+
+    def _write_object(self, kind: type, value: Any) -> str:
+        rules, is_library, parts = self._rules, self._rules.is_library(kind), self._rules.parts_of(kind)
+        if isinstance(value, rules.indexes) and (parts is not None or is_library):
+            return self._write_index(kind, value, parts)
+        if parts is not None:
+            return self._add(kind) + self._write(parts(value))
         if not rules.is_own_code(value) and not isinstance(value, rules.uncached):
             if isinstance(value, (*_CODE, *rules.models)) or kind is object:
-                return Identity(value)
+                return self._add(Identity(value))
             if isinstance(value, rules.ignored) and not isinstance(value, rules.retrievers):
-                return None
-            if is_library:
-                return value.name if isinstance(value, enum.Enum) else self._fields(kind, value)
+                return "ignored"
+            if is_library and isinstance(value, enum.Enum):
+                return self._add(kind) + value.name
+            plain = (*_SCALARS[1:], *_CONTAINERS)  # its subclasses may hold more than their fields
+            if is_library and hasattr(value, "__dict__") and not isinstance(value, plain):
+                fields = [self._field(kind, *item) for item in sorted(attributes(value).items())]
+                return f"{self._add(kind)}({','.join(fields)})"
         raise NotKeyable(f"a {kind.__module__}.{kind.__qualname__} may depend on anything")
 
-    def _fields(self, kind: type, value: object) -> Hashable:
-        """An object of a library by its fields, unless it may hold more than those."""
-        if not hasattr(value, "__dict__") or isinstance(value, (*_SCALARS[1:], dict, *_CONTAINERS)):
-            raise NotKeyable(f"a {kind.__module__}.{kind.__qualname__} does not show its content")
-        return tuple(
-            [(name, self._field(kind, name, one)) for name, one in sorted(attributes(value).items())]
-        )
-
-    def _field(self, kind: type, name: str, value: object) -> Hashable:
+    def _field(self, kind: type, name: str, value: object) -> str:
         try:
-            return self.key(value)
+            return f"{name}={self._write(value)}"
         except NotKeyable as error:
-            raise type(error)(f"{kind.__qualname__}.{name}: {error}") from error
+            raise NotKeyable(f"{kind.__qualname__}.{name}: {error}") from error
 
-    def _index(self, kind: type, value: Any, by: Any) -> Hashable:
+    def _write_index(self, kind: type, value: Any, parts: Callable[[Any], object] | None) -> str:
         """An index by identity, version and settings; its documents are what the version counts."""
         changes = observe(value, self._rules.delegating)
         if changes is None:
             raise NotKeyable(f"changes of a {kind.__module__}.{kind.__qualname__} cannot be seen")
-        if by is not None:
-            return Identity(value), changes.version, self.key(by.cache_key_parts(value))
-        settings, others = list[Hashable](), dict[str, object]()
-        for name, one in sorted(attributes(value).items()):
+        written = list[str]()
+        if parts is not None:
+            written.append(self._write(parts(value)))
+        for name, one in sorted(attributes(value).items()) if parts is None else ():
             if isinstance(one, self._rules.indexes):
-                settings.append((name, self._field(kind, name, one)))
+                written.append(self._field(kind, name, one))
             elif any(map(self._rules.is_own_code, [one, *_items(one)])):
                 raise NotKeyable(f"{kind.__qualname__}.{name}: a function may depend on anything")
-            else:  # a setting, or its documents, a client, an embedder
-                try:
-                    settings.append((name, KeyReader(KeyRules(), _MAX_SETTING).key(one)))
-                except NotKeyable:
-                    others[name] = one
-        changes.compare(others)
-        return Identity(value), changes.version, tuple(settings)
+            else:
+                with suppress(NotKeyable):  # no setting, but its documents, a client, an embedder
+                    written.append(self._add((name, KeyReader(limit=_MAX_SETTING).key(one))))
+        return f"{self._add(Identity(value))}{changes.version}({','.join(written)})"
 
     def _version(self, index: Any) -> Hashable:
-        changes, by = observe(index, self._rules.delegating), _class_with_parts(type(index), self._rules)
-        parts = None if by is None else self.key(by.cache_key_parts(index))
-        inner = [one for one in attributes(index).values() if isinstance(one, self._rules.indexes)]
-        versions = tuple(self._version(one) for one in inner)
-        return Identity(index), None if changes is None else changes.version, parts, versions
+        changes, parts = observe(index, self._rules.delegating), self._rules.parts_of(type(index))
+        version = None if changes is None else changes.version
+        return Identity(index), version, None if parts is None else self.key(parts(index))
 
     def _held_indexes(self, value: object, depth: int = 4) -> Iterator[object]:
-        if isinstance(value, self._rules.indexes):
+        is_index = isinstance(value, self._rules.indexes)
+        if is_index:
             yield value
-        elif depth:
-            for one in attributes(value).values():
-                items = one if isinstance(one, list | tuple) else [one]
-                for item in items:
-                    if isinstance(item, (*self._rules.indexes, *self._rules.retrievers)):
-                        yield from self._held_indexes(item, depth - 1)
+        for one in attributes(value).values() if depth else ():
+            for item in one if isinstance(one, list | tuple) and not is_index else [one]:
+                if isinstance(item, self._rules.indexes if is_index else self._holders):
+                    yield from self._held_indexes(item, depth - 1)
 
 
 class Partitioner:
@@ -284,7 +286,7 @@ class Partitioner:
     ) -> None:
         self._rules, self._custom = rules, custom
         self._present_version = version or (lambda: None)
-        self._warn = LogOnce(log)
+        self._warn = functools.lru_cache(100)(log.warning)  # each once
 
     def partition(
         self,
@@ -303,91 +305,176 @@ class Partitioner:
         is no positive integer.
         """
         positive("k", k)
-        if _bypassed.get():
-            return None
-        try:
+
+        def parts(counts: object) -> tuple[Hashable, ...]:
             called = self._key((arguments, self._present_version()))
             if self._custom is None:
-                return Partition(namespace, k, called, self._key(retriever), self._key(configurable))
-            counts = self._custom(*question)
-            if counts is None:
-                return None
-            return Partition(namespace, k, called, self._key(counts), self.changes_of(retriever))
-        except Exception as error:  # of the user's code, too; and other threads may change what is read
-            self._refuse(type(retriever).__name__, error)
-            return None
+                return called, self._key(retriever), self._key(configurable)
+            return called, self._key(counts), self.changes_of(retriever)
+
+        return self._made(namespace, k, parts, question, type(retriever).__name__)
 
     def of_own_index(
-        self, namespace: str, index: Hashable, where: object, question: tuple[object, ...] = ()
+        self, namespace: str, k: int, index: Hashable, where: object, question: tuple[object, ...] = ()
     ) -> Partition | None:
-        """The partition of an index that reports its changes; None if the call must not be cached.
+        """The partition of an index that has a name and a version; None if the call must not be cached.
 
         It holds plain values, so that it is the same after a restart. ``where`` is the filter of the search.
         """
+
+        def parts(counts: object) -> tuple[Hashable, ...]:
+            return self._key((where, self._present_version())), self._key(counts), index
+
+        return self._made(namespace, k, parts, question, "the index")
+
+    def changes_of(self, index: object) -> Hashable:
+        """Versions of an index, or of those in the fields of a retriever, as far as they can be seen."""
+        return KeyReader(self._rules).versions(index)
+
+    def _key(self, value: object) -> Hashable:
+        return KeyReader(self._rules).key(value)
+
+    def _made(
+        self,
+        namespace: str,
+        k: int,
+        parts: Callable[[object], tuple[Hashable, ...]],
+        question: tuple[object, ...],
+        what: str,
+    ) -> Partition | None:
         if _bypassed.get():
             return None
         try:
             counts = None if self._custom is None else self._custom(*question)
             if self._custom is not None and counts is None:
                 return None
-            parts = (where, counts, self._present_version())
-            filters, run, version = (None if part is None else self._key(part) for part in parts)
-            return Partition(namespace, 1, filters, run, (index, version))
-        except Exception as error:
-            self._refuse("the index", error)
+            return Partition(namespace, k, *parts(counts))
+        except Exception as error:  # of the user's code, too; and other threads may change what is read
+            why = str(error) if isinstance(error, NotKeyable) else repr(error)
+            self._warn(
+                f"results of {what} are not cached, as what they depend on cannot be read ({why}); "
+                "pass partition= to name what counts"
+            )
             return None
 
-    def changes_of(self, index: object) -> Hashable:
-        """Versions of an index, or of those in the fields of a retriever, as far as they can be seen."""
-        return KeyReader(self._rules).versions(index)
 
-    def is_unchanged(self, before: object, after: Partition | None) -> bool:
-        """Whether what a search found belongs to the partition that was read before it."""
-        if after == before:
-            return True
-        if after is not None and after.search_kwargs != getattr(before, "search_kwargs", None):
-            self._warn(
-                "the retriever's attributes changed during a search, so its result is not cached; if the "
-                "search itself changes them (a counter, a list), pass partition= to name what counts"
-            )
-        return False
+class IndexChanges:
+    """The number of changes of one index, to which ``owner`` refers weakly."""
 
-    def _key(self, value: object) -> Hashable:
-        return KeyReader(self._rules).key(value)
+    def __init__(self, owner: Callable[[], object]) -> None:
+        self.owner, self.version, self._numbers = owner, 0, itertools.count(1)
+        self.names: frozenset[str] = frozenset()  # of the wrappers
 
-    def _refuse(self, what: str, error: Exception) -> None:
-        why = str(error) if isinstance(error, NotKeyable) else repr(error)
-        self._warn(
-            f"results of {what} are not cached, as what they depend on cannot be read ({why}); "
-            "pass partition= to name what counts"
-        )
+    def __deepcopy__(self, memo: object) -> IndexChanges:
+        return self
+
+    def count(self) -> None:
+        """Count the start or the end of a change: a search beside one has a version of its own."""
+        self.version = next(self._numbers)
 
 
-class LogOnce:
-    """Warnings that may come at every question, each logged once."""
+def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | None:
+    """The counter of the index's changes, from now on; None if they cannot be counted.
 
-    def __init__(self, log: logging.Logger, most: int = 100) -> None:
-        self._log, self._left = log, most
-        self._logged: set[str] = set()
+    The changing methods of this one object (``add_documents``, ``delete``, ``insert``, ...) are wrapped:
+    attributes of the object stand before the methods of its class. Methods of ``delegating`` classes stay,
+    as they only call others. Copies and pickles do without the wrappers, which would change the original.
+    Changes past these methods (another process, a client of one's own) are not counted.
+    """
+    with _OBSERVING:
+        known: Any = getattr(index, "__dict__", {}).get(_COUNTER)
+        if known is not None and known.owner() is index:
+            return known  # type: ignore[no-any-return]
+        try:
+            changes = IndexChanges(weakref.ref(index))
+            for name, wrapper in _wrappers(index, changes, delegating).items():
+                object.__setattr__(index, name, wrapper)
+        except (TypeError, AttributeError):  # an object without attributes or without weak references
+            return None
+        return changes
 
-    def __call__(self, message: str, error: Exception | None = None) -> None:
-        """Log a message with the traceback of ``error``."""
-        if message not in self._logged and self._left:
-            self._left -= 1
-            self._logged.add(message)
-            self._log.warning("%s", message, exc_info=error)
+
+def attributes(value: object) -> dict[str, Any]:
+    """The attributes of an object, private ones of pydantic models among them.
+
+    Cached properties and our own wrappers are none.
+    """
+    held = dict(getattr(value, "__dict__", {}))
+    for name in list(held):
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            del held[name]
+    if (changes := held.get(_COUNTER)) is not None:
+        held = _stripped(held, changes.names)
+    return held | (getattr(value, "__pydantic_private__", None) or {})
+
+
+def _wrappers(index: object, changes: IndexChanges, delegating: tuple[type, ...]) -> dict[str, Any]:
+    kind, out = type(index), dict[str, Any]()
+    for name in filter(_CHANGING.match, dir(kind)):
+        by = next((base for base in kind.__mro__ if name in vars(base)), None)
+        function = None if by is None or by in delegating else vars(by)[name]
+        if isinstance(function, types.FunctionType):
+            out[name] = _counted(index, function, changes)
+    changes.names = names = frozenset({_COUNTER, *_COPYING, *out})
+    for name in _COPYING:
+        if hasattr(kind, name):
+            out[name] = functools.partial(_copied, name, index, names)
+    return out | {_COUNTER: changes}
+
+
+def _counted(index: object, function: types.FunctionType, changes: IndexChanges) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        changes.count()
+        try:
+            result = function(index, *args, **kwargs)
+        finally:
+            changes.count()
+        return awaited(result) if inspect.isawaitable(result) else result
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        changes.count()
+        try:
+            return await result
+        finally:
+            changes.count()
+
+    return called
+
+
+def _copied(name: str, index: object, names: frozenset[str], *args: Any) -> Any:
+    """What a copying method of the class gives, without the wrappers.
+
+    LlamaIndex's ``__getstate__`` deletes what it cannot pickle from the object: it gets a copy.
+    """
+    kind: Any = type(index)
+    if hasattr(kind, "__copy__"):
+        twin = _bare(kind.__copy__(index), names)
+        return twin if name == "__copy__" else getattr(kind, name)(twin, *args)
+    made = getattr(kind, name)(index, *args)
+    return _stripped(made, names) if name == "__getstate__" else _bare(made, names)
+
+
+def _bare(made: Any, names: frozenset[str]) -> Any:
+    for name in names & vars(made).keys():
+        object.__delattr__(made, name)
+    return made
+
+
+def _stripped(state: Any, names: frozenset[str]) -> Any:
+    """A state as of ``__getstate__``: a dict, one beside the slots, or one inside pydantic's."""
+    if isinstance(state, tuple):
+        return tuple(_stripped(part, names) for part in state)
+    if not isinstance(state, dict):
+        return state
+    kept = {name: one for name, one in state.items() if name not in names}
+    if "__dict__" in kept:
+        kept["__dict__"] = _stripped(kept["__dict__"], names)
+    return kept
 
 
 def _items(value: Any) -> list[Any]:
     """What a short container of settings holds."""
-    if not isinstance(value, dict | list | tuple | set | frozenset) or len(value) > _MAX_SETTING:
+    if not isinstance(value, _CONTAINERS) or len(value) > _MAX_SETTING:
         return []
     return list(value.values() if isinstance(value, dict) else value)
-
-
-def _class_with_parts(kind: type, rules: KeyRules) -> Any:
-    """The class with ``cache_key_parts``; that of a library does not hold for subclasses of the user's."""
-    by = next((base for base in kind.__mro__ if "cache_key_parts" in vars(base)), None)
-    if by is None or rules.is_library(kind) or not rules.is_library(by):
-        return by
-    return None

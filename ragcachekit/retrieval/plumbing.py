@@ -7,27 +7,25 @@ same; then the texts are registered with the engine.
 
 from __future__ import annotations
 
+import base64
 import inspect
 import logging
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from ragcachekit.errors import RetrievalError
 from ragcachekit.json_store import JsonStore
-from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved
-from ragcachekit.retrieval.candidates import Candidate, OwnSearch, from_json, to_json
-from ragcachekit.retrieval.document_storage import IndexChange
-from ragcachekit.retrieval.documents import DocumentIndex
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved, SavedEntries
+from ragcachekit.retrieval.documents import DocumentIndex, Record
+from ragcachekit.retrieval.index import as_rows, distances
 from ragcachekit.retrieval.near_misses import Guard
 from ragcachekit.retrieval.partition import Identity, KeyRules, Partition, Partitioner
 from ragcachekit.retrieval.proximity import ProximityCache
-from ragcachekit.retrieval.saved import SavedEntries
 
 __all__ = [
     "Answer",
@@ -47,13 +45,15 @@ log = logging.getLogger(__name__)
 Document = TypeVar("Document")
 T = TypeVar("T")
 
+FACTOR = 4
+"""Candidates per document that is asked for, in an index of one's own."""
+
 _MODEL_SETTINGS = (
     *("model_name", "model", "model_id", "deployment", "repo_id", "dimensions", "truncate_dim"),
     *("encode_kwargs", "normalize", "query_instruction", "text_instruction", "embed_instruction"),
 )
 """Attributes of embedding models, in both frameworks, that name the model or change its vectors."""
 _ENGINE = ("register", "prefetch", "add_query_cache")
-_VERSION = "index version"  # up to which its changes were applied
 
 
 class RetrieverSettings(TypedDict, total=False):
@@ -68,9 +68,11 @@ class RetrieverSettings(TypedDict, total=False):
     tolerance : float
         Maximum distance of a hit in the metric's unit; 0 (the default) is an equal vector, and an equal
         question where the search does not go by vector. Calibrate anything else.
-    capacity, metric, eviction, ttl
+    capacity, metric, eviction
         As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default. Without a ``metric`` it is
         that of the wrapped store if that names one, else ``cosine``.
+    ttl : float or None
+        Seconds after which a result expires.
     guard : bool or callable
         With a tolerance, refuse hits on questions that differ in a negation, a number, a name or the order
         of their words; on by default. Or a function of both texts: whether the cached documents may be used.
@@ -93,6 +95,48 @@ class RetrieverSettings(TypedDict, total=False):
     guard: bool | Guard
     version: Callable[[], object] | None
     partition: Callable[..., object] | None
+
+
+class Candidate(NamedTuple):
+    """A document as an index of one's own holds it (``id``, ``text``, ``metadata``), and its vector."""
+
+    record: Record
+    vector: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class OwnSearch(Generic[Document]):
+    """The search of one question for the ``k`` nearest documents that ``where`` accepts.
+
+    A cached question's nearest documents are those of a near question in another order. So more candidates
+    than asked for are cached with their vectors, and put in order for each question they serve. ``document``
+    converts what the index holds, and its distance from the question.
+    """
+
+    index: DocumentIndex
+    k: int
+    where: Any
+    document: Callable[[Any, float], Document]
+
+    def search(self, embedding: ArrayLike) -> list[Candidate]:
+        """The nearest candidates; fewer if there are no more."""
+        while True:
+            records = [hit.record for hit in self.index.search(embedding, FACTOR * self.k, self.where)]
+            try:
+                vectors = self.index.vectors([record.id for record in records])
+            except RetrievalError:  # one of them was deleted meanwhile
+                continue
+            return [Candidate(*pair) for pair in zip(records, vectors, strict=True)]
+
+    def nearest(self, candidates: Sequence[Candidate], embedding: ArrayLike) -> tuple[Document, ...]:
+        """The ``k`` candidates nearest to a question, in order, as a retriever hands them out."""
+        if not candidates:
+            return ()
+        vectors = np.stack([one.vector for one in candidates])
+        (query,) = as_rows(np.asarray(embedding)[None], vectors.shape[1], self.index.metric)
+        gaps = distances(query, vectors, self.index.metric)
+        order = np.argsort(gaps, kind="stable")[: self.k].tolist()
+        return tuple([self.document(candidates[at].record, float(gaps[at])) for at in order])
 
 
 @dataclass(frozen=True)
@@ -124,8 +168,8 @@ class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
     ``rules`` are those of the retriever's framework. ``text`` gives the text of a document, ``source`` the
-    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``folder`` keeps the results
-    of an index of one's own over a restart. ValueError or TypeError for bad settings.
+    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``index`` is one's own, which
+    is followed; its folder keeps the results. ValueError or TypeError for bad settings.
     """
 
     def __init__(
@@ -143,20 +187,27 @@ class RetrieverCache(CachedRetrieval[Document]):
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
-        folder: Path | None = None,
+        index: DocumentIndex | None = None,
     ) -> None:
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
-        keys = ProximityCache(capacity, tolerance, metric or "cosine", eviction, ttl=ttl)
-        self._store = None if folder is None else JsonStore(folder)
-        saved = None if self._store is None else SavedEntries(self._store, to_json, from_json)
-        super().__init__(keys, _text_of(text), guard=guard, saved=saved)
+
+        def text_of(found: Any) -> str:
+            return found.record.text if isinstance(found, Candidate) else text(found)
+
+        metric = metric or ("cosine" if index is None else index.metric)
+        keys = ProximityCache(capacity, tolerance, metric, eviction)
+        path = None if index is None else index.path
+        self._reads_files = path is not None
+        saved = None if path is None else SavedEntries(JsonStore(path / "questions"), _to_json, _from_json)
+        super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
         self.partitioner = Partitioner(rules, partition, version)
         self._engine, self._document_text, self._source = cache, text, source
-        self._is_behind = False  # entries on disk that a change should have dropped
-        self._followed: WeakKeyDictionary[DocumentIndex, Hashable] = WeakKeyDictionary()
+        self._index_version: int | None = None
         if cache is not None:
             cache.add_query_cache(self)
+        if index is not None:
+            self.follow(index)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -184,8 +235,8 @@ class RetrieverCache(CachedRetrieval[Document]):
                 work = self._search_own, call, lookup
                 result = await call.in_thread(*work) if call.in_thread else work[0](*work[1:])
             elif not result.hit:
-                found = await _awaited(call.search(None if result.note else embedding))
-                result = self._keep(call, lookup, tuple(found))
+                found = tuple(await _awaited(call.search(None if result.note else embedding)))
+                result = self._keep(call, lookup, [(self._document_text(one), one) for one in found])
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
         return Answer(documents, result)
@@ -208,7 +259,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         named, bare = frozenset(ids or ()), frozenset(text.strip() for text in texts or ())
 
         def goes(found: Any) -> bool:
-            document = convert(found.record, found.distance) if isinstance(found, Candidate) else found
+            document = convert(found.record, 0.0) if isinstance(found, Candidate) else found
             if found_by(document) in named or self._document_text(document).strip() in bare:
                 return True
             return where is not None and where(document)
@@ -216,26 +267,18 @@ class RetrieverCache(CachedRetrieval[Document]):
         return self.invalidate(where=goes)
 
     def follow(self, index: DocumentIndex) -> Hashable:
-        """The name of an index that reports its changes, which drop results from now on.
-
-        Results that hold a deleted or replaced document go, and those that a new one may belong to.
-        """
-        if index not in self._followed:
-            this = weakref.ref(self)
-
-            def changed(change: IndexChange) -> None:
-                if (cache := this()) is not None:
-                    cache._apply(change)
-
-            weakref.finalize(self, index.on_change(changed))
-            self._followed[index] = Identity(index) if index.path is None else str(index.path)
-            if self._store is not None and self._store.get(_VERSION) != index.version:
-                self._apply(IndexChange(index.version, None, None))  # changed while nobody followed it
-        return self._followed[index]
+        """The name and version of an index of one's own; results of another version are dropped."""
+        version = index.version
+        name = (Identity(index), version) if index.path is None else f"{version} {index.path}"
+        if version != self._index_version:
+            self._index_version = version
+            with suppress(OSError):  # what stays on a failing disk has another partition
+                self.invalidate(partition=lambda place: getattr(place, "index_id", None) != name)
+        return name
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
-        if call.in_thread is not None and self._store is not None:
+        if call.in_thread is not None and self._reads_files:
             result: T = await call.in_thread(work, *arguments)
             return result
         return work(*arguments)
@@ -248,40 +291,32 @@ class RetrieverCache(CachedRetrieval[Document]):
             return None
 
     def _ask(self, call: Call[Document], embedding: Any, partition: Partition) -> Lookup[Document] | None:
-        for index in list(self._followed):
-            index.refresh()
-        own = call.own
         with np.errstate(over="ignore"):  # too large for float32: infinite, which the lookup refuses
             try:
                 row = np.asarray(embedding, np.float32)
-                k = None if own is None else own.wanted
-                lookup = self.lookup(row, partition, question=call.question, k=k)
             except (TypeError, ValueError):
                 self._not_embedded()
                 return None
-        if own is None or not lookup.result.hit:
+        lookup = self.lookup(row, partition, question=call.question)
+        if call.own is None or not lookup.result.hit:
             return lookup
-        found: Any = lookup.result.documents
-        documents = own.documents(own.nearest(found, row))
-        return lookup._replace(result=replace(lookup.result, documents=documents))
+        candidates: Any = lookup.result.documents
+        return lookup._replace(result=replace(lookup.result, documents=call.own.nearest(candidates, row)))
 
     def _search_own(self, call: Call[Document], lookup: Lookup[Document]) -> Retrieved[Document]:
         """Search an index of one's own, and keep the candidates."""
         own: Any = call.own
         candidates = own.search(lookup.embedding)
-        result = replace(lookup.result, documents=own.documents(own.nearest(candidates, lookup.embedding)))
-        if self.partitioner.is_unchanged(lookup.partition, call.partition()):
-            pairs: Any = [(one.record.id, one) for one in candidates]
-            self.insert(lookup, pairs, radius=own.radius(candidates))
-        return result
+        kept = self._keep(call, lookup, [(one.record.id, one) for one in candidates])
+        return replace(kept, documents=own.nearest(candidates, lookup.embedding))
 
     def _keep(
-        self, call: Call[Document], lookup: Lookup[Document], documents: tuple[Document, ...]
+        self, call: Call[Document], lookup: Lookup[Document], pairs: Sequence[tuple[Any, Any]]
     ) -> Retrieved[Document]:
         """Insert what a search found, if the partition is the same after it."""
-        if self.partitioner.is_unchanged(lookup.partition, call.partition()):
-            return self.insert(lookup, [(self._document_text(one), one) for one in documents])
-        return self.searched(lookup, documents)
+        if call.partition() == lookup.partition:
+            return self.insert(lookup, pairs)
+        return self.searched(lookup, [document for _, document in pairs])
 
     def _register(self, namespace: str, documents: Sequence[Document], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
@@ -305,24 +340,6 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     def _not_embedded(self) -> None:
         log.warning("embedding the question failed, searching without the query cache", exc_info=True)
-
-    def _apply(self, change: IndexChange) -> None:
-        """Drop what a change concerns; where the disk fails, all of it now and at the next change."""
-        try:
-            if self._is_behind or change.gone is None or change.embeddings is None:
-                self.clear()
-            else:
-                self.invalidate(ids=change.gone)
-                if len(change.embeddings):  # without rows, everything would be dropped
-                    self.invalidate_near(change.embeddings)
-            if self._store is not None:
-                self._store.put({_VERSION: change.version})
-            self._is_behind = False
-        except OSError:
-            self._is_behind = True
-            log.warning("a change of the index could not be applied to the saved questions", exc_info=True)
-            with suppress(OSError):  # memory is emptied first
-                self.clear()
 
 
 def finished(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -348,5 +365,11 @@ async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _text_of(text: Callable[[Document], str]) -> Callable[[Any], str]:
-    return lambda found: found.text if isinstance(found, Candidate) else text(found)
+def _to_json(candidate: Any) -> dict[str, Any]:
+    record, vector = candidate.record, base64.b64encode(candidate.vector.astype("<f4").tobytes()).decode()
+    return {"id": record.id, "text": record.text, "metadata": record.metadata, "vector": vector}
+
+
+def _from_json(value: Any) -> Candidate:
+    vector = np.frombuffer(base64.b64decode(value["vector"], validate=True), "<f4").astype(np.float32)
+    return Candidate(Record(value["id"], value["text"], value["metadata"]), vector)

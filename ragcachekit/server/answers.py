@@ -95,18 +95,15 @@ class Form:
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid4().hex)
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The response of a request that is not streamed."""
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
-
-    def piece(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """An event of a stream."""
-        out = {**self._head("chat.completion.chunk"), "choices": choices}
-        return out if usage is None else {**out, "usage": usage}
-
-    def _head(self, name: str) -> dict[str, Any]:
-        kind, id = (name, f"chatcmpl-{self.id}") if self.chat else ("text_completion", f"cmpl-{self.id}")
-        return {"id": id, "object": kind, "created": self.created, "model": self.model}
+    def body(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, chunk: bool = False
+    ) -> dict[str, Any]:
+        """A whole response, or with ``chunk`` an event of a stream."""
+        kind, id = "text_completion", f"cmpl-{self.id}"
+        if self.chat:
+            kind, id = "chat.completion.chunk" if chunk else "chat.completion", f"chatcmpl-{self.id}"
+        body = {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return body if usage is None else {**body, "usage": usage}
 
 
 class Choice:
@@ -162,7 +159,7 @@ class Choice:
 
     def _delta(self, delta: Any, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
         name, delta = ("delta", delta) if self._form.chat else ("text", delta or "")
-        return self._form.piece([{**self._shown(name, delta, reason), "logprobs": logprobs}])
+        return self._form.body([{**self._shown(name, delta, reason), "logprobs": logprobs}], chunk=True)
 
     def _shown(self, name: str, value: Any, reason: str | None) -> dict[str, Any]:
         return {"index": self.index, name: value, "finish_reason": reason}

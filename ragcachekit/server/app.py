@@ -13,19 +13,16 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from ragcachekit import RagCache, to_thread
-from ragcachekit.server import context_routes, openai_routes
-from ragcachekit.server.completions import Services
+from ragcachekit.server import completions, context_routes
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import ContextStore
-from ragcachekit.server.errors import ApiError
-from ragcachekit.server.keys import ApiKeys, Tenant
-from ragcachekit.server.limits import Usage
+from ragcachekit.server.errors import ApiError, add_handlers
+from ragcachekit.server.keys import ApiKeys, Tenant, Usage
 from ragcachekit.server.middleware import Activity, BodyLimit, Gate
-from ragcachekit.server.responses import add_handlers
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +66,12 @@ def create_app(
         raise ValueError("the server needs a tokenizer; give one when making the RagCache")
     config, activity = config or ServerConfig(), Activity()
     keys = ApiKeys(config.keys, Tenant("open", rag.namespace))
-    services = Services(rag, config, ContextStore(rag, config.contexts, timeout=config.timeout))
+    model = completions.ServedModel(rag, config)
+    contexts = ContextStore(rag, config.contexts, timeout=config.timeout)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sweeps = asyncio.create_task(services.contexts.run())
+        sweeps = asyncio.create_task(contexts.run())
         try:
             yield
         finally:
@@ -85,43 +83,34 @@ def create_app(
     # Without the pages that would load scripts from elsewhere.
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)
     app.state.activity = activity
-    add_handlers(app)
 
-    def allowed(request: Request) -> bool:
+    def may_see_all(request: Request) -> bool:
+        """Whether a request may see numbers about all tenants."""
         host = request.client.host if request.client else ""
         return config.public_metrics or keys.allows(host, request.headers)
 
-    app.include_router(_health(rag, activity, allowed, metrics))
-    app.include_router(openai_routes.router(services))
-    app.include_router(context_routes.router(services.contexts, services.model_name))
-    app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant, Usage())
-    app.add_middleware(Gate, activity, 4 * config.heartbeat)
-    return app
-
-
-def _health(
-    rag: RagCache, activity: Activity, allowed: Callable[[Request], bool], metrics: Metrics | None
-) -> APIRouter:
-    """``GET /health`` and ``/metrics``; numbers about all tenants are for ``allowed`` requests only."""
-    routes = APIRouter(include_in_schema=False)
-
-    @routes.get("/health")
+    @app.get("/health")
     async def health(request: Request) -> Response:
         found: dict[str, Any] = {"status": "stopping" if activity.stopping else "ok"}
-        if allowed(request):
+        if may_see_all(request):
             found |= {"waiting": rag.queue.waiting, "running": rag.queue.running}
         return JSONResponse(found, 503 if activity.stopping else 200)
 
     if metrics is not None:
 
-        @routes.get("/metrics")
+        @app.get("/metrics")
         def measured(request: Request) -> Response:
-            if not allowed(request):
+            if not may_see_all(request):
                 raise ApiError(401, "Metrics need an API key, or a client on the server's machine.")
             text, kind = metrics()
             return Response(text, media_type=kind)
 
-    return routes
+    add_handlers(app)
+    app.include_router(completions.router(model, contexts))
+    app.include_router(context_routes.router(contexts, model.name))
+    app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant, Usage())
+    app.add_middleware(Gate, activity, 4 * config.heartbeat)
+    return app
 
 
 class GracefulServer(uvicorn.Server):

@@ -1,27 +1,37 @@
-"""One request for completions: its prompts and options, and its answers from the engine's queue."""
+"""Chat and text completions, whole or streamed, and the list of models."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from asyncio import Semaphore
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import cached_property
 from typing import Any
 
-from ragcachekit import Answer, RagCache
-from ragcachekit.engine.asyncio_api import AsyncAnswerStream, answered, submitted
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ragcachekit import Answer, RagCache, agenerate, astream
+from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.server.answers import Choice, Form, Logprobs
+from ragcachekit.server.answers import Choice, Form, Logprobs, cache_header, usage_of
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore
-from ragcachekit.server.errors import ApiError, invalid, unsupported
-from ragcachekit.server.keys import Tenant
-from ragcachekit.server.prompts import chat_prompt, document_text, size_of, text_prompt
-from ragcachekit.server.schemas import ChatRequest, Completion, TextRequest
+from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
+from ragcachekit.server.keys import Grant, Tenant
+from ragcachekit.server.middleware import CLIENT_GONE, while_connected
+from ragcachekit.server.schemas import (
+    ChatRequest,
+    Completion,
+    TextRequest,
+    chat_prompt,
+    document_text,
+    size_of,
+    text_prompt,
+)
 
 MAX_CHUNKS = 1024
 """Documents and marked parts of one prompt."""
@@ -29,22 +39,18 @@ MAX_CHUNKS = 1024
 MIN_TEMPERATURE = 1e-3
 """Below this, decoding is greedy: logits divided by it would overflow."""
 
+_HEARTBEAT = b": heartbeat\n\n"
 
-@dataclass(frozen=True)
-class Services:
-    """The parts of one application that its routes share."""
 
-    rag: RagCache
-    config: ServerConfig
-    contexts: ContextStore
-    turns: defaultdict[str, Semaphore] = field(default_factory=lambda: defaultdict(partial(Semaphore, 2)))
-    """By tenant: how many prompts may be tokenised at once."""
+class ServedModel:
+    """The model that requests name, and how long its prompts may be."""
 
-    @cached_property
-    def max_tokens(self) -> int | None:
-        """Tokens that the model can read; None if its configuration does not say."""
-        found: int | None = getattr(self.rag.model.config.get_text_config(), "max_position_embeddings", None)
-        return found
+    def __init__(self, rag: RagCache, config: ServerConfig) -> None:
+        self.rag, self.config, self._model = rag, config, rag.model.config.get_text_config()
+        path = str(getattr(rag.model.config, "_name_or_path", "") or "").rstrip("/")
+        self.name = config.model_name or path.rpartition("/")[2] or "ragcachekit"
+        self.vocab_size: int = self._model.vocab_size
+        self.max_tokens: int | None = getattr(self._model, "max_position_embeddings", None)
 
     @cached_property
     def max_characters(self) -> int | None:
@@ -52,16 +58,62 @@ class Services:
         longest = max(map(len, self.rag.tokenizer.get_vocab()))
         return None if self.max_tokens is None else self.max_tokens * longest
 
-    @property
-    def model_name(self) -> str:
-        """The model that requests name."""
-        if self.config.model_name:
-            return self.config.model_name
-        path = str(getattr(self.rag.model.config, "_name_or_path", "") or "").rstrip("/")
-        return path.rpartition("/")[2] or "ragcachekit"
+    def check(self, name: str) -> None:
+        """ApiError 404 for another model's name."""
+        if name != self.name:
+            message = f"The model `{name}` does not exist."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def context_name(body: Completion) -> str | None:
+def router(model: ServedModel, contexts: ContextStore) -> APIRouter:
+    """The routes of one model."""
+    routes = APIRouter(prefix="/v1")
+    shown = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "ragcachekit"}
+
+    @routes.get("/models")
+    async def models() -> Mapping[str, Any]:
+        return {"object": "list", "data": [shown]}
+
+    @routes.get("/models/{name:path}")
+    async def one_model(name: str) -> Mapping[str, Any]:
+        model.check(name)
+        return shown
+
+    @routes.post("/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _complete(model, contexts, request, ChatRequest)
+
+    @routes.post("/completions")
+    async def text(request: Request) -> Response:
+        return await _complete(model, contexts, request, TextRequest)
+
+    return routes
+
+
+async def _complete(
+    model: ServedModel, contexts: ContextStore, request: Request, kind: type[Completion]
+) -> Response:
+    tenant, grant = request.state.tenant, request.state.grant
+    body, context = await parsed(request, kind), None
+    model.check(body.model)
+    async with AsyncExitStack() as stack:
+        if (name := _context_name(body)) is not None:
+            context = await stack.enter_async_context(contexts.using(tenant, name))
+        job = CompletionJob(model, tenant, body, context)
+        grant.expect(job.expected_tokens)
+        if body.stream:
+            streams = [await stack.enter_async_context(stream) for stream in job.streams()]
+            return EventStream(job, streams, stack.pop_all(), grant, request.scope)
+        answers = await while_connected(request.receive, job.answers())
+        if answers is None:
+            return Response(status_code=CLIENT_GONE)
+        grant.charge(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
+        choices = [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)]
+        prompts = job.by_prompt(answers)
+        return JSONResponse(job.form.body(choices, usage_of(prompts)), headers=cache_header(prompts))
+
+
+def _context_name(body: Completion) -> str | None:
     """Name of the stored context that a request uses; ApiError 400 for what cannot go with it."""
     if body.cached_content is None and body.chunk_ids:
         raise unsupported("chunk_ids", "'chunk_ids' name chunks of a 'cached_content'; give both.")
@@ -73,80 +125,66 @@ def context_name(body: Completion) -> str | None:
 
 
 class CompletionJob:
-    """A checked request: what is submitted for each of its choices; ApiError where it cannot be.
+    """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
 
-    ``context`` is the one that the body names.
-    """
-
-    def __init__(self, services: Services, tenant: Tenant, body: Completion, context: Context | None) -> None:
-        if body.model != services.model_name:
-            message = f"The model `{body.model}` does not exist."
-            raise ApiError(404, message, param="model", code="model_not_found")
-        self._rag, self._services = services.rag, services
-        self._turns = services.turns[tenant.name]
-        self.copies, most = body.n or 1, services.config.max_choices
-        given = _given_prompts(body.prompt) if isinstance(body, TextRequest) else [""]
-        if self.copies * len(given) > most:
-            raise invalid(f"Invalid 'n': at most {most} answers.", "n")
-        documents, system = _documents(body, context)
+    def __init__(self, model: ServedModel, tenant: Tenant, body: Completion, context: Context | None) -> None:
+        self._model, self._body = model, body
+        self.copies, most = body.n or 1, model.config.max_choices
         self._tools: list[dict[str, Any]] = []
+        documents, system = list(map(document_text, body.documents)), None
+        if context is not None:
+            chunks = context.texts_of(body.chunk_ids) if body.chunk_ids else context.chunks
+            documents, system = [*chunks, *documents], context.system
         if isinstance(body, ChatRequest):
             self._prompts = [self._chat(body, documents, system)]
         else:
-            self._prompts = self._texts(given, [*([system] if system else []), *documents])
-        self._options = self._shared_options(tenant, body)
-        self._logprobs = _top_logprobs(body)
-        parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
+            assert isinstance(body, TextRequest)
+            self._prompts = self._texts(body.prompt, [*([system] if system else []), *documents])
         count = len(self._prompts) * self.copies
+        if count > most:
+            raise invalid(f"Invalid 'n': at most {most} answers.", "n")
+        self._options = self._shared_options(tenant, body)
+        parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
         self.form = form = Form(isinstance(body, ChatRequest), body.model)
         self.choices = [Choice(form, n, self._tools, parallel) for n in range(count)]
         self.expected_tokens = self.copies * sum(map(self._size, self._prompts))
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self._body.stream_options and self._body.stream_options.include_usage)
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds of silence in a stream."""
+        return self._model.config.heartbeat
 
     async def answers(self) -> list[Answer]:
         """All answers; the first error ends the others."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(*given)) for given in self._submissions()]
+                work = [agenerate(self._model.rag, prompt, **own) for prompt, own in self._submissions()]
+                tasks = list(map(group.create_task, work))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     def streams(self) -> list[AsyncAnswerStream]:
         """The answers as they are generated, by choice; entering one submits it."""
-
-        async def submit(prompt: Any, options: dict[str, Any], streamer: object) -> Any:
-            return await self._submit(prompt, {**options, "streamer": streamer})
-
-        return [AsyncAnswerStream(partial(submit, *given)) for given in self._submissions()]
+        return [astream(self._model.rag, prompt, **own) for prompt, own in self._submissions()]
 
     def by_prompt(self, answers: Sequence[Answer]) -> list[Sequence[Answer]]:
         """The answers to each prompt."""
         return [answers[at : at + self.copies] for at in range(0, len(answers), self.copies)]
 
-    async def _answer(self, prompt: Any, options: dict[str, Any]) -> Answer:
-        return await answered(await self._submit(prompt, options))
-
-    async def _submit(self, prompt: Any, options: dict[str, Any]) -> Any:
-        """Submit in one of the tenant's turns, which lasts until the thread ends, also when cancelled."""
-        end = time.monotonic() + options["deadline"]
-        async with self._turns:
-            options["deadline"] = max(0.0, end - time.monotonic())
-            task = asyncio.ensure_future(submitted(self._rag, prompt, options))
-            try:
-                return await asyncio.shield(task)
-            except asyncio.CancelledError:
-                with suppress(Exception):
-                    (await task).cancel()
-                raise
-
     def _submissions(self) -> list[tuple[Any, dict[str, Any]]]:
-        submissions = []
+        submissions, top = [], _top_logprobs(self._body)
         for choice in self.choices:
             options = dict(self._options)
             if (seed := options.get("seed")) is not None:
                 options["seed"] = (seed + choice.index) % 2**63
-            if self._logprobs is not None:
-                choice.logprobs = Logprobs(self._logprobs, self._rag.tokenizer)
+            if top is not None:
+                choice.logprobs = Logprobs(top, self._model.rag.tokenizer)
                 options["logits_processor"] = [choice.logprobs]
             submissions.append((self._prompts[choice.index // self.copies], options))
         return submissions
@@ -157,60 +195,49 @@ class CompletionJob:
         if chunks > MAX_CHUNKS:
             message = f"A prompt has at most {MAX_CHUNKS} documents and marked parts, not {chunks}."
             raise invalid(message, "documents")
-        if (most := self._services.max_characters) is not None and characters > most:
+        if (most := self._model.max_characters) is not None and characters > most:
             raise PromptTooLong(f"the model's context is shorter than the prompt's {characters} characters")
         return characters // 4 + ids  # as OpenAI estimates
 
     def _chat(self, body: ChatRequest, documents: Sequence[str], system: str | None) -> Any:
-        rag = self._rag
+        uses_tools = any(message.tool_calls or message.role == "tool" for message in body.messages)
         if body.tools and body.tool_choice != "none":
-            if not rag.renders_tools:
-                raise unsupported("tools", "The model's chat template does not render tools.")
-            self._tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
-        messages = chat_prompt(body.messages, documents, lambda: rag.renders_tools)
-        if system is None:
+            uses_tools, self._tools = True, [tool.model_dump(exclude_unset=True) for tool in body.tools]
+        if uses_tools and not self._model.rag.renders_tools:
+            raise unsupported("tools", "The model's chat template does not render tools.")
+        messages = chat_prompt(body.messages, documents)
+        if not system:
             return messages
         if any(message["role"] == "system" for message in messages):
             message = "The cached content has a system instruction; the request cannot have a second one."
             raise invalid(message, "messages")
         return [{"role": "system", "content": system}, *messages]
 
-    def _texts(self, prompts: list[Any], documents: Sequence[str]) -> list[Any]:
-        vocab = self._rag.model.config.get_text_config().vocab_size
+    def _texts(self, given: Any, documents: Sequence[str]) -> list[Any]:
+        single = isinstance(given, str) or (given and isinstance(given[0], int))
+        prompts: list[Any] = [given] if single else given
         for prompt in prompts or [""]:
             ids = () if isinstance(prompt, str) else prompt
-            if not prompt or not all(0 <= token < vocab for token in ids):
-                raise invalid(f"Invalid prompt: it needs text, or token ids below {vocab}.", "prompt")
+            if not prompt or not all(0 <= token < self._model.vocab_size for token in ids):
+                message = f"Invalid prompt: it needs text, or token ids below {self._model.vocab_size}."
+                raise invalid(message, "prompt")
         return [text_prompt(prompt, documents) for prompt in prompts]
 
     def _shared_options(self, tenant: Tenant, body: Completion) -> dict[str, Any]:
         most = (isinstance(body, ChatRequest) and body.max_completion_tokens) or body.max_tokens
         options: dict[str, Any] = {
             "namespace": tenant.partition(body.cache_salt, body.prompt_cache_key),
-            "deadline": self._services.config.timeout,
+            "deadline": self._model.config.timeout,
             "wait": False,
             "stop": body.stop,
-            "max_new_tokens": most or self._services.config.default_tokens,
+            "max_new_tokens": most or self._model.config.default_tokens,
             **_sampling(body),
         }
-        if self._services.max_tokens is not None:
-            options["max_length"] = self._services.max_tokens
+        if self._model.max_tokens is not None:
+            options["max_length"] = self._model.max_tokens
         if self._tools:
             options["tools"] = self._tools
         return options
-
-
-def _documents(body: Completion, context: Context | None) -> tuple[list[str], str | None]:
-    """Texts of the chunks that the request names or brings, and a context's system text."""
-    given = list(map(document_text, body.documents))
-    if context is None:
-        return given, None
-    named = context.texts_of(body.chunk_ids) if body.chunk_ids else context.chunks
-    return [*named, *given], context.system
-
-
-def _given_prompts(prompt: Any) -> list[Any]:
-    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 def _sampling(body: Completion) -> Mapping[str, Any]:
@@ -235,3 +262,80 @@ def _top_logprobs(body: Completion) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
+
+
+class EventStream(StreamingResponse):
+    """The answers of ``streams``, which were entered, as server-sent events.
+
+    ``stack`` is left in the end; the tokens that were computed are charged to ``grant``, however the stream
+    ends. ``scope`` is the request's.
+    """
+
+    def __init__(
+        self,
+        job: CompletionJob,
+        streams: list[AsyncAnswerStream],
+        stack: AsyncExitStack,
+        grant: Grant,
+        scope: Scope,
+    ) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(), headers=headers, media_type="text/event-stream")
+        self._job, self._streams, self._stack = job, streams, stack
+        self._grant, self._scope = grant, scope
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                self._grant.charge(sum(stream.tokens for stream in self._streams))
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        choices, queue = self._job.choices, asyncio.Queue[tuple[int, str | Exception | None]]()
+        pumps = [asyncio.create_task(_pump(n, stream, queue)) for n, stream in enumerate(self._streams)]
+        try:
+            for choice in choices:
+                if (event := choice.start()) is not None:
+                    yield _data(event)
+            going = len(pumps)
+            while going:
+                try:
+                    async with asyncio.timeout(self._job.heartbeat):
+                        number, piece = await queue.get()
+                except TimeoutError:
+                    yield _HEARTBEAT
+                    continue
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece is None:
+                    going -= 1
+                    for event in choices[number].end(self._streams[number].answer):
+                        yield _data(event)
+                elif (event := choices[number].push(piece)) is not None:
+                    yield _data(event)
+            if self._job.wants_usage:
+                answers = [stream.answer for stream in self._streams]
+                yield _data(self._job.form.body([], usage_of(self._job.by_prompt(answers)), chunk=True))
+            yield b"data: [DONE]\n\n"
+        except Exception as error:
+            yield _data(api_error(error, self._scope).body())
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+
+async def _pump(
+    number: int, stream: AsyncAnswerStream, queue: asyncio.Queue[tuple[int, str | Exception | None]]
+) -> None:
+    end: Exception | None = None
+    try:
+        async for piece in stream:
+            queue.put_nowait((number, piece))
+    except Exception as error:
+        end = error
+    queue.put_nowait((number, end))
+
+
+def _data(event: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -13,38 +13,30 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ragcachekit.server.contexts import PREFIX, Context, ContextStore
-from ragcachekit.server.errors import ApiError, invalid
+from ragcachekit.server.errors import ApiError, invalid, parsed
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
-from ragcachekit.server.responses import parsed
 
 MAX_PER_PAGE = 1000
-
 HOUR = 3600.0
 MAX_LIFETIME = 10 * 365 * 24 * HOUR
-"""Longest time that a context may be kept, in seconds."""
 
-_Part = TypeVar("_Part")
-_Parts = Annotated[list[_Part], Field(fail_fast=True, max_length=4096)]
+_Item = TypeVar("_Item")
+_List = Annotated[list[_Item], Field(fail_fast=True, max_length=4096)]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", strict=True)
 
 
-class Part(_Body):
-    """A part of a content: text alone."""
-
+class _Part(_Body):
     text: str
 
 
-class Content(_Body):
-    """Parts of one role."""
-
+class _Content(_Body):
     role: str | None = None
-    parts: _Parts[Part]
+    parts: _List[_Part]
 
     def texts(self) -> list[str]:
-        """Texts of the parts, without blank ones."""
         return [part.text for part in self.parts if part.text.strip()]
 
 
@@ -72,18 +64,9 @@ class NewContext(Lifetime):
     """Body of a request that makes a context; each part is a chunk, whatever its content's role."""
 
     model: str
-    contents: _Parts[Content]
-    system_instruction: Content | None = None
+    contents: _List[_Content]
+    system_instruction: _Content | None = None
     display_name: str = Field("", max_length=128)
-
-    def chunks(self) -> list[str]:
-        """Texts of all contents, in order."""
-        return [text for content in self.contents for text in content.texts()]
-
-    def system(self) -> str | None:
-        """The system message's text; None without one."""
-        texts = self.system_instruction.texts() if self.system_instruction else []
-        return "\n".join(texts) or None
 
 
 class Change(Lifetime):
@@ -92,7 +75,7 @@ class Change(Lifetime):
     name: str | None = None
 
 
-def described(context: Context) -> dict[str, Any]:
+def _described(context: Context) -> dict[str, Any]:
     """A context as a response; its texts are not part of one."""
     return {
         "name": context.name,
@@ -121,9 +104,9 @@ def router(store: ContextStore, model: str) -> APIRouter:
             raise ApiError(404, message, param="model", code="model_not_found")
         work = store.create(
             request.state.tenant,
-            body.chunks(),
+            [text for content in body.contents for text in content.texts()],
             model=model,
-            system=body.system(),
+            system="\n".join(body.system_instruction.texts()) if body.system_instruction else None,
             display_name=body.display_name,
             lifetime=body,
             charge=request.state.grant.expect,
@@ -158,18 +141,16 @@ def router(store: ContextStore, model: str) -> APIRouter:
 
 
 def _whole(context: Context) -> Response:
-    return JSONResponse({**described(context), "chunkIds": context.chunk_ids})
+    return JSONResponse({**_described(context), "chunkIds": context.chunk_ids})
 
 
 def _page(contexts: list[Context], request: Request) -> Response:
     size, token = request.query_params.get("pageSize", "100"), request.query_params.get("pageToken", "")
     if not size.isdecimal() or not 0 < int(size[:9]) <= MAX_PER_PAGE:
         raise invalid(f"Invalid value for 'pageSize': 1 to {MAX_PER_PAGE}.", "pageSize")
-    places = {
-        f"{context.created:017.6f}-{context.name.removeprefix(PREFIX)}": context for context in contexts
-    }
+    places = {f"{one.created:017.6f}-{one.name.removeprefix(PREFIX)}": one for one in contexts}
     after = sorted(place for place in places if place > token)
-    page: dict[str, Any] = {"cachedContents": [described(places[place]) for place in after[: int(size)]]}
+    page: dict[str, Any] = {"cachedContents": [_described(places[place]) for place in after[: int(size)]]}
     if len(after) > int(size):
         page["nextPageToken"] = after[int(size) - 1]
     return JSONResponse(page)

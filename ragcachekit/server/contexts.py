@@ -11,16 +11,16 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import NoReturn
 
 from ragcachekit import CancelScope, RagCache, to_thread
 from ragcachekit.background import Backoff
-from ragcachekit.files import make_folder, parse_json, read_regular, replace_file
+from ragcachekit.files import parse_json, read_regular, replace_file
 from ragcachekit.server.errors import ApiError, invalid
 from ragcachekit.server.keys import Tenant
 from ragcachekit.store.disk_files import claim_folder
@@ -35,11 +35,11 @@ NAME = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
 MAX_CHUNKS = 4096
 """Chunks of one context."""
 
-LEFTOVER_AGE = 3600.0
+MAX_LEFTOVER_AGE = 3600.0
 """Seconds after which an unfinished file has no writer any more."""
 
 _PLACE = "Zq7xContext"  # in no template
-_TURN = 4096  # characters, with the chunk that reaches it
+_TURN = 8  # chunks that one context encodes before it is another's turn
 _SHARE = 0.5  # of the time is for encoding while requests run
 
 
@@ -68,28 +68,25 @@ class Context:
     updated: float
     expires: float
 
-    def texts_of(self, chunk_ids: Iterable[str]) -> tuple[str, ...]:
+    def texts_of(self, chunk_ids: Iterable[str]) -> list[str]:
         """Texts of some of its chunks, in the order given; ApiError 404 for an unknown id."""
         known = dict(zip(self.chunk_ids, self.chunks, strict=True))
-        ids = tuple(chunk_ids)
-        for chunk_id in ids:
-            if chunk_id not in known:
-                message = f"There is no chunk {chunk_id!r} in {self.name}."
-                raise ApiError(404, message, param="chunk_ids", code="chunk_not_found")
-        return tuple(known[chunk_id] for chunk_id in ids)
+        try:
+            return [known[one] for one in chunk_ids]
+        except KeyError as error:
+            message = f"There is no chunk {error.args[0]!r} in {self.name}."
+            raise ApiError(404, message, param="chunk_ids", code="chunk_not_found") from None
 
 
 class ContextFiles:
-    """Contexts by owner and name, in memory or in a folder. Thread safe.
+    """Contexts by owner and name, in memory, or as JSON files in a folder that processes may share.
 
-    With a folder, each is a JSON file of mode 0600 in a folder of its owner. Other processes may use the
-    folder at the same time; what they write and remove is seen. A damaged file is no context, and logged.
-    Names and owners become parts of a path: callers check them. StoreError if the folder belongs to another
-    user or others may write to it.
+    What other processes write and remove is seen. A damaged file is no context, and logged. Names and owners
+    become parts of a path: callers check them. StoreError for a folder that others may write to.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder, self._lock = folder, Lock()
+        self._folder = folder
         self._known = defaultdict[str, dict[str, tuple[object, Context]]](dict)
         if folder is not None:
             claim_folder(folder)
@@ -103,9 +100,8 @@ class ContextFiles:
     def get(self, owner: str, name: str) -> Context | None:
         """The context of that name, if the owner has it."""
         known = self._known[owner].get(name)
-        if self._folder is None:
+        if (path := self._path(owner, name)) is None:
             return known[1] if known else None
-        path = self._path(self._folder, owner, name)
         try:
             status = path.stat()
             stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -121,56 +117,38 @@ class ContextFiles:
     def all(self, owner: str) -> list[Context]:
         """The owner's contexts, the oldest first."""
         names = list(self._known[owner])
-        if self._folder is not None:
-            folder = self._folder / owner
-            files = os.listdir(folder) if folder.is_dir() else []
-            names = [PREFIX + file[:-5] for file in files if file.endswith(".json") and file[0] != "."]
+        if self._folder is not None and (folder := self._folder / owner).is_dir():
+            names = [PREFIX + path.stem for path in folder.glob("[!.]*.json")]
         found = [context for name in names if (context := self.get(owner, name)) is not None]
         return sorted(found, key=lambda context: (context.created, context.name))
 
-    def put(self, owner: str, context: Context, *, new: bool = False) -> None:
-        """Store a new context, or replace one: ApiError 404 if that is gone. OSError if the disk refuses."""
-        with self._lock:
-            if not new and self.get(owner, context.name) is None:
-                raise _unknown(context.name)
-            if self._folder is None:
-                self._known[owner][context.name] = None, context
-                return
-            path = self._path(self._folder, owner, context.name)
-            make_folder(path.parent)
+    def put(self, owner: str, context: Context) -> None:
+        """Store or replace a context; OSError if the disk refuses."""
+        if (path := self._path(owner, context.name)) is None:
+            self._known[owner][context.name] = None, context
+        else:
             replace_file(path, json.dumps(asdict(context)))
             self.get(owner, context.name)  # here, in the caller's thread, not at its next use
 
     def remove(self, owner: str, name: str) -> None:
         """Remove a context; nothing happens if there is none. OSError if the disk refuses."""
-        with self._lock:
-            if self._folder is not None:
-                self._path(self._folder, owner, name).unlink(missing_ok=True)
-            self._known[owner].pop(name, None)
+        if (path := self._path(owner, name)) is not None:
+            path.unlink(missing_ok=True)
+        self._known[owner].pop(name, None)
 
-    def remove_leftovers(self, owner: str) -> None:
-        """Remove the unfinished files of writers that were killed: they hold texts."""
-        if self._folder is not None and (folder := self._folder / owner).is_dir():
-            for path in folder.glob(".*"):
-                with suppress(FileNotFoundError):
-                    if path.stat().st_mtime < time.time() - LEFTOVER_AGE:
-                        path.unlink()
-
-    def vanished(self, owner: str) -> list[Context]:
-        """Contexts that this process has used and another one has removed."""
+    def clean_up(self, owner: str) -> list[Context]:
+        """Remove what killed writers left; returns the contexts that other processes have removed."""
         if self._folder is None:
             return []
-        known = list(self._known[owner].items())
-        return [c for name, (_, c) in known if not os.path.exists(self._path(self._folder, owner, name))]
+        for path in (self._folder / owner).glob(".*"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - MAX_LEFTOVER_AGE:
+                    path.unlink()
+        known = [context for _, context in list(self._known[owner].values())]
+        return [one for one in known if not os.path.exists(self._path(owner, one.name) or "")]
 
-    @staticmethod
-    def _path(folder: Path, owner: str, name: str) -> Path:
-        return folder / owner / f"{name.removeprefix(PREFIX)}.json"
-
-
-def _unknown(name: str) -> ApiError:
-    message = f"CachedContent not found (or permission denied): {name!r}."
-    return ApiError(404, message, param="cached_content", code="cached_content_not_found")
+    def _path(self, owner: str, name: str) -> Path | None:
+        return self._folder and self._folder / owner / f"{name.removeprefix(PREFIX)}.json"
 
 
 def _context(text: bytes) -> Context:
@@ -183,20 +161,11 @@ class ContextStore:
     """The contexts of all tenants, whose chunks are encoded. For one event loop.
 
     A context belongs to the namespace of the key that made it: keys of one namespace share it, and to all
-    others its name is unknown. It is written before its chunks are encoded, so that whatever ends its
-    creation, a sweep finds it. When a context has ended, a sweep forgets its chunks, except those that
-    another context of the namespace has, and then removes it.
+    others its name is unknown. It is written before its chunks are encoded, so that a sweep finds it whatever
+    ends its creation. Sweeps forget the chunks of contexts that have ended, except those that another context
+    of the namespace has, and then remove the contexts.
 
-    Parameters
-    ----------
-    rag : RagCache
-    folder : path, optional
-        Where contexts are stored, for this user alone (modes 0700 and 0600); they survive a restart. None:
-        in memory. Processes of one machine may share it. StoreError if others may write to it.
-    clock : callable
-        Unix time in seconds.
-    timeout : float
-        Seconds in which the chunks of one context must be encoded.
+    ``clock`` gives the Unix time; the chunks of one context must be encoded within ``timeout`` seconds.
     """
 
     def __init__(
@@ -209,7 +178,6 @@ class ContextStore:
         self._rag, self._files, self._clock, self._timeout = rag, ContextFiles(folder), clock, timeout
         self._encoding = asyncio.Lock()
         self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by owner: no tenant waits for another
-        self._abandoned = defaultdict[str, set[str]](set)  # by owner: names whose creation failed
         self._used = list[tuple[str, str]]()
 
     async def create(
@@ -221,22 +189,13 @@ class ContextStore:
         lifetime: Callable[[float], float],
         system: str | None = None,
         display_name: str = "",
-        charge: Callable[[int], object] | None = None,
+        charge: Callable[[int], object] = lambda _: None,
     ) -> Context:
         """Encode chunks and store them under a new name; cancelled, it stores nothing.
 
-        Parameters
-        ----------
-        lifetime : callable
-            When the context expires, of the time when it is made; ApiError for a time that is not allowed.
-        charge : callable, optional
-            Called with the number of tokens before any is computed.
-
-        Raises
-        ------
-        ApiError
-            400 for chunks that cannot be encoded, 429 beyond the tenant's contexts or their tokens, 504
-            after ``timeout``.
+        ``lifetime`` gives the time of expiry from that of the creation. ``charge`` is called with the number
+        of tokens before any is computed; both may raise an ApiError. ApiError 400 for chunks that cannot be
+        encoded, 429 beyond the tenant's contexts or their tokens, 504 after ``timeout``.
         """
         now = self._clock()
         lifetime(now)
@@ -244,7 +203,6 @@ class ContextStore:
             message = f"Cached contents have 1 to {MAX_CHUNKS} parts with text, not {len(chunks)}."
             raise invalid(message, "contents")
         owner, texts = _owner(tenant), [text for text in (*chunks, system) if text]
-        tokens = await to_thread(lambda: sum(map(self._rag.count_tokens, texts)))
         new = Context(
             name=PREFIX + secrets.token_hex(16),
             namespace=tenant.namespace,
@@ -253,25 +211,25 @@ class ContextStore:
             system=system,
             chunks=tuple(chunks),
             chunk_ids=(),
-            tokens=tokens,
+            tokens=await to_thread(lambda: sum(map(self._rag.count_tokens, texts))),
             created=now,
             updated=now,
             expires=now + 2 * self._timeout,  # before that it has been made, or has failed
         )
         try:
             async with self._locks[owner]:
-                if self._abandoned[owner]:
-                    await self._swept(owner)
+                await self._swept(owner)
                 await _to_end(self._add, tenant, owner, new)
-            if charge is not None:
-                charge(tokens)
+            charge(new.tokens)
             async with asyncio.timeout(self._timeout):
                 ids = await self._encoded(new)
             now = self._clock()
             made = replace(new, chunk_ids=ids, created=now, updated=now, expires=lifetime(now))
-            await _to_end(self._files.put, owner, made)
+            async with self._locks[owner]:
+                await _to_end(self._replace, owner, made)
         except BaseException as error:
-            self._abandoned[owner].add(new.name)
+            with suppress(ApiError, OSError):
+                await _to_end(self._replace, owner, replace(new, expires=0.0))
             if isinstance(error, ValueError):
                 raise invalid(str(error), "contents") from error
             if isinstance(error, TimeoutError):
@@ -282,9 +240,8 @@ class ContextStore:
 
     def get(self, tenant: Tenant, name: str) -> Context:
         """The context of that name, perhaps of a file; ApiError 404 if unknown, expired or another's."""
-        owner = _owner(tenant)
-        found = self._files.get(owner, name) if NAME.fullmatch(name) else None
-        if found is None or not self._is_live(owner, found) or not found.chunk_ids:
+        found = self._files.get(_owner(tenant), name) if NAME.fullmatch(name) else None
+        if found is None or not self._is_live(found):
             raise _unknown(name)
         return found
 
@@ -303,27 +260,22 @@ class ContextStore:
 
     def all(self, tenant: Tenant) -> list[Context]:
         """The tenant's contexts, the oldest first."""
-        owner = _owner(tenant)
-        return [one for one in self._files.all(owner) if one.chunk_ids and self._is_live(owner, one)]
+        return [one for one in self._files.all(_owner(tenant)) if self._is_live(one)]
 
     async def update(self, tenant: Tenant, name: str, lifetime: Callable[[float], float]) -> Context:
         """Change when a context expires; ApiError 404 as for :meth:`get`."""
-        owner = _owner(tenant)
-        async with self._locks[owner]:
+        async with self._locks[_owner(tenant)]:
             now = self._clock()
             found = await asyncio.to_thread(self.get, tenant, name)
             context = replace(found, updated=now, expires=lifetime(now))
-            await asyncio.to_thread(self._files.put, owner, context)
+            await asyncio.to_thread(self._files.put, _owner(tenant), context)
         return context
 
     async def delete(self, tenant: Tenant, name: str) -> None:
-        """Remove a context and forget its chunks.
+        """Remove a context and forget its chunks; ApiError 404 as for :meth:`get`.
 
-        Raises
-        ------
-        ApiError
-            404 as for :meth:`get`. 500 if a tier of the cache cannot confirm that it forgot; the name is
-            unknown from then on, and the next sweep tries again.
+        ApiError 500 if a tier of the cache cannot confirm that it forgot; the name is unknown from then on,
+        and the next sweep tries again.
         """
         owner = _owner(tenant)
         async with self._locks[owner]:
@@ -350,20 +302,25 @@ class ContextStore:
 
     # -- steps, in threads and with the owner's lock held, except _encoded ------------------------------
 
-    def _is_live(self, owner: str, context: Context) -> bool:
-        return context.expires > self._clock() and context.name not in self._abandoned[owner]
+    def _is_live(self, context: Context) -> bool:
+        return bool(context.chunk_ids) and context.expires > self._clock()
 
     def _add(self, tenant: Tenant, owner: str, new: Context) -> None:
-        """Store a new context if the tenant may have it; failed ones count until they are forgotten."""
-        now = self._clock()
-        contexts = [*(one for one in self._files.all(owner) if one.expires > now), new]
-        used = (len(contexts), sum(context.tokens for context in contexts))
-        limits = (tenant.limits.contexts, tenant.limits.context_tokens)
-        for count, most, what in zip(used, limits, ("cached contents", "tokens in them"), strict=True):
+        """Store a new context if the tenant may have it; ended ones count until they are forgotten."""
+        contexts = [*self._files.all(owner), new]
+        for count, most, what in (
+            (len(contexts), tenant.limits.contexts, "cached contents"),
+            (sum(context.tokens for context in contexts), tenant.limits.context_tokens, "tokens in them"),
+        ):
             if most is not None and count > most:
                 message = f"{tenant.name!r} may have {most} {what}; this would make it {count}. Delete some."
                 raise ApiError(429, message, kind="insufficient_quota", code="insufficient_quota")
-        self._files.put(owner, new, new=True)
+        self._files.put(owner, new)
+
+    def _replace(self, owner: str, context: Context) -> None:
+        if self._files.get(owner, context.name) is None:
+            raise _unknown(context.name)
+        self._files.put(owner, context)
 
     async def _encoded(self, context: Context) -> tuple[str, ...]:
         """The chunks' ids, once they are encoded after the system message; contexts encode by turns."""
@@ -371,7 +328,8 @@ class ContextStore:
         # As one list: encoders with neighbours take them from it.
         await to_thread(self._rag.register, context.chunks, namespace=context.namespace)
         ids = list[str]()
-        for turn in _turns(context.chunks):
+        while len(ids) < len(context.chunks):
+            turn = context.chunks[len(ids) : len(ids) + _TURN]
             async with self._encoding:
                 with CancelScope(pause=Backoff(self._rag.queue, Event(), _SHARE)):
                     ids += await to_thread(self._rag.encode, turn, namespace=context.namespace, system=before)
@@ -398,19 +356,18 @@ class ContextStore:
 
     def _sweep(self, owner: str) -> None:
         """Forget the chunks of contexts that have ended, then remove the contexts."""
-        self._files.remove_leftovers(owner)
-        abandoned, live, ended = list(self._abandoned[owner]), list[Context](), list[Context]()
+        ended, kept, now = self._files.clean_up(owner), set[str](), self._clock()
         for context in self._files.all(owner):
-            (live if self._is_live(owner, context) else ended).append(context)
-        kept = {text.strip() for context in live for text in context.chunks}
-        for context in (*ended, *self._files.vanished(owner)):
+            if context.expires > now:
+                kept.update(text.strip() for text in context.chunks)
+            else:
+                ended.append(context)
+        for context in ended:
             in_use = (owner, context.name) in self._used  # by a request that has read its texts
-            texts = [text for text in context.chunks if text.strip() not in kept]
-            if texts:
+            if texts := [text for text in context.chunks if text.strip() not in kept]:
                 self._rag.forget(texts=texts, namespace=context.namespace)
             if not in_use:
                 self._files.remove(owner, context.name)
-        self._abandoned[owner].difference_update(abandoned)
 
 
 async def _to_end(work: Callable[..., object], *arguments: object) -> None:
@@ -429,13 +386,6 @@ def _owner(tenant: Tenant) -> str:
     return hashlib.sha256(tenant.namespace.encode()).hexdigest()[:32]
 
 
-def _turns(chunks: Sequence[str]) -> Iterator[list[str]]:
-    turn, size = list[str](), 0
-    for chunk in chunks:
-        turn.append(chunk)
-        size += len(chunk)
-        if size >= _TURN:
-            yield turn
-            turn, size = [], 0
-    if turn:
-        yield turn
+def _unknown(name: str) -> ApiError:
+    message = f"CachedContent not found (or permission denied): {name!r}."
+    return ApiError(404, message, param="cached_content", code="cached_content_not_found")

@@ -1,4 +1,4 @@
-"""API keys: a file of hashes, each with the tenant that its key belongs to."""
+"""API keys, the tenants that they belong to, and what each tenant may use."""
 
 from __future__ import annotations
 
@@ -8,26 +8,36 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated
 
 from filelock import FileLock
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ragcachekit.errors import RagCacheError
-from ragcachekit.files import others_may_write, parse_json, read_regular, replace_file
+from ragcachekit.files import others_may_write, read_regular, replace_file
 from ragcachekit.server.errors import ApiError
 
 log = logging.getLogger(__name__)
 
-# No "/": what follows one is a partition of the namespace before it.
-_NAME = re.compile(r"[\w.@:+-][\w.@:+ -]{0,99}")
+MINUTE = 60.0
+
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_ROUNDING = 1e-6  # seconds, so that a request is admitted after the time that its refusal named
 _BEARER = re.compile(r"Bearer +(\S+) *", re.IGNORECASE)
+# No "/": what follows one is a partition of the namespace before it.
+_Name = Annotated[str, Field(pattern=r"^[\w.@:+-][\w.@:+ -]{0,99}$")]
+_Limit = Annotated[int, Field(ge=1)] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Limits:
     """Most of what one API key may use; None: no limit.
 
@@ -36,19 +46,11 @@ class Limits:
     - ``contexts``, ``context_tokens``: Stored contexts, and tokens of all of them.
     """
 
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    parallel: int | None = None
-    contexts: int | None = 1000
-    context_tokens: int | None = 10_000_000
-
-    def __post_init__(self) -> None:
-        for limit in fields(self):
-            value = getattr(self, limit.name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"the limit {limit.name} must be a whole number above 0, or null, not {value!r}"
-                )
+    requests_per_minute: _Limit = None
+    tokens_per_minute: _Limit = None
+    parallel: _Limit = None
+    contexts: _Limit = 1000
+    context_tokens: _Limit = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,22 @@ class Tenant:
         if given == "{}":
             return self.namespace
         return f"{self.namespace}/{hashlib.sha256(given.encode()).hexdigest()[:32]}"
+
+
+# -- the file of keys -----------------------------------------------------------------------------------
+
+
+class _Key(BaseModel):
+    model_config = _STRICT
+    name: _Name
+    namespace: _Name
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    limits: Limits = Limits()
+
+
+class _KeyFile(BaseModel):
+    model_config = _STRICT
+    keys: list[_Key]
 
 
 class ApiKeys:
@@ -86,7 +104,7 @@ class ApiKeys:
         self._stamp: object = None
         self._tenants: dict[str, Tenant] = {}
         if file is not None:
-            self._stamp, self._tenants = _stamp(file), _tenants(_read(file))
+            self._stamp, self._tenants = _stamp(file), _tenants(file)
 
     def tenant(self, headers: Mapping[str, str]) -> Tenant:
         """The tenant of a request's key, by its headers' lower-case names; ApiError 401 without a valid one.
@@ -126,7 +144,7 @@ class ApiKeys:
                 return
             self._stamp = stamp
             try:
-                self._tenants = _tenants(_read(file))
+                self._tenants = _tenants(file)
                 log.info("%s: read %d API keys", file, len(self._tenants))
             except RagCacheError as error:
                 log.error("the API keys stay those that were read before: %s", error)
@@ -140,24 +158,26 @@ def add_key(file: Path, name: str, namespace: str | None = None, limits: Limits 
     ``namespace`` defaults to ``name``. RagCacheError for a name that exists, a bad name, namespace or file.
     """
     key = f"rck-{secrets.token_urlsafe(32)}"  # the prefix lets scanners for secrets find it
-    entry: dict[str, Any] = {"name": name, "namespace": namespace or name, "sha256": _digest(key)}
-    given = asdict(limits or Limits())
-    entry["limits"] = {k: v for k, v in given.items() if v != getattr(Limits(), k)}
     with FileLock(f"{file}.lock", mode=0o600):
-        entries = _read(file) if file.exists() else []
-        if any(other["name"] == name for other in entries):
+        keys = _read(file) if file.exists() else []
+        if any(other.name == name for other in keys):
             raise RagCacheError(f"{file} has a key named {name!r}; remove it first, or choose another name")
-        _write(file, [*entries, entry])
+        try:
+            new = _Key(name=name, namespace=namespace or name, sha256=_digest(key), limits=limits or Limits())
+        except ValidationError as error:
+            given = error.errors()[0]["input"]
+            raise RagCacheError(f"{given!r} is not 1 to 100 letters, digits and . @ : + - _") from error
+        _write(file, [*keys, new])
     return key
 
 
 def remove_key(file: Path, name: str) -> None:
     """Remove a key, which servers then refuse. RagCacheError if there is none of that name."""
     with FileLock(f"{file}.lock", mode=0o600):
-        entries = _read(file)
-        if not any(entry["name"] == name for entry in entries):
+        keys = _read(file)
+        if not any(key.name == name for key in keys):
             raise RagCacheError(f"{file} has no key named {name!r}")
-        _write(file, [entry for entry in entries if entry["name"] != name])
+        _write(file, [key for key in keys if key.name != name])
 
 
 def check_exposure(host: str, keys: Path | None, no_keys: bool) -> None:
@@ -189,43 +209,113 @@ def _stamp(file: Path) -> object:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
+def _read(file: Path) -> list[_Key]:
     try:
         if others_may_write(file.stat()):
             raise RagCacheError(f"others may write to {file}; run `chmod 600 {file}`")
-        entries: list[dict[str, Any]] = parse_json(read_regular(file))["keys"]
-        _tenants(entries)
+        return _KeyFile.model_validate_json(read_regular(file)).keys
     except OSError as error:
         raise RagCacheError(f"cannot read the API keys: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValidationError as error:
+        wrong = error.errors()[0]
         raise RagCacheError(
             f'{file} must be {{"keys": [{{"name": ..., "namespace": ..., "sha256": ..., "limits": {{}}}}]}}: '
-            f"{error}"
+            f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
         ) from error
-    return entries
 
 
-def _write(file: Path, entries: list[dict[str, Any]]) -> None:
-    try:
-        _tenants(entries)
-    except ValueError as error:
-        raise RagCacheError(str(error)) from error
-    replace_file(file, json.dumps({"keys": entries}, indent=2) + "\n")
+def _write(file: Path, keys: list[_Key]) -> None:
+    replace_file(file, _KeyFile(keys=keys).model_dump_json(indent=2, exclude_defaults=True) + "\n")
 
 
-def _tenants(entries: list[dict[str, Any]]) -> dict[str, Tenant]:
-    """Tenants by the digests of their keys; ValueError, TypeError or KeyError for entries of another form."""
-    tenants: dict[str, Tenant] = {}
-    for entry in entries:
-        if unknown := entry.keys() - {"name", "namespace", "sha256", "limits"}:
-            raise ValueError(f"unknown field {min(unknown)!r}")
-        name, namespace, digest = entry["name"], entry["namespace"], entry["sha256"]
-        for given in (name, namespace):
-            if not _NAME.fullmatch(given):
-                raise ValueError(f"{given!r} is not 1 to 100 letters, digits and . @ : + - _")
-        if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError(f"the hash of {name!r} is no SHA-256")
-        if digest in tenants or name in {tenant.name for tenant in tenants.values()}:
-            raise ValueError(f"the key {name!r} is listed twice")
-        tenants[digest] = Tenant(name, namespace, Limits(**entry.get("limits", {})))
-    return tenants
+def _tenants(file: Path) -> dict[str, Tenant]:
+    """Tenants by the digests of their keys."""
+    return {key.sha256: Tenant(key.name, key.namespace, key.limits) for key in _read(file)}
+
+
+# -- what tenants use -----------------------------------------------------------------------------------
+
+
+class _Account:
+    """What one tenant uses. Requests and tokens drain within a minute."""
+
+    def __init__(self) -> None:
+        self.running, self.drained_at = 0, 0.0
+        self.used = {"requests": 0.0, "tokens": 0.0}
+
+
+class Usage:
+    """What tenants use now, and used in the last minute. For one event loop; ``clock`` gives seconds.
+
+    A tenant may use a minute's limit at once, and then as much as drains. An answer whose length is known
+    only at its end may exceed the limit; later requests wait until that has drained.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts = defaultdict[str, _Account](_Account)
+
+    @contextmanager
+    def admit(self, tenant: Tenant) -> Iterator[Grant]:
+        """Count one request, and let it run until the block ends.
+
+        Raises
+        ------
+        ApiError
+            429 with ``Retry-After`` beyond a limit; the request then counts nothing.
+        """
+        account, most = self._accounts[tenant.name], tenant.limits.parallel
+        if most is not None and account.running >= most:
+            raise _refusal(f"{tenant.name!r} may have {most} requests at once.", "requests", 1.0)
+        grant = Grant(tenant, account, self._clock)
+        grant.check("requests", 1)
+        account.used["requests"] += 1
+        account.running += 1
+        try:
+            yield grant
+        finally:
+            account.running -= 1
+
+
+class Grant:
+    """A request that was admitted."""
+
+    def __init__(self, tenant: Tenant, account: _Account, clock: Callable[[], float]) -> None:
+        self._tenant, self._account, self._clock, self._charged = tenant, account, clock, 0
+
+    def expect(self, tokens: int) -> None:
+        """Charge the tokens that are known before the answer.
+
+        Raises
+        ------
+        ApiError
+            429 as for :meth:`Usage.admit`; without ``Retry-After`` for more than a minute's tokens.
+        """
+        self.check("tokens", tokens)
+        self.charge(tokens)
+
+    def charge(self, tokens: int) -> None:
+        """Charge these tokens instead of those before, without a check; may be repeated."""
+        self._account.used["tokens"] += tokens - self._charged
+        self._charged = tokens
+
+    def check(self, kind: str, amount: int) -> None:
+        """ApiError if ``amount`` more requests or tokens are beyond the limit."""
+        name, own, account = self._tenant.name, self._tenant.limits, self._account
+        limits = {"requests": own.requests_per_minute, "tokens": own.tokens_per_minute}
+        now = self._clock()
+        minutes, account.drained_at = (now - account.drained_at) / MINUTE, now
+        for each, most in limits.items():
+            account.used[each] = 0.0 if most is None else max(0.0, account.used[each] - minutes * most)
+        if (limit := limits[kind]) is None:
+            return
+        if amount > limit:
+            message = f"Request too large for {name!r}: limit {limit} {kind} per minute, not {amount}."
+            raise _refusal(message, kind, None)
+        if (wait := (account.used[kind] + amount - limit) * MINUTE / limit) > _ROUNDING:
+            message = f"Rate limit reached for {name!r}: {limit} {kind} per minute, requested {amount}."
+            raise _refusal(f"{message} Please try again in {wait:.3g} s.", kind, wait)
+
+
+def _refusal(message: str, kind: str, wait: float | None) -> ApiError:
+    return ApiError(429, message, kind=kind, code="rate_limit_exceeded", retry_after=wait)

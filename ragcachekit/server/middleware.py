@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
@@ -14,10 +13,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcachekit.server.errors import RETRY_AFTER, ApiError, overloaded, stopping
-from ragcachekit.server.keys import Tenant
-from ragcachekit.server.limits import Usage
-from ragcachekit.server.responses import api_path, response
+from ragcachekit.server.errors import ApiError, api_path, overloaded, response, stopping
+from ragcachekit.server.keys import Tenant, Usage
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +24,13 @@ MAX_HEADER_BYTES = 32 << 10
 BODY_SECONDS = 60.0
 """Time in which a body must arrive."""
 
-MAX_TENANT_BODIES, MAX_BODIES = 4, 16
-"""How many bodies of the largest size may be in memory, for one tenant and for all."""
+MAX_BODIES = 16
+"""How many bodies of the largest size may be in memory."""
 
 CLIENT_GONE = 499
 """Status of a response that nobody reads."""
 
-_DRAINED = 8  # bodies of the largest size
+_MAX_DRAINED = 8  # bodies of the largest size
 _DRAIN_SECONDS = 5.0
 _Result = TypeVar("_Result")
 
@@ -42,9 +39,9 @@ class BodyLimit:
     """ASGI middleware that authenticates requests and reads their bodies, or refuses them.
 
     It refuses missing or wrong keys (401), requests beyond a key's limits (429), large bodies (413) and
-    headers (431), and bodies that arrive too slowly (408) or would be too many bytes beside those of the
-    tenant's other requests (429) or of all requests (503). The tenant is ``request.state.tenant`` afterwards,
-    and what it may use ``request.state.grant``. Other paths than ``/v1...`` pass.
+    headers (431), and bodies that arrive too slowly (408) or find no room beside others (503). The tenant is
+    ``request.state.tenant`` afterwards, and what it may use ``request.state.grant``. Other paths than
+    ``/v1...`` pass.
 
     Parameters
     ----------
@@ -68,29 +65,28 @@ class BodyLimit:
         seconds: float = BODY_SECONDS,
     ) -> None:
         self._app, self._max_bytes, self._tenant, self._seconds = app, max_bytes, tenant, seconds
-        self._usage = usage
-        self._held = Counter[str]()  # bytes of the bodies in memory, by tenant
+        self._usage, self._held = usage, 0  # bytes of the bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on with its body in one piece."""
         if api_path(scope) is None:
             return await self._app(scope, receive, send)
-        request, held = Request(scope, receive), Counter[str]()
+        request, body = Request(scope, receive), bytearray()
         parts = request.stream()
         with ExitStack() as stack:
-            stack.callback(lambda: self._held.subtract(held))
+            stack.callback(self._release, body)
             try:
                 request.state.tenant = tenant = self._authenticated(request)
                 if self._usage is not None:
                     request.state.grant = stack.enter_context(self._usage.admit(tenant))
-                body = await self._body(request, parts, tenant.name, held)
+                await self._read(request, parts, body)
             except ClientDisconnect:
                 return None
             except ApiError as error:
                 if "expect" not in request.headers:  # else the client waits for a word before it sends
                     await self._drain(parts)
                 return await response(error, scope)(scope, receive, send)
-            return await self._app(scope, _replay(body, receive), send)
+            return await self._app(scope, _replay(bytes(body), receive), send)
 
     def _authenticated(self, request: Request) -> Tenant:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
@@ -98,12 +94,12 @@ class BodyLimit:
             raise ApiError(431, message, code="headers_too_large")
         return self._tenant(request.headers)
 
-    async def _body(
-        self, request: Request, parts: AsyncIterator[bytes], tenant: str, held: Counter[str]
-    ) -> bytes:
-        body, announced = bytearray(), request.headers.get("content-length", "")
+    async def _read(self, request: Request, parts: AsyncIterator[bytes], body: bytearray) -> None:
         message = f"The request's body has more than {self._max_bytes} bytes."
-        too_large = ApiError(413, message, code="body_too_large")
+        too_large, announced = (
+            ApiError(413, message, code="body_too_large"),
+            request.headers.get("content-length", ""),
+        )
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise too_large
         try:
@@ -111,26 +107,20 @@ class BodyLimit:
                 async for part in parts:
                     if len(body) + len(part) > self._max_bytes:
                         raise too_large
-                    self._hold(tenant, len(part))
-                    held[tenant] += len(part)
+                    if self._held + len(part) > MAX_BODIES * self._max_bytes:
+                        raise overloaded("The server holds too many requests; please try again later.")
+                    self._held += len(part)
                     body += part
         except TimeoutError:
             message = f"The request's body did not arrive within {self._seconds:g} s."
             raise ApiError(408, message, code="body_too_slow") from None
-        return bytes(body)
 
-    def _hold(self, tenant: str, size: int) -> None:
-        most = MAX_TENANT_BODIES * self._max_bytes
-        if self._held[tenant] + size > most:
-            message = f"The bodies of {tenant!r}'s requests have more than {most} bytes together."
-            raise ApiError(429, message, kind="requests", code="rate_limit_exceeded", retry_after=RETRY_AFTER)
-        if self._held.total() + size > MAX_BODIES * self._max_bytes:
-            raise overloaded("The server holds too many requests; please try again later.")
-        self._held[tenant] += size
+    def _release(self, body: bytearray) -> None:
+        self._held -= len(body)
 
     async def _drain(self, parts: AsyncIterator[bytes]) -> None:
         """Receive what the client still sends, within bounds: many read no answer before they sent all."""
-        left = _DRAINED * self._max_bytes
+        left = _MAX_DRAINED * self._max_bytes
         with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(min(_DRAIN_SECONDS, self._seconds)):
                 async for part in parts:

@@ -1,7 +1,8 @@
-"""Bodies of requests: what is read, ignored and refused."""
+"""Bodies of requests for completions, and the engine's prompts out of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -16,6 +17,19 @@ from pydantic import (
     Tag,
 )
 from pydantic_core import PydanticCustomError
+
+from ragcachekit import Chunk, Prompt, Text
+from ragcachekit.prompt.messages import marked
+from ragcachekit.server.errors import invalid
+
+MARKER = "{documents}"
+"""Where documents go in a text; without it, they go before the last user message's text."""
+
+BETWEEN = "\n\n"
+
+Block = dict[str, Any]
+
+# -- bodies -----------------------------------------------------------------------------------------------
 
 
 def _only(*allowed: object) -> AfterValidator:
@@ -54,14 +68,28 @@ AnyPrompt = Annotated[
 ]
 
 
-class Part(BaseModel):
-    """A content part; ``cache_control`` and ``prompt_cache_breakpoint`` make its text a chunk."""
+class TextPart(BaseModel):
+    """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Literal["text"]
+    text: str
     cache_control: dict[str, Any] | None = None
     prompt_cache_breakpoint: bool | dict[str, Any] | None = None
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is marked."""
+        return bool(self.cache_control or self.prompt_cache_breakpoint)
+
+
+class RefusalPart(BaseModel):
+    """A refusal of an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class CalledFunction(BaseModel):
@@ -74,6 +102,7 @@ class CalledFunction(BaseModel):
 class Called(BaseModel):
     """A tool call of an earlier answer."""
 
+    type: Literal["function"] = "function"
     id: str
     function: CalledFunction
 
@@ -176,3 +205,88 @@ class TextRequest(Completion):
     echo: Annotated[Any, _only(None, False)] = None
     suffix: Annotated[Any, _only(None, "")] = None
     best_of: Annotated[Any, _only(None, 1)] = None
+
+
+# -- prompts ----------------------------------------------------------------------------------------------
+
+
+def document_text(document: str | Document) -> str:
+    """The text of a document's chunk."""
+    if isinstance(document, str):
+        return document
+    return f"{document.title}\n{document.text}" if document.title else document.text
+
+
+def chat_prompt(messages: Sequence[Message], documents: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages for the engine, with the documents among them as chunks; ApiError 400 without a place."""
+    plain = [_message(number, message) for number, message in enumerate(messages)]
+    if documents:
+        _place(plain, documents)
+    return plain
+
+
+def text_prompt(prompt: str | Sequence[int], documents: Sequence[str]) -> str | Prompt:
+    """A prompt of a text, or of token ids, with the documents before it or at its marker."""
+    if isinstance(prompt, str) and not documents:
+        return prompt
+    chunks = [segment for document in documents for segment in (Chunk(document), Text(BETWEEN))]
+    if not isinstance(prompt, str):
+        return Prompt([*chunks, Text(token_ids=tuple(prompt))])
+    before, found, after = prompt.partition(MARKER)
+    return Prompt([Text(before), *chunks[:-1], Text(after)] if found else [*chunks, Text(prompt)])
+
+
+def size_of(prompt: Any) -> tuple[int, int, int]:
+    """Characters, token ids and chunks of a prompt for the engine."""
+    if isinstance(prompt, str):
+        return len(prompt), 0, 0
+    if isinstance(prompt, Prompt):
+        parts = [(segment.text or "", isinstance(segment, Chunk)) for segment in prompt.segments]
+        ids = sum(len(segment.token_ids or ()) for segment in prompt.segments)
+    else:
+        blocks = [block for message in prompt for block in _blocks(message["content"])]
+        parts, ids = [(block["text"], "chunk" in block) for block in blocks], 0
+    return sum(len(text) for text, _ in parts), ids, sum(is_chunk for _, is_chunk in parts)
+
+
+def _message(number: int, message: Message) -> dict[str, Any]:
+    if message.content is None and not message.tool_calls:
+        text = f"Invalid value for 'content': expected a string or a list, got null in message {number}."
+        raise invalid(text, f"messages[{number}].content")
+    content = message.content if not isinstance(message.content, list) else list(map(_block, message.content))
+    role = "system" if message.role == "developer" else message.role
+    return {**message.model_dump(exclude_none=True), "role": role, "content": content}
+
+
+def _block(part: TextPart | RefusalPart) -> Block:
+    if isinstance(part, RefusalPart):
+        return _text(part.refusal)
+    return marked(part.text) if part.is_chunk else _text(part.text)
+
+
+def _place(messages: list[dict[str, Any]], documents: Sequence[str]) -> None:
+    """Put documents at the last marker, else before the last user message's content."""
+    chunks = [block for document in documents for block in (marked(document), _text(BETWEEN))]
+    for message in reversed(messages):
+        blocks = _blocks(message["content"])
+        for at, block in enumerate(blocks):
+            if MARKER in block["text"] and "chunk" not in block:
+                before, _, after = block["text"].partition(MARKER)
+                inside = [_text(before), *chunks[:-1], _text(after)]
+                message["content"] = [*blocks[:at], *inside, *blocks[at + 1 :]]
+                return
+    for message in reversed(messages):
+        if message["role"] == "user":
+            message["content"] = [*chunks, *_blocks(message["content"])]
+            return
+    raise invalid(f"Documents need a user message, or the text {MARKER} in a message.", "documents")
+
+
+def _blocks(content: Any) -> list[Block]:
+    if isinstance(content, list):
+        return content
+    return [_text(content)] if content else []
+
+
+def _text(text: str) -> Block:
+    return {"type": "text", "text": text}

@@ -17,8 +17,7 @@ from ragcachekit.engine.admission import admit
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward import attention
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope, describe_rope
 
 FAMILIES = {family.name: family for family in all_families()}
 TEN = (

@@ -12,7 +12,7 @@ from benchmarks.serve.workload import random_documents
 from families import wrapped
 from ragcachekit import RagCache, StoreConfig, TreeConfig
 from ragcachekit.errors import CorpusError, RagCacheError
-from ragcachekit.model.layout import KVLayout
+from ragcachekit.model.kv import KVLayout
 
 CHUNKS, QUESTIONS, TOKENS = 5, 20, 8
 

@@ -134,7 +134,6 @@ def test_lookup_timings_come_with_their_spread(metric: str) -> None:
     assert [row["kind"] for row in rows] == ["far", "near", "equal"]
     for row in rows:
         assert 0 < row["lookup_us_p10"] <= row["lookup_us"] <= row["lookup_us_p90"]
-        assert row["keys"] == "exact"
 
 
 @pytest.mark.parametrize("wrong", [None, Hit((1,), 0.0)])

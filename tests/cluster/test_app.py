@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from ray.serve import Application
 
 from ragcachekit.cluster import AppSettings, build_app
-from ragcachekit.cluster.app import open_reader
-from ragcachekit.server.errors import ApiError
-from ragcachekit.server.keys import ApiKeys, add_key
-from ragcachekit.types import chunk_id
 from speaking import byte_level
 
 
@@ -42,28 +36,6 @@ def test_wrong_settings_are_named(wrong, named):
 def test_contexts_need_a_folder_or_a_single_replica(given, has_contexts):
     bound = build_app({"model": "x", **given})
     assert bound._bound_deployment.init_args[-1] is has_contexts
-
-
-def test_keys_give_the_namespace_of_chunk_ids(tokenizer, tmp_path):
-    file = tmp_path / "keys.json"
-    key = add_key(file, "one")
-    reader, keys = open_reader(AppSettings(model=tokenizer, keys=file))
-    headers = {"authorization": f"Bearer {key}"}
-    tenant = ApiKeys(file).tenant(headers)
-    text = "Berlin is the capital of Germany."
-    body = {"documents": [text], "prompt_cache_key": "user"}
-    ids = tuple(byte_level()(text, add_special_tokens=False)["input_ids"])
-    expected = chunk_id(ids, tenant.partition(None, "user"))
-    assert reader.chunks(headers, json.dumps(body).encode()) == {expected: len(ids)}
-    assert reader.chunks({}, json.dumps(body).encode()) == {}
-    with pytest.raises(ApiError):
-        keys.tenant({"authorization": "Bearer wrong"})
-
-
-def test_without_keys_the_namespace_is_the_setting_s(tokenizer):
-    reader, _ = open_reader(AppSettings(model=tokenizer, namespace="mine"))
-    ids = tuple(byte_level()("Rome", add_special_tokens=False)["input_ids"])
-    assert list(reader.chunks({}, b'{"documents": ["Rome"]}')) == [chunk_id(ids, "mine")]
 
 
 def test_missing_ray_says_what_to_install(monkeypatch):

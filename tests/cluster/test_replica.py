@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 
 from ragcachekit import RagCache
-from ragcachekit.cluster.balancer import Balancer
-from ragcachekit.cluster.replica import Replica
+from ragcachekit.cluster.app import Replica
+from ragcachekit.cluster.router import Balancer
 from ragcachekit.errors import RagCacheError
 from speaking import byte_level, speaker
 

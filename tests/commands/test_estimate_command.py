@@ -10,8 +10,8 @@ from ragcachekit.commands.ask import open_session
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.estimate import kv_bytes_per_token, replay
 from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.model.kv import KVLayout
+from ragcachekit.model.weights import load_model
 
 
 @pytest.fixture

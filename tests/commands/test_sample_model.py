@@ -12,7 +12,7 @@ from ragcachekit.commands import sample_model as module
 from ragcachekit.commands.sample_model import resolve_model, sample_model
 from ragcachekit.commands.workspace import load_tokenizer
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.identity.weights_digest import hash_file
+from ragcachekit.model.weights import hash_file
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from families import off, plain, prefill, tokens
 from link_kit import described
 from ragcachekit.encode import in_prompt
 from ragcachekit.model.encoding import AverageEncoding
-from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.encodings import Encodings, VariantPool
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.plan.variants import StoredAverages
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey, chunk_id
@@ -189,24 +188,25 @@ def test_stored_means_are_found_whatever_is_behind_them():
     def key(*context, encoding="average:3", chunk="x", namespace="space"):
         return KVKey("model", namespace, chunk, encoding, context)
 
-    averages = StoredAverages()
-    averages.recall([key("s", "a", "b"), key("s", "z"), key("s", encoding="system", chunk="y")])
-    assert averages.find(key("s")) == key("s", "a", "b")
-    assert averages.find(key("t")) is None
-    assert averages.find(key("s", chunk="y")) is None
+    averages = VariantPool()
+    for one in (key("s", "z"), key("s", "a", "b"), key("s", encoding="system", chunk="y")):
+        averages.add_average(one)
+    assert averages.average(key("s")) == key("s", "a", "b")
+    assert averages.average(key("t")) is None
+    assert averages.average(key("s", chunk="y")) is None
     averages.forget("other")
     averages.forget("space", frozenset(["c"]))
-    assert averages.find(key("s", "c")) == key("s", "a", "b")
+    assert averages.average(key("s", "c")) == key("s", "a", "b")
     averages.forget("space", frozenset(["b"]))
-    assert averages.find(key("s")) is None
+    assert averages.average(key("s")) is None
 
 
 def test_stored_means_are_bounded(monkeypatch):
-    monkeypatch.setattr("ragcachekit.plan.variants.MAX_AVERAGES", 2)
+    monkeypatch.setattr("ragcachekit.plan.encodings.MAX_AVERAGES", 2)
     keys = [KVKey("model", "space", chunk, "average:3", ("s",)) for chunk in "abc"]
-    averages = StoredAverages()
-    averages.add(keys[0])
-    averages.add(keys[1])
-    averages.find(keys[0])
-    averages.add(keys[2])
-    assert [averages.find(key) for key in keys] == [keys[0], None, keys[2]]
+    averages = VariantPool()
+    averages.add_average(keys[0])
+    averages.add_average(keys[1])
+    averages.average(keys[0])
+    averages.add_average(keys[2])
+    assert [averages.average(key) for key in keys] == [keys[0], None, keys[2]]

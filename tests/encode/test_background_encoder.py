@@ -8,16 +8,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from families import tokens
-from link_kit import BOS, described, planned, segments
+from link_kit import BOS, described, planned, request_of, segments
 from loading_kit import WAIT
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.model.encoding import Encoding
-from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.encodings import Encodings, VariantPool
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.plan import make_plan
-from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plan.variants import VariantPool
+from ragcachekit.plan.planner import make_plan
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.memory import HostStore
@@ -162,7 +160,7 @@ def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
     planned("llama", parts, "reuse", store=store)  # stores what the prompt needs
     encodings = Encodings("standalone", described("llama"), BOS)
     for full, fetch in ((True, Fetch(store)), (False, Fetch(HostStore(1 << 26)))):
-        request = PromptRequest.of(parts, open_policy("reuse"), encodings, fetch, "fingerprint", "space")
+        request = request_of(parts, open_policy("reuse"), encodings, fetch, "fingerprint", "space")
         request = replace(request, epoch=5)
         keys = [want.key for want in request.wanted]
         first = make_plan(request, VariantPool())

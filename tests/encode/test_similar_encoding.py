@@ -13,7 +13,7 @@ from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.similar import NeighbourEncoder, ingredients, with_ingredients
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.attention_sums import ObservedCache
+from ragcachekit.forward.rows import observed_cache
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.store.forgets import ForgetEpochs
@@ -35,7 +35,7 @@ def wanted(name, system=SYSTEM, near=NEAR, chunk=CHUNK):
 def background_encoder(name, store):
     model, rope = wrapped(name), described(name)
     install(model)
-    chunks = ChunkEncoder(model, rope, ObservedCache)
+    chunks = ChunkEncoder(model, rope, observed_cache)
     parts = (NeighbourEncoder(model, rope, chunks, store), InPromptEncoder(model, rope))
     return BackgroundEncoder(chunks, store, lambda: True, *parts, lambda *_: None, ForgetEpochs())
 

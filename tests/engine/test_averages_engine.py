@@ -166,13 +166,13 @@ class TestForget:
 def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
     rag = make(cold="background")
     rag.register(FACTS)
-    follow_up = rag.after_answer.follow_up
+    submit = rag.after_answer.submit
 
-    def meanwhile(*generated):
+    def meanwhile(*answered):
         rag.encode(FACTS, system=BEFORE)
-        follow_up(*generated)
+        submit(*answered)
 
-    rag.after_answer.follow_up = meanwhile
+    rag.after_answer.submit = meanwhile
     rag.generate(PROMPT, **ASKED)
     rag.flush()
     assert "sensitivity" in kv_of(rag, TWO).sums

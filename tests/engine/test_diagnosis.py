@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from ragcachekit import RagCache
-from ragcachekit.engine.diagnosis import ADVICE, diagnose
+from ragcachekit.engine.inspection import ADVICE, diagnose
 from ragcachekit.prompt.parser import PromptParser
 from speaking import byte_level, speaker
 

@@ -310,7 +310,7 @@ def race(make, monkeypatch, seeds, **options):
         (engine.host, "get"),
         (engine.disk, "open"),
         (engine.tree, "match"),
-        (engine.rag.after_answer.rows, "_unchanged"),
+        (stock.planner, "unchanged"),
         (stock.background_encoder, "_still_valid"),
     ):
         around(monkeypatch, owner, name, step, after=False)

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from ragcachekit.model.identity import fingerprint as fingerprints
+from ragcachekit.model import identity as fingerprints
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.reports import ChunkUse
 from ragcachekit.store.disk import DiskStore

@@ -25,6 +25,12 @@ def ids_of_chunks(prompt):
     return [chunk_id(s.token_ids, "default") for s in prompt.segments if type(s).__name__ == "Chunk"]
 
 
+def prefetch(rag, prompt):
+    """As the queue does for prompts that wait."""
+    request = rag.prepare(prompt)
+    rag.components.loads.prefetch(rag.components.planner.estimator(request).to_load)
+
+
 def slow(name="llama", policy="lego:4", load="always", **options):
     store = SlowStore()
     warmed(name, PROMPT, SECOND, policy=policy, store=store, **options)
@@ -42,7 +48,7 @@ def test_a_prompt_takes_over_what_was_prefetched(encoder):
     rag.generate(SECOND, **ASKED)  # tells the system text
     assert rag.flush(WAIT)
     del store.log[:], store.sources[:]
-    rag.prefetch(ids_of_chunks(PROMPT))
+    prefetch(rag, PROMPT)
     assert rag.flush(WAIT)
     prefetched = [source.tokens for source in store.sources]
     assert 33 in prefetched
@@ -55,7 +61,7 @@ def test_a_prompt_takes_over_what_was_prefetched(encoder):
 def test_a_prefetch_returns_before_anything_is_read():
     rag, store = slow()
     store.before_read = gate = Gate()
-    rag.prefetch(ids_of_chunks(PROMPT))
+    prefetch(rag, PROMPT)
     assert store.log == []
     assert gate.reached.wait(WAIT)
     gate.open()
@@ -65,8 +71,8 @@ def test_a_prefetch_returns_before_anything_is_read():
 
 def test_forgetting_reaches_what_was_prefetched():
     rag, _ = slow()
-    (first, second) = ids_of_chunks(PROMPT)
-    rag.prefetch([first, second])
+    first = ids_of_chunks(PROMPT)[0]
+    prefetch(rag, PROMPT)
     assert rag.flush(WAIT)
     assert rag.forget([first]) == 1
     uses = rag.generate(PROMPT, **ASKED).report.link.uses
@@ -129,7 +135,7 @@ def test_where_no_thread_can_be_started_the_call_fails_and_the_next_one_answers(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        rag.prefetch(ids_of_chunks(PROMPT))
+        prefetch(rag, PROMPT)
         with pytest.raises(RuntimeError, match="thread"):
             rag.generate(PROMPT, **ASKED)
     assert rag.flush(WAIT)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from families import tokens
 from ragcachekit import Chunk, Prompt, RagCache, Text, agenerate
-from ragcachekit.generate.streams import Detokenizer
+from ragcachekit.generate.options import Detokenizer
 from ragcachekit.prompt.tokenizer import PromptTokenizer
 from speaking import byte_level, speaker
 

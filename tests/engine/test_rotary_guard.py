@@ -13,8 +13,8 @@ from engine_kit import FOLDER
 from families import LONGROPE_THRESHOLD, build, off, plain, prefill, tokens
 from loading_kit import WAIT
 from ragcachekit import RagCache
-from ragcachekit.model.rope import forward_lock as rotary_guard
-from ragcachekit.model.rope.forward_lock import guard_rotary
+from ragcachekit.model import rope as rotary_guard
+from ragcachekit.model.rope import guard_rotary
 
 LONG, SHORT = tokens(LONGROPE_THRESHOLD + 20, 1), tokens(20, 2)
 MOMENT = 0.3
@@ -65,7 +65,7 @@ class Interrupt(BaseException):
 
 @pytest.mark.parametrize("error", [ValueError, Interrupt])
 def test_what_is_raised_inside_blocks_nobody(error, monkeypatch, caplog):
-    monkeypatch.setattr(rotary_guard, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(rotary_guard, "MAX_LOCK_WAIT", 0.01)
     model = Rotary()
     guard_rotary(model)
 

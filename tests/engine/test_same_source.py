@@ -154,10 +154,7 @@ def llama_index(rag):
 
 
 @pytest.mark.parametrize("framework", [lang_chain, llama_index])
-@pytest.mark.parametrize("listed", [True, False])
-def test_retrievers_pass_the_source_along(make, monkeypatch, framework, listed):
-    if not listed:  # an index whose documents cannot be listed: the source comes with what is found
-        monkeypatch.setattr(RagCache, "order", lambda *_, **__: None)
+def test_retrievers_pass_the_source_along(make, framework):
     rag = make(encode_after=1)
     ask = framework(rag)
     for _ in range(3):

@@ -10,9 +10,8 @@ import torch
 
 from engine_kit import RecordingStore, chunk, rag_for, text
 from ragcachekit import Prompt
-from ragcachekit.forward import narrowing as narrow
-from ragcachekit.forward import scoring_pass as choose
-from ragcachekit.plan import plan
+from ragcachekit.forward import prefill
+from ragcachekit.plan import planner
 from ragcachekit_kernels import scores
 
 BODY = [chunk(13, 2), chunk(9, 3), chunk(11, 5)]
@@ -38,9 +37,9 @@ def outcome(monkeypatch, name, policy, kernels):
     with monkeypatch.context() as patch:
         patch.setenv("RAGCACHEKIT_KERNELS", kernels)
         function = KERNELS[policy]
-        real, apply = getattr(scores, function), plan.apply_selection
+        real, apply = getattr(scores, function), planner.apply_selection
         patch.setattr(scores, function, lambda *a, **k: calls.append(1) or real(*a, **k))
-        for user in (choose, narrow, plan):
+        for user in (prefill, planner):
             patch.setattr(
                 user, "apply_selection", lambda p, c, *a: chosen.append(set(c := list(c))) or apply(p, c, *a)
             )

@@ -16,9 +16,8 @@ from ragcachekit import RagCache, StoreConfig, TreeConfig
 from ragcachekit.encode.similar import NeighbourEncoder, ingredients
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.layout import KVLayout
-from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.kv import ChunkKV, KVLayout
+from ragcachekit.model.rope import describe_rope
 from ragcachekit.plan.encodings import NeighbourEncoding
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.store.disk import DiskStore

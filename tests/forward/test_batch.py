@@ -10,7 +10,7 @@ from families import build, off, plain, prefill, tokens
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward import batch
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.batch import BatchCache, BatchRows, RequestKV, attend_each, decode
+from ragcachekit.forward.batch import BatchCache, BatchRows, RequestKV, decode
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -49,7 +49,7 @@ def test_each_request_attends_to_its_own_rows(window, softcap, has_sinks):
     query, new = torch.randn(3, HEADS, 1, DIM), torch.randn(2, 3, KV_HEADS, 1, DIM)
     BatchCache(requests).update(new[0], new[1], 0)
     options = AttentionOptions(scale=0.3, window=window, softcap=softcap, sinks=sinks)
-    out = attend_each(query, new[0], BatchRows(requests, 0), options)
+    out = BatchRows(requests, 0).attend(0, query, new[0], new[1], options)
     assert out.shape == (3, 1, HEADS, DIM)
     for item, (_, before) in enumerate(pairs):
         keys, values = torch.cat((before, new[:, item]), 2)
@@ -61,8 +61,9 @@ def test_keys_that_are_not_those_of_the_cache_are_refused():
     """As multi-head latent attention has them, or JetMoe, which repeats them."""
     request, _ = request_of(3)
     repeated = torch.randn(1, 2 * KV_HEADS, 1, DIM)
+    query = torch.randn(1, HEADS, 1, DIM)
     with pytest.raises(ValueError, match="in the cache"):
-        attend_each(torch.randn(1, HEADS, 1, DIM), repeated, BatchRows([request], 0), AttentionOptions(1.0))
+        BatchRows([request], 0).attend(0, query, repeated, repeated, AttentionOptions(1.0))
 
 
 def test_rows_survive_the_growth_of_a_buffer(monkeypatch):

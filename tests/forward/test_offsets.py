@@ -11,7 +11,7 @@ from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.encoding import Encoding
-from ragcachekit.model.rope.rotation import LayerRope, Rope
+from ragcachekit.model.rope import LayerRope, Rope
 
 TOLERANCE = 3e-5
 CHUNK = tokens(24, 5)

@@ -17,7 +17,7 @@ from link_kit import described, plan_of
 from loading_kit import start
 from placing_kit import SHAPES, assemble, assembled, assert_placed, changed, entry, many_kinds, prompt
 from ragcachekit.config import StoreConfig
-from ragcachekit.forward.stored_layers import AHEAD, StoredLayers
+from ragcachekit.forward.linker import AHEAD, StoredLayers
 from ragcachekit.model.packed import PackedKV, unpack
 from ragcachekit.plan.link_plan import Piece
 from ragcachekit.store.disk import DiskStore
@@ -151,9 +151,8 @@ def test_layers_may_be_read_in_any_order_and_more_than_once(path):
     plan, rope = prompts()["one chunk twice"], many_kinds()
     buffers = assemble(plan, rope, torch.device("cpu"))
     for number in (2, 0, 4, 1, 3):
-        assert buffers.layers[number]()[0] is buffers.layers[number]()[0]
-    assert_placed([(k[0], v[0]) for k, v in (make() for make in buffers.layers)], plan, rope)
-    assert buffers.dtypes == (torch.float32,) * 5
+        assert buffers[number]()[0] is buffers[number]()[0]
+    assert_placed([(k[0], v[0]) for k, v in (make() for make in buffers)], plan, rope)
 
 
 class FakeCuda:
@@ -226,7 +225,7 @@ class TestCopies:
     def test_what_is_not_loaded_is_not_waited_for_ahead(self, monkeypatch):
         cuda = FakeCuda(monkeypatch)
         slow = cuda.entry(3)
-        monkeypatch.setattr("ragcachekit.forward.stored_layers.LoadingKV", type(slow))
+        monkeypatch.setattr("ragcachekit.forward.linker.LoadingKV", type(slow))
         slow.ready = 0
         stored = StoredLayers({1: slow}, torch.device("cuda"))
         assert cuda.log == []
@@ -287,7 +286,7 @@ class TestAnswers:
         held = [weakref.ref(kv) for kv in kvs]
         buffers = assemble(prompt(kvs), many_kinds(), torch.device("cpu"))
         del kvs
-        for make in buffers.layers:
+        for make in buffers:
             make()
         del buffers, make
         gc.collect()

@@ -97,7 +97,7 @@ def test_a_streamer_and_beams(rag, call):
     ],
 )
 def test_known_is_what_generate_and_the_models_forward_take(rag, name):
-    check_options({name: 0}, rag.model, ())
+    check_options({name: 0}, rag.model)
 
 
 @pytest.mark.parametrize("name", ["n", "temprature", "best_of", "stop", "update", "kwarg"])
@@ -107,5 +107,5 @@ def test_unknown_is_what_transformers_refuses(rag, name):
         with pytest.raises(ValueError, match="not used by the model"):
             rag.model.generate(ids, max_new_tokens=1, **{name: 1})
     with pytest.raises(ValueError, match=f"{name}="):
-        check_options({name: 1}, rag.model, ())
-    check_options({name: None}, rag.model, ())  # as transformers
+        check_options({name: 1}, rag.model)
+    check_options({name: None}, rag.model)  # as transformers

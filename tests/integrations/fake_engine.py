@@ -76,7 +76,7 @@ class FakeIds(list):
 class FakeEngine:
     def __init__(self, words=WORDS, gate=None):
         self.namespace, self.policy = "default", "lego:16"
-        config = SimpleNamespace(_name_or_path="fake/model", max_position_embeddings=2048)
+        config = SimpleNamespace(name_or_path="fake/model", max_position_embeddings=2048)
         self.model, self.tokenizer = SimpleNamespace(config=config), SimpleNamespace(chat_template="{{ }}")
         self.words, self.gate, self.renders_tools = words, gate, False
         self.queue = SimpleNamespace(has_room=lambda: True, refuse_own_thread=lambda: None)

@@ -191,16 +191,6 @@ def test_a_temperature_samples_and_one_call_overrides_the_settings(adapter):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
-def test_both_names_of_the_longest_answer_are_accepted_everywhere(adapter, name):
-    engine = FakeEngine()
-    adapter(engine, **{name: 5}).ask("hi")
-    adapter(engine).ask("hi", **{name: 6})
-    list(adapter(engine).stream("hi", **{name: 7}))
-    assert [call["max_new_tokens"] for call in engine.calls] == [5, 6, 7]
-    assert not any("max_tokens" in call for call in engine.calls)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

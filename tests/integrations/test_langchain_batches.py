@@ -17,7 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from langchain_ragcachekit.settings import MAX_THREADS, together
+from langchain_ragcachekit.llm import MAX_THREADS, together
 from layer_kit import LONG, WAITED, cancellations, interrupts, streams_ended, threads_ended, watched
 from ragcachekit import CancelScope, QueueConfig, QueueFull, RagCache
 from speaking import byte_level, speaker
@@ -184,12 +184,8 @@ def test_a_chain_with_threads_of_its_own_ends_in_a_scope(chat, model, interrupt,
         whole = RunnableParallel(one=answer, two=answer)
     else:
         whole = RunnablePassthrough.assign(answer=answer)
-    with (
-        watched(model, 3, interrupt) as layers,
-        pytest.raises(KeyboardInterrupt),
-        CancelScope(on_interrupt=True),
-    ):
-        whole.invoke(BATCHED[0])
+    with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
+        CancelScope().run(whole.invoke, BATCHED[0])
     assert layers.most_after <= 1
 
 

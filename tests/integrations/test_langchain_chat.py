@@ -22,8 +22,6 @@ def test_one_engine_and_one_model_are_taken():
     with pytest.raises(ValueError, match="pass it once"):
         make(rag=FakeEngine())
     model = make()
-    with pytest.raises(ValueError, match="not both"):
-        model.invoke("hi", max_tokens=3, max_new_tokens=3)
     with pytest.raises(ValueError, match="greater than 0"):
         model.invoke("hi", max_tokens=0)
     with pytest.raises(ValueError, match="this engine holds 'fake/model'"):

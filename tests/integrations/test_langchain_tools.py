@@ -136,8 +136,6 @@ def test_what_cannot_be_done_is_refused_with_what_to_do():
         model.with_structured_output(Birth, tol=1)
     with pytest.raises(ValueError, match="ChatRagCache does"):
         RagCacheLLM(cache=FakeEngine()).invoke("hi", tools=[born])
-    with pytest.raises(NotImplementedError, match="or use ChatRagCache"):
-        RagCacheLLM(cache=FakeEngine()).with_structured_output(Birth)
 
 
 ANSWER = '{"name": "Ada", "town": "Bern"}'

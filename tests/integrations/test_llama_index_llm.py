@@ -20,7 +20,7 @@ def chat(text="hi", role=MessageRole.USER):
 
 
 def test_metadata_comes_from_the_model():
-    metadata = RagCacheLLM(cache=FakeEngine(), max_new_tokens=40).metadata
+    metadata = RagCacheLLM(cache=FakeEngine(), max_tokens=40).metadata
     assert (metadata.context_window, metadata.num_output, metadata.model_name) == (2048, 40, "fake/model")
     assert metadata.is_chat_model
     engine = FakeEngine()

@@ -32,7 +32,7 @@ from llama_index_ragcachekit import (
 
 FIRST = "Where was Ada Lind born, who is a baker?"
 SECOND = "What does Ada Lind work as, who was born in Bern?"
-MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
+MODES = ("compact", "refine", "tree_summarize", "accumulate", "compact_accumulate")
 
 
 class Words(Embedder):
@@ -51,7 +51,7 @@ class LastFirst(BaseNodePostprocessor):
 
 @pytest.fixture
 def llm(rag):
-    return RagCacheLLM(cache=rag, max_new_tokens=4)
+    return RagCacheLLM(cache=rag, max_tokens=4)
 
 
 @pytest.fixture
@@ -101,21 +101,6 @@ def test_text_completion_prompts_reuse_chunks_too(retriever, rag):
     reused(RetrieverQueryEngine.from_args(retriever, plain).query, rag)
 
 
-@pytest.mark.parametrize("chat", [True, False])
-async def test_simple_summarize_puts_text_into_the_prompt_not_the_repr_of_a_list(chat, retriever, rag):
-    llm = RagCacheLLM(cache=rag, max_tokens=4, is_chat_model=chat)
-    for streaming in (False, True):
-        synthesizer = get_response_synthesizer(llm, response_mode="simple_summarize", streaming=streaming)
-        engine = RetrieverQueryEngine.from_args(retriever, llm, synthesizer)
-        with seeing(ChunkReuseEvent) as seen:
-            str(engine.query(FIRST))
-            answer = await engine.aquery(FIRST)
-            if streaming:
-                assert [piece async for piece in answer.response_gen]
-        assert [event.chunks for event in seen.events] == [3, 3]
-        assert "['" not in "".join(seen.prompts)
-
-
 def chat_engine(kind, retriever, llm):
     memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
     if kind is CondenseQuestionChatEngine:
@@ -146,30 +131,10 @@ def windows(rag, embedder):
     return RagCacheRetriever(inner, embed_model=embedder, cache=rag)
 
 
-@pytest.mark.parametrize("way", ["synthesizer", "postprocessor"])
-def test_sentence_windows_are_reused_whole(way, windows, llm, rag):
-    replace = [MetadataReplacementPostProcessor("window")]
-    if way == "synthesizer":
-        settings = {"response_synthesizer": RagCacheSynthesizer(llm), "node_postprocessors": replace}
-    else:
-        settings = {"node_postprocessors": [*replace, RagCachePostprocessor(cache=rag)]}
-    reused(RetrieverQueryEngine.from_args(windows, llm, **settings).query, rag)
-
-
-def test_the_synthesizer_registers_nodes_as_postprocessors_left_them(retriever, llm):
-    class Upper(BaseNodePostprocessor):
-        def _postprocess_nodes(self, nodes, query_bundle=None):
-            for item in nodes:
-                item.node.set_content(item.node.text.upper())
-            return nodes
-
-    for synthesizer, chunks in ((get_response_synthesizer(llm), 0), (RagCacheSynthesizer(llm), 3)):
-        with seeing(ChunkReuseEvent) as seen:
-            RetrieverQueryEngine.from_args(retriever, llm, synthesizer, node_postprocessors=[Upper()]).query(
-                FIRST
-            )
-        assert [event.chunks for event in seen.events] == [chunks]
-        assert bool(seen.events[0].notes) == (chunks == 0), "why nothing was found"
+def test_sentence_windows_are_reused_whole(windows, llm, rag):
+    replace = MetadataReplacementPostProcessor("window")
+    processors = [replace, RagCachePostprocessor(cache=rag)]
+    reused(RetrieverQueryEngine.from_args(windows, llm, node_postprocessors=processors).query, rag)
 
 
 @pytest.fixture
@@ -199,7 +164,8 @@ def test_merged_parents_are_reused(ours, family, rag, embedder, llm):
     else:
         cached = RagCacheRetriever(inner, embed_model=embedder, cache=rag)
         retriever = AutoMergingRetriever(cached, storage)
-        engine = RetrieverQueryEngine.from_args(retriever, llm, RagCacheSynthesizer(llm))
+        registering = RagCachePostprocessor(cache=rag)
+        engine = RetrieverQueryEngine.from_args(retriever, llm, node_postprocessors=[registering])
     reused(engine.query, rag)
     assert {item.node.node_id for item in engine.query(FIRST).source_nodes} == {"parent-0", "parent-2"}
 

@@ -19,8 +19,6 @@ SETTINGS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_tex
         ("llms", ["RagCacheLLM"]),
         ("retrievers", ["RagCacheRetriever"]),
         ("vector_stores", ["RagCacheVectorStore"]),
-        ("response_synthesizers", ["RagCachePromptHelper", "RagCacheSynthesizer"]),
-        ("postprocessor", ["RagCachePostprocessor"]),
     ],
 )
 def test_the_ecosystems_import_paths_lead_to_the_same_classes(path, names):

@@ -54,16 +54,6 @@ def test_filters_of_other_types_are_other_questions():
     assert retriever.invoke(QUESTION, filter={"tags": ("a",)}) == []
 
 
-def test_a_deletion_keeps_the_questions_that_it_does_not_concern():
-    retriever = RagCacheRetriever.from_documents(stored(), WordEmbeddings(), index="brute", k=1)
-    (found,) = retriever.invoke(QUESTION)
-    near = {one.id for one, _ in retriever.vectorstore.similarity_search_with_score(QUESTION, k=4)}
-    far = next(document.id for document in stored() if document.id not in near)
-    retriever.vectorstore.delete([far])
-    assert retriever.invoke(QUESTION) == [found]
-    assert retriever._retrieval.stats().hits == 1
-
-
 def test_a_second_run_of_a_program_adds_no_node_twice(tmp_path):
     """Parsers and documents get random ids in every run."""
 

@@ -14,7 +14,7 @@ from ragcachekit.plan.link_plan import LinkPlan
 
 def decoder_for(rag: RagCache, **limits: Any) -> BatchDecoder:
     limits = {"max_batch": 16, "max_bytes": 1 << 30, "decode": rag.components.parser.decode, **limits}
-    return BatchDecoder(rag.model, rag.components.generator.rope, **limits)
+    return BatchDecoder(rag.model, rag.components.rope, **limits)
 
 
 def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPlan:

@@ -14,7 +14,7 @@ import pytest
 
 from ragcachekit import CancelScope, Request
 from ragcachekit.engine.request import AnswerStream
-from ragcachekit.generate.streams import TokenQueue
+from ragcachekit.generate.options import TokenQueue
 
 LONG = 60.0
 WAITED = 10.0

@@ -15,14 +15,11 @@ from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.linker import link
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.model.rope.rotation import Rope
-from ragcachekit.plan.encodings import Encodings
-from ragcachekit.plan.link_plan import LinkPlan, Piece
+from ragcachekit.model.rope import Rope, describe_rope
+from ragcachekit.plan.encodings import Encodings, VariantPool
+from ragcachekit.plan.link_plan import LinkPlan, Piece, PromptRequest
 from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.plan import make_plan
-from ragcachekit.plan.request import PromptRequest
-from ragcachekit.plan.variants import VariantPool
+from ragcachekit.plan.planner import make_plan
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.segments import TokenSegment
@@ -70,8 +67,21 @@ def plan_from(
 ) -> LinkPlan:
     """The plan of a prompt over a store, or over what already looks entries up for it."""
     fetch = store if isinstance(store, Fetch) else Fetch(store)
-    request = PromptRequest.of(parts, policy, encodings, fetch, fingerprint, namespace)
+    request = request_of(parts, policy, encodings, fetch, fingerprint, namespace)
     return make_plan(request, pool or VariantPool())
+
+
+def request_of(
+    parts: Sequence[TokenSegment],
+    policy: Any,
+    encodings: Encodings,
+    fetch: Fetch,
+    fingerprint: str,
+    space: str,
+) -> PromptRequest:
+    """The request of a prompt, without a tree."""
+    wanted = tuple(encodings.wanted(parts, fingerprint, space))
+    return PromptRequest(tuple(parts), policy, encodings.name, space, wanted, fetch=fetch)
 
 
 def planned(

@@ -9,7 +9,7 @@ import torch
 from link_kit import described, plan_of
 from ragcachekit.forward.linker import assemble
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.model.rope.rotation import LayerRope, Rope
+from ragcachekit.model.rope import LayerRope, Rope
 from ragcachekit.plan.link_plan import Piece
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def changed(plan, change):
 
 def assembled(plan, rope, device=CPU):
     """Keys and values of every layer, ``[heads, tokens, dim]``."""
-    return [(keys[0], values[0]) for keys, values in (make() for make in assemble(plan, rope, device).layers)]
+    return [(keys[0], values[0]) for keys, values in (make() for make in assemble(plan, rope, device))]
 
 
 def assert_placed(sides, plan, rope, rtol=1e-5):

@@ -18,9 +18,9 @@ def held(rag: RagCache) -> Iterator[list[Any]]:
     runner, turns, go_on = rag.queue.runner, [], threading.Event()
     begin, has_room, step = runner.begin, runner.has_room, runner.step
 
-    def begun(request: Any, closed: Any) -> bool:
+    def begun(request: Any, *how: Any) -> bool:
         turns.append(request)
-        return begin(request, closed)
+        return begin(request, *how)
 
     def stepped() -> list[Any]:
         go_on.wait(0.002)

@@ -52,7 +52,7 @@ class _Model:
     def ask(self, rng: random.Random) -> None:
         asked, retrieval = rng.choice(self.questions), rng.choice(self.retrievals)
         begun = len(self.told) - 1
-        lookup = retrieval.lookup(list(asked), "p", k=K)
+        lookup = retrieval.lookup(list(asked), "p")
         documents = lookup.result.documents
         if lookup.result.hit:
             self.hits += 1
@@ -60,7 +60,7 @@ class _Model:
             with self.reading:
                 ranked = _ranked(self.rows, asked)
             found = [(one, text) for _, one, text in ranked[:K]]
-            documents = retrieval.insert(lookup, found, ranked[K - 1][0] ** 0.5).documents
+            documents = retrieval.insert(lookup, found).documents
         if not self.is_right(documents, asked, begun):
             with self.changing:  # a change was half done
                 if not self.is_right(documents, asked, begun):
@@ -86,7 +86,7 @@ class _Model:
                 else:
                     del self.rows[one]
             if kind in ("add", "update"):
-                retrieval.invalidate_near([point])
+                retrieval.clear()
             if kind == "forget":
                 retrieval.invalidate(texts=[before])
             elif kind != "add":

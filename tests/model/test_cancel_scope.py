@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from contextvars import copy_context
 
@@ -108,30 +107,6 @@ def test_iterate_gives_all_items_and_closes_a_generator_that_is_left() -> None:
 def test_it_is_no_exception_that_a_fallback_would_handle() -> None:
     assert not issubclass(Cancelled, Exception)
     assert not issubclass(Cancelled, RagCacheError)
-
-
-def test_the_signal_handler_is_put_back() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), CancelScope(on_interrupt=True) as scope:
-            signal.raise_signal(signal.SIGINT)
-        assert scope.requested
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with CancelScope(on_interrupt=True):
-            pass
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_signal_that_was_ignored_only_cancels() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with CancelScope(on_interrupt=True) as scope:
-            signal.raise_signal(signal.SIGINT)
-            assert scope.requested
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 async def test_to_thread_gives_the_result_and_cancels_with_its_task() -> None:

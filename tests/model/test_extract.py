@@ -9,8 +9,7 @@ import torch
 
 from link_kit import plan_of
 from placing_kit import SHAPES, assembled, many_kinds
-from ragcachekit.model.extract import Stretch, extract
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, Stretch, extract
 from ragcachekit.plan.link_plan import Piece
 
 COLUMNS = 23

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from ragcachekit.model.identity import weights_digest
-from ragcachekit.model.identity.weights_digest import FileDigests
+from ragcachekit.model import weights as weights_digest
+from ragcachekit.model.weights import FileDigests
 
 LONG_AGO = 1_700_000_000
 

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.model.identity import weights_digest
-from ragcachekit.model.identity.fingerprint import fingerprint
+from ragcachekit.model import weights as weights_digest
+from ragcachekit.model.identity import fingerprint
 
 
 def tiny(seed: int = 0, **changes) -> LlamaForCausalLM:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ragcachekit.model.identity.guard import ModelGuard
+from ragcachekit.model.identity import ModelGuard
 
 
 class Adapter(nn.Module):

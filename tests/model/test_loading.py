@@ -6,7 +6,7 @@ import pytest
 
 from families import build, greedy, plain, tokens
 from ragcachekit import RagCache
-from ragcachekit.model.pretrained import default_cache_dir, weights_folder
+from ragcachekit.model.weights import default_cache_dir, weights_folder
 from speaking import byte_level, speaker
 
 

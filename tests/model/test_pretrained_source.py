@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from ragcachekit.model.pretrained import load_model, weights_folder
+from ragcachekit.model.weights import load_model, weights_folder
 
 
 @pytest.fixture

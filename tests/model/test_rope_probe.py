@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.families.families import all_families, build
-from ragcachekit.model.rope.probe import describe_rope
+from ragcachekit.model.rope import describe_rope
 
 FAMILIES = {family.name: family for family in all_families()}
 

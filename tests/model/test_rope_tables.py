@@ -8,7 +8,7 @@ import torch
 from families import LONGROPE_THRESHOLD
 from link_kit import described
 from placing_kit import CPU, many_kinds
-from ragcachekit.model.rope.rotation import Rope
+from ragcachekit.model.rope import Rope
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ def test_tables_are_made_once_and_grow(monkeypatch, context, asked, sizes):
     real = rope.angles
     monkeypatch.setattr(rope, "angles", lambda *args: made.append(args[1]) or real(*args))
     for length in asked:
-        turns = rope.turns.on(CPU, length)
-        assert rope.turns.on(CPU, length) is turns
+        turns = rope.turns_on(CPU, length)
+        assert rope.turns_on(CPU, length) is turns
         assert len(turns) == 2 * len(rope.tables)
         for number, table in enumerate(rope.tables):
             angles = table.angles(torch.arange(length), length)
@@ -37,8 +37,8 @@ def test_tables_follow_the_length_where_frequencies_do():
     rope = described("phi3-longrope")
     short, long = LONGROPE_THRESHOLD - 1, LONGROPE_THRESHOLD + 1
     for length in (short, long, short, 3, 4 * long, long):
-        ((cos, sin),) = rope.turns.on(CPU, length)
+        ((cos, sin),) = rope.turns_on(CPU, length)
         (angles,) = rope.angles(torch.arange(length), length)
         torch.testing.assert_close(cos[:length], angles.cos * angles.m)
         torch.testing.assert_close(sin[:length], angles.sin * angles.m)
-    assert rope.turns.on(CPU, short) is rope.turns.on(CPU, short)
+    assert rope.turns_on(CPU, short) is rope.turns_on(CPU, short)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.plan import variants
-from ragcachekit.plan.lookup import Fetch, find_entries
-from ragcachekit.plan.variants import VariantPool
+from ragcachekit.plan import encodings as variants
+from ragcachekit.plan.encodings import VariantPool
+from ragcachekit.plan.lookup import Fetch, find_entry
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import concerns
 from ragcachekit.store.memory import HostStore
@@ -38,7 +39,7 @@ def kv(context, tokens=4):
 
 
 def filled(*entries, budget=None):
-    pool = VariantPool(budget=budget)
+    pool = VariantPool(**({} if budget is None else {"budget": budget}))
     for chunk, context in entries:
         pool.add(key(chunk, context), kv(context))
     return pool
@@ -63,18 +64,24 @@ def test_the_budget_is_one_for_all_chunks_and_evicts_in_its_own_namespace():
     pool = VariantPool(budget=6 * kv("sa").nbytes, free=freed.append)
     for number in range(20):
         pool.add(key("x", f"s{'abcdefghijklmnopqrst'[number]}"), kv("sa"))
-        assert len(pool._variants) == min(6, number + 1)
+        assert len(pool) == min(6, number + 1)
     pool.add(key("y", "sa"), kv("sa"))
-    assert (len(pool._variants), key("y", "sa") in pool._variants, len(freed)) == (6, True, 15)
+    assert (len(pool), key("y", "sa") in pool, len(freed)) == (6, True, 15)
     pool.add(key("x", "sa", namespace="two"), kv("sa"))
-    assert len(pool._variants) == 7, "another tenant's variants stay"
+    assert len(pool) == 7, "another tenant's variants stay"
 
 
-def test_what_is_added_without_eviction_needs_room():
-    pool = VariantPool(budget=2 * kv("sa").nbytes)
-    added = [pool.add(key("x", context), kv(context), evict=False) for context in ("sa", "sb", "sc", "sa")]
-    assert added == [True, True, False, True]
-    assert len(pool._variants) == 2
+def test_what_a_store_holds_is_recalled_as_far_as_there_is_room():
+    store = HostStore(1 << 20)
+    for context in ("sa", "sb", "sc"):
+        store.put(key("x", context), kv(context))
+    for wanted, number in ((True, 2), (False, 0)):
+        pool = VariantPool(budget=2 * kv("sa").nbytes)
+        pool.recall(store, "model", variants=wanted)
+        assert len(pool) == number
+    pool = VariantPool()
+    pool.recall(store, "another model", variants=True)
+    assert len(pool) == 0
 
 
 def test_the_least_used_goes():
@@ -82,10 +89,10 @@ def test_the_least_used_goes():
     pool.used(key("x", "sa"), tuple("sa"))
     pool.used(key("y", "sc"), tuple("tz"))
     pool.add(key("z", "sd"), kv("sd"))
-    assert key("x", "sb") not in pool._variants
-    assert key("x", "sa") in pool._variants
+    assert key("x", "sb") not in pool
+    assert key("x", "sa") in pool
     pool.add(key("z", "se"), kv("se"))
-    assert key("z", "sd") not in pool._variants, "used less than the others, though it came later"
+    assert key("z", "sd") not in pool, "used less than the others, though it came later"
 
 
 def test_a_use_counts_by_what_it_saved(monkeypatch):
@@ -112,7 +119,7 @@ def test_what_was_popular_once_does_not_stay(monkeypatch):
         pool.used(key("x", "sb"), tuple("sb"))
         pool.used(key("y", "sc"), tuple("sc"))
     pool.add(key("z"), kv("s"))
-    assert key("x", "sa") not in pool._variants
+    assert key("x", "sa") not in pool
 
 
 class Wanted:
@@ -135,14 +142,14 @@ class TestLookUp:
         return store, pool
 
     def find(self, store, pool, chunk, before):
-        return find_entries([Wanted(chunk, before)], Fetch(store), pool)[0]
+        return find_entry(Wanted(chunk, before), Fetch(store), pool)
 
     def test_its_very_context_wins_and_enters_the_pool(self):
         store, _ = self.store(("x", "sa"), ("x", "sb"))
         pool = VariantPool()
         found = self.find(store, pool, "x", "sa")
         assert (found.key, found.renew) == (key("x", "sa"), False)
-        assert key("x", "sa") in pool._variants
+        assert key("x", "sa") in pool
         assert pool.weight(found.key) == pytest.approx(21)
 
     def test_another_context_does_and_a_bad_one_is_renewed(self):
@@ -156,7 +163,7 @@ class TestLookUp:
         store, pool = self.store(("x", "sab"), ("x", "sc"))
         store.forget("one", frozenset("b"))
         assert self.find(store, pool, "x", "saz").key == key("x", "sc")
-        assert key("x", "sab") not in pool._variants
+        assert key("x", "sab") not in pool
 
     def test_an_entry_of_another_length_is_damaged(self):
         store, pool = self.store(("x", "sa"))
@@ -195,14 +202,17 @@ class Pool(RuleBasedStateMachine):
 
     @rule(chunk=CHUNKS, context=CONTEXTS, namespace=SPACES)
     def add(self, chunk, context, namespace):
-        new = key(chunk, context, namespace)
-        if new not in self.model:
-            while self.nbytes() + kv(context).nbytes > self.budget and (known := self.of(namespace)):
-                weights = {k: self.pool.weight(k) for k in known}
-                evicted = next(k for k in known if weights[k] == min(weights.values()))
-                del self.model[evicted]
-            self.model[new] = 1.0
+        new, weights = key(chunk, context, namespace), {k: self.pool.weight(k) for k in self.of(namespace)}
         self.pool.add(new, kv(context))
+        if new in self.model:
+            return
+        gone = [known for known in weights if known not in self.pool]
+        left = [weight for known, weight in weights.items() if known in self.pool]
+        assert all(weights[known] <= min(left, default=math.inf) for known in gone)
+        self.model = {k: v for k, v in self.model.items() if k not in gone} | {new: 1.0}
+        assert self.nbytes() <= self.budget or not left
+        needed = [self.nbytes() + kv(known.context).nbytes > self.budget for known in gone]
+        assert any(needed) or not gone, "one too many"
 
     @rule(chunk=CHUNKS, context=CONTEXTS, before=CONTEXTS, namespace=SPACES)
     def use(self, chunk, context, before, namespace):
@@ -232,9 +242,9 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        assert len(self.pool._variants) == len(self.model)
+        assert len(self.pool) == len(self.model)
         for known, weight in self.model.items():
-            assert known in self.pool._variants
+            assert known in self.pool
             assert self.pool.weight(known) == pytest.approx(weight)
             ranked = [fit.key for fit in self.pool.ranked(known, ())]
             assert set(ranked) == {k for k in self.of(known.namespace) if k.chunk_id == known.chunk_id}
@@ -265,4 +275,4 @@ def test_many_threads():
     for thread in threads:
         thread.join()
     assert failed == []
-    assert len(pool._variants) <= 8 * kv("s00").nbytes // kv("s").nbytes
+    assert len(pool) <= 8 * kv("s00").nbytes // kv("s").nbytes

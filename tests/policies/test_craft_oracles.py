@@ -19,11 +19,10 @@ from ragcachekit.encode.in_prompt import InPromptEncoder, runs
 from ragcachekit.encode.similar import NeighbourEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.generate.run import link_ahead
-from ragcachekit.model.rope.probe import describe_rope
-from ragcachekit.plan.encodings import Encodings
-from ragcachekit.plan.variants import VariantPool
+from ragcachekit.forward.prefill import link_ahead
+from ragcachekit.forward.rows import observed_cache
+from ragcachekit.model.rope import describe_rope
+from ragcachekit.plan.encodings import Encodings, VariantPool
 from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.forgets import ForgetEpochs
@@ -49,7 +48,7 @@ class Cached:
         install(self.model)
         self.store, self.pool = HostStore(1 << 26), VariantPool()
         self.encodings = Encodings(encoder, self.rope, BOS)
-        chunks = ChunkEncoder(self.model, self.rope, ObservedCache)
+        chunks = ChunkEncoder(self.model, self.rope, observed_cache)
         self.background_encoder = BackgroundEncoder(
             chunks,
             self.store,
@@ -314,8 +313,8 @@ def focused_case(name, window, seed, *known):
 def test_focused_chunks_against_the_slow_forward(name, window, seed):
     cached, plan, theirs, columns, stop = focused_case(name, window, seed)
     _, _, layers = over(theirs, list(plan.token_ids), columns)
-    inputs, done = link_ahead(cached.model, cached.rope, plan)
-    for ours, slow in zip(inputs["past_key_values"].layers, layers, strict=True):
+    linked, done = link_ahead(cached.model, cached.rope, plan)
+    for ours, slow in zip(linked.cache.layers, layers, strict=True):
         assert off(ours.keys[0], slow.keys[0, :, :-1]) < 2e-5
         assert off(ours.values[0], slow.values[0, :, :-1]) < 2e-5
     tokens_cached = sum(c.tokens for c in plan.placed)

@@ -14,12 +14,11 @@ from transformers import DynamicCache
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
 from ragcachekit.encode.standalone import ChunkEncoder
-from ragcachekit.forward import narrowing as narrow
+from ragcachekit.forward import prefill as narrow
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.attention_sums import ObservedCache
-from ragcachekit.forward.cache import LinkedLayer
-from ragcachekit.forward.scoring_pass import choose
-from ragcachekit.generate.run import link_ahead
+from ragcachekit.forward.linker import LinkedLayer
+from ragcachekit.forward.prefill import choose, link_ahead
+from ragcachekit.forward.rows import observed_cache
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.base import Look
 from ragcachekit.policies.registry import open_policy
@@ -44,7 +43,7 @@ def plan_for(name, policy, encoder="standalone", sums=lambda kv: {}):
     store, chosen = HostStore(1 << 26), open_policy(policy)
     arguments = (parts(), chosen, Encodings(encoder, rope, BOS), store, "fingerprint", "space")
     for item in plan_from(*arguments).missing:
-        for _, kv in ChunkEncoder(model, rope, ObservedCache).encode([item.token_ids], item.encoding):
+        for _, kv in ChunkEncoder(model, rope, observed_cache).encode([item.token_ids], item.encoding):
             assert store.put(item.key, replace(kv, sums={**kv.sums, **sums(kv)}))
     return plan_from(*arguments)
 
@@ -223,7 +222,7 @@ class TestHeavy:
     def test_padding_of_a_batch_is_not_counted(self):
         rope, model = described("llama"), wrapped("llama")
         install(model)
-        encoder = ChunkEncoder(model, rope, ObservedCache)
+        encoder = ChunkEncoder(model, rope, observed_cache)
         encoding = plan_for("llama", "reuse").missing or None
         assert encoding is None
         from ragcachekit.model.encoding import Encoding
@@ -302,7 +301,8 @@ class TestCacheBlend:
         kind = "cacheblend-gradual" if gradual else "cacheblend"
         ids, survivors, columns = blend(name, 0.25, gradual)
         logits, layers = slow(name, ids, columns)
-        inputs, plan = link_ahead(wrapped(name), described(name), plan_for(name, f"{kind}:0.25"))
+        linked, plan = link_ahead(wrapped(name), described(name), plan_for(name, f"{kind}:0.25"))
+        inputs = linked.inputs
         cache = inputs["past_key_values"]
         for ours, (keys, values) in zip(cache.layers, layers, strict=True):
             assert off(ours.keys[0], keys[:, :-1]) < 2e-5
@@ -320,9 +320,9 @@ class TestCacheBlend:
         assert plan.report.recomputed_tokens == len(survivors[-1])
 
     def test_ratio_one_is_an_ordinary_prefill(self):
-        inputs, plan = link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend:1"))
+        linked, plan = link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend:1"))
         run = prefill(plain("llama"), ids_of(parts()))
-        for ours, keys in zip(inputs["past_key_values"].layers, run.keys, strict=True):
+        for ours, keys in zip(linked.cache.layers, run.keys, strict=True):
             assert off(ours.keys[0], keys[:, :-1]) < 1e-5
         assert plan.report.approximate_tokens == 0
 

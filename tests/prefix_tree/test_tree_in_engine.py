@@ -10,7 +10,7 @@ import torch
 from engine_kit import chunk, ids, rag_for, text
 from families import LONGROPE_THRESHOLD, oracle, plain, prefill
 from ragcachekit import Prompt, StoreConfig, TreeConfig
-from ragcachekit.generate.hooks import FirstScores
+from ragcachekit.generate.run import FirstScores
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.disk import DiskStore
 from tree_kit import nodes

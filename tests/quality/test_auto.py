@@ -13,10 +13,10 @@ import torch
 from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
 from ragcachekit.background import ActiveRequests
+from ragcachekit.policies.baselines import Reuse
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.measured import Auto, PolicyAndEncoder
 from ragcachekit.policies.registry import known_policies, open_policy
-from ragcachekit.policies.reuse import Reuse
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality import check
 from ragcachekit.quality.auto import CHANGING, UNKNOWN, SeenPrompts
@@ -546,7 +546,7 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
         return drop(*asked)
 
     rag.after_answer.encode_missing = lambda *_: None  # waits for the forget
-    rag.after_answer.rows.after = lambda _: frozenset()
+    rag.after_answer.keep = lambda _: frozenset()
     rag.chunks.drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert auto_of(rag)._seen.of("default") == ()

@@ -30,7 +30,7 @@ from ragcachekit.commands.calibrate import (
     upper_bound,
 )
 from ragcachekit.commands.questions import PromptMaker
-from ragcachekit.model.pretrained import load_model
+from ragcachekit.model.weights import load_model
 from ragcachekit.quality.check import probes
 from ragcachekit.quality.records import Calibration, read_calibration
 

@@ -1,20 +1,22 @@
-"""Lookup, else search, then insert."""
+"""Lookup, else search, then insert; entries go when documents change: nothing stale is returned."""
 
 from __future__ import annotations
 
 import threading
+import time
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ragcachekit
-from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
 from ragcachekit.retrieval.partition import Partition
 from ragcachekit.retrieval.proximity import Entry, ProximityCache
+from stale_kit import change_and_ask
 
-A, B, C = [1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]
+A, NEAR_A, B, C = [1.0, 0.0], [1.0, 0.01], [0.0, 1.0], [-1.0, 0.0]
 
 
 class Search:
@@ -28,13 +30,8 @@ class Search:
         return self.found
 
 
-def make(capacity: int = 2, tolerance: float = 0.1) -> CachedRetrieval[str]:
-    return CachedRetrieval(ProximityCache(capacity, tolerance))
-
-
-def test_public_names() -> None:
-    assert ragcachekit.CachedRetrieval is CachedRetrieval
-    assert ragcachekit.ProximityCache is ProximityCache
+def make(capacity: int = 2, tolerance: float = 0.1, **options: Any) -> CachedRetrieval[str]:
+    return CachedRetrieval(ProximityCache(capacity, tolerance), text=str, **options)
 
 
 def test_a_miss_searches_and_a_hit_does_not() -> None:
@@ -69,15 +66,6 @@ def test_documents_leave_with_their_entry() -> None:
     assert retrieval.clear() == 1
     assert retrieval.stats().entries == 0
     retrieval.check()
-
-
-def test_a_repeated_id_is_returned_as_often() -> None:
-    retrieval = make(capacity=1)
-    retrieval.get(A, "p", Search(("1", "one"), ("1", "one")))
-    assert retrieval.get(A, "p", Search()).documents == ("one", "one")
-    retrieval.get(B, "p", Search(("1", "one")))
-    retrieval.check()
-    assert retrieval.get(B, "p", Search()).documents == ("one",)
 
 
 def test_nothing_found_is_not_kept() -> None:
@@ -167,6 +155,82 @@ def test_a_forget_waits_for_what_is_being_handed_on() -> None:
     assert retrieval.while_current(retrieval.epoch, hand_on)
     forgetting.join(10)
     assert order == ["handed on", "forgotten"]
+
+
+def searched(retrieval: CachedRetrieval[str], embedding, documents, **options) -> Retrieved[str]:
+    return retrieval.get(embedding, "p", lambda: [(one, one) for one in documents], **options)
+
+
+def test_a_near_miss_is_searched() -> None:
+    retrieval = make(9)
+    searched(retrieval, A, "a", question="Which items are covered?")
+    asked = searched(retrieval, NEAR_A, "b", question="Which items are not covered?")
+    assert (asked.hit, asked.refused, asked.documents) == (False, "negation", ("b",))
+    assert searched(retrieval, A, "", question="Which items are covered?").documents == ("a",)
+    assert searched(retrieval, NEAR_A, "", question="Which items are not covered?").documents == ("b",)
+    assert searched(retrieval, A, "").documents == ("a",), "without a text nothing is compared"
+
+
+def test_the_guard_can_be_turned_off_and_does_not_run_at_tolerance_0() -> None:
+    for retrieval in (make(9, guard=False), make(9, 0.0)):
+        searched(retrieval, A, "a", question="Which items are covered?")
+        assert searched(retrieval, A, "b", question="Which items are not covered?").hit
+
+
+def test_invalidate_drops_what_holds_a_document() -> None:
+    retrieval = make(9, 0.0)
+    for embedding, documents in ((A, "ab"), (B, "bc"), ([1.0, 1.0], "cd"), ([2.0, 1.0], "de")):
+        searched(retrieval, embedding, documents)
+    assert retrieval.invalidate(ids=["a"]) == 1
+    assert retrieval.invalidate(texts=["b"], where=lambda document: document == "e") == 2
+    assert retrieval.invalidate(ids=[]) == 0
+    assert retrieval.invalidate(partition=lambda place: place == "q") == 0
+    assert retrieval.invalidate(ids=["d"], partition=lambda place: place == "p") == 1
+    assert retrieval.stats().entries == 0
+    retrieval.check()
+
+
+def test_bad_arguments_of_invalidate() -> None:
+    with pytest.raises(TypeError, match="put it into a list"):
+        make().invalidate(ids="document")
+    with pytest.raises(TypeError, match="text="):
+        CachedRetrieval[str](ProximityCache(1)).invalidate(texts=["a"])
+
+    def broken(document: str) -> bool:
+        raise KeyError(document)
+
+    retrieval = make(9)
+    searched(retrieval, A, "a")
+    with pytest.raises(KeyError):
+        retrieval.invalidate(where=broken)
+    retrieval.check()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ten_thousand_operations_with_threads_return_nothing_stale(seed: int) -> None:
+    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(25, 0.0, "l2"), text=str)
+    hits, stale = change_and_ask([retrieval], seed, threads=4, operations=10_000)
+    assert stale == []
+    assert hits > 500, "the cache was of use"
+    retrieval.check()
+
+
+def test_an_expired_result_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    retrieval = make(9, ttl=10.0)
+    searched(retrieval, A, "a")
+    searched(retrieval, B, "b")
+    now[0] += 6
+    assert searched(retrieval, NEAR_A, "").hit, "which does not prolong it"
+    now[0] += 4
+    again = searched(retrieval, NEAR_A, "c")
+    assert (again.hit, again.refused, again.documents) == (False, "expired", ("c",))
+    assert retrieval.stats().entries == 1, "all that has expired goes"
+    assert searched(retrieval, A, "").documents == ("c",)
+    for ttl in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="ttl must be"):
+            make(ttl=ttl)
 
 
 class Broken(ProximityCache):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.retrieval.calibrate import calibrate
+from ragcachekit.retrieval.distances import calibrate
 from ragcachekit.retrieval.proximity import ProximityCache
 
 

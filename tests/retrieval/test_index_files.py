@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.retrieval import faiss_index
 from ragcachekit.retrieval.index import VectorIndex, index_names, load_index, open_index
+from ragcachekit.retrieval.libraries import FaissFlatIndex
 
 KEYS = np.random.default_rng(5).standard_normal((40, 8)).astype(np.float32)
 IDS: list[str | int] = [f"é-{i}" if i % 2 else i for i in range(40)]
@@ -135,8 +135,32 @@ def test_options_survive(tmp_path: Path) -> None:
     assert load_index(tmp_path / "i").options() == {"links": 5, "ef_construction": 200, "ef_search": 9}
 
 
+@pytest.mark.parametrize("metric", ["l2", "cosine"])
+def test_a_graph_skips_what_was_removed(metric: str, tmp_path: Path) -> None:
+    keys = np.random.default_rng(0).standard_normal((2_000, 16)).astype(np.float32)
+    queries, kept = np.random.default_rng(5).standard_normal((50, 16)), np.ones(2_000, bool)
+    units = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    index = open_index("faiss-hnsw", 16, metric)
+    index.add(list(range(2_000)), keys)
+    for query in queries[:12]:  # the neighbours of a query go: those that a search walks through
+        gone = list(index.search(query, 45).ids)
+        kept[gone] = False
+        assert index.remove(gone) == len(gone)
+    index.save(tmp_path / "i")
+    for held in (index, load_index(tmp_path / "i")):
+        for query in queries:
+            scores = np.linalg.norm(keys - query, axis=1) if metric == "l2" else -units @ query
+            true = [one for one in np.argsort(scores).tolist() if kept[one]][:10]
+            found = held.search(query, 10).ids
+            assert kept[list(found)].all()  # type: ignore[arg-type]
+            assert len(set(found) & set(true)) >= 9
+        removed = np.flatnonzero(kept)[:100].tolist()  # beyond 30 %: the graph is built anew
+        assert held.remove(removed) == 100
+        assert set(held.search(queries[0], 2_000).ids) == set(np.flatnonzero(kept)[100:].tolist())
+
+
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw, faiss-ivf, hnswlib"):
+    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw, hnswlib"):
         open_index("annoy", 8)
     with pytest.raises(ValueError, match="known: cosine, ip, l2"):
         open_index("brute", 8, "hamming")
@@ -154,4 +178,4 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ImportError, match="pip install faiss-cpu "):
-        faiss_index.FaissFlatIndex(4)
+        FaissFlatIndex(4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,14 @@ from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.proximity import Entry, ProximityCache
 
 Make = Callable[..., ProximityCache]
-IMPLEMENTATIONS = list(product([ProximityCache], ["cosine", "l2", "ip"], ["fifo", "lru"]))
+KINDS = [("cosine", "fifo"), ("cosine", "lru"), ("l2", "fifo"), ("ip", "lru")]
 RNG = np.random.default_rng(7)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda case: f"{case[0].__name__}-{case[1]}-{case[2]}")
+@pytest.fixture(params=KINDS, ids="-".join)
 def make(request: pytest.FixtureRequest) -> Make:
-    kind, metric, eviction = request.param
-
     def build(capacity: int = 4, tolerance: float = 0.0) -> ProximityCache:
-        cache: ProximityCache = kind(capacity, tolerance, metric, eviction)
-        return cache
+        return ProximityCache(capacity, tolerance, *request.param)
 
     return build
 
@@ -33,8 +29,7 @@ def rows(count: int, dim: int = 768) -> np.ndarray:
     return RNG.standard_normal((count, dim)).astype(np.float32)
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 1e-12, 0.01])
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize(("tolerance", "scale"), [(0.0, 1.0), (1e-12, 1e-6), (0.01, 1e6)])
 def test_an_identical_vector_always_hits(make: Make, tolerance: float, scale: float) -> None:
     cache, vectors = make(64, tolerance), rows(64) * np.float32(scale)
     for number, vector in enumerate(vectors):
@@ -79,7 +74,7 @@ def test_another_partition_never_hits(make: Make, tolerance: float) -> None:
     for number, vector in enumerate(vectors):
         assert cache.lookup(vector, partition=("b", number % 3)) is None
         hit = cache.lookup(vector, partition=("a", (number + 1) % 3))
-        assert hit is None or hit.ids[0] % 3 == (number + 1) % 3
+        assert hit is None or hit.results[0] % 3 == (number + 1) % 3
         assert cache.lookup(vector, partition=("a", number % 3)) == ((number,), 0.0)
 
 
@@ -114,8 +109,8 @@ def test_forget_and_clear(make: Make) -> None:
     cache, vectors = make(8), rows(6, 8)
     for number, vector in enumerate(vectors):
         cache.insert(vector, [number], partition=number % 2)
-    gone = cache.forget(lambda entry: entry.partition == 1 or entry.ids == (2,))
-    assert {entry.ids[0] for entry in gone} == {1, 2, 3, 5}
+    gone = cache.forget(lambda entry: entry.partition == 1 or entry.results == (2,))
+    assert {entry.results[0] for entry in gone} == {1, 2, 3, 5}
     cache.check()
     assert cache.lookup(vectors[3], partition=1) is None
     assert cache.lookup(vectors[4], partition=0) == ((4,), 0.0)
@@ -154,11 +149,10 @@ def test_no_numbers_is_a_type_error(make: Make, embedding: Any) -> None:
         make().lookup(embedding, partition="p")
 
 
-@pytest.mark.parametrize("ids", ["abc", [1.5], [None], [True], [b"x"]])
-def test_bad_ids_are_refused(make: Make, ids: Any) -> None:
+def test_one_string_is_no_sequence_of_results(make: Make) -> None:
     cache = make()
-    with pytest.raises(TypeError, match="id"):
-        cache.insert([1.0, 2.0], ids, partition="p")
+    with pytest.raises(TypeError, match="not one string"):
+        cache.insert([1.0, 2.0], "abc", partition="p")
     assert cache.stats().inserts == 0
 
 
@@ -181,10 +175,10 @@ def test_threads_lose_nothing(make: Make) -> None:
             hit = cache.lookup(vectors[number], partition=number % 2)
             if hit is None:
                 cache.insert(vectors[number], [number], partition=number % 2)
-            elif hit.ids != (number,):
+            elif hit.results != (number,):
                 failures.append((number, hit))
             if number == 7:
-                cache.forget(lambda entry: entry.ids == (7,))
+                cache.forget(lambda entry: entry.results == (7,))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
@@ -196,3 +190,31 @@ def test_threads_lose_nothing(make: Make) -> None:
     assert failures == []
     assert stats.hits + stats.misses == 6 * 300
     assert stats.entries <= 16
+
+
+def test_what_is_not_accepted_is_a_miss_and_no_use() -> None:
+    cache = ProximityCache(2, 1.0, "l2", "lru")
+    cache.insert([0.0], ["near"], partition="p")
+    cache.insert([0.7], ["second"], partition="p")
+    asked: list[Entry] = []
+    for query in ([0.1], [0.0]):
+        assert cache.lookup(query, partition="p", accept=lambda entry: bool(asked.append(entry))) is None
+    assert asked == [Entry("p", ("near",))] * 2  # the nearest only
+    assert (cache.stats().hits, cache.stats().misses) == (0, 2)
+    assert cache.insert([9.0], ["new"], partition="p") == (Entry("p", ("near",)),)
+    assert cache.lookup([0.7], partition="p", accept=lambda entry: entry.results == ("second",)) is not None
+    assert cache.lookup([50.0], partition="p", accept=lambda entry: pytest.fail("nothing is near")) is None
+
+
+def test_entries_are_copies_in_the_order_in_which_they_leave() -> None:
+    cache = ProximityCache(3, 0.0, "cosine", "lru")
+    vectors = RNG.standard_normal((3, 8)).astype(np.float32)
+    for number, vector in enumerate(vectors):
+        cache.insert(vector, [number], partition=number % 2)
+    assert cache.lookup(vectors[0], partition=0)
+    entries = cache.entries()
+    assert [entry for entry, _ in entries] == [Entry(1, (1,)), Entry(0, (2,)), Entry(0, (0,))]
+    for entry, embedding in entries:
+        assert np.array_equal(embedding, vectors[entry.results[0]])
+        embedding[:] = 9
+    assert cache.lookup(vectors[1], partition=1) == ((1,), 0.0)

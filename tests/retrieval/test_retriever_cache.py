@@ -51,7 +51,7 @@ def call(
 
 
 def test_settings_are_the_arguments() -> None:
-    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "text", "source", "folder"}
+    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "text", "source", "index"}
     assert set(RetrieverSettings.__annotations__) == taken | {"namespace"}
 
 

@@ -117,8 +117,6 @@ HASH = "0" * 64
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limits": {{"parallel": 0}}}}]}}',
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limits": {{"parallel": "3"}}}}]}}',
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limit": {{}}}}]}}',
-        f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}"}}, '
-        f'{{"name": "b", "namespace": "a", "sha256": "{HASH}"}}]}}',
     ],
 )
 def test_files_that_cannot_be(file, content):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.keys import Limits, Tenant
-from ragcachekit.server.limits import Usage
+from ragcachekit.server.keys import Limits, Tenant, Usage
 
 
 class Clock:
@@ -34,7 +33,7 @@ def ask(usage, who, tokens=0, used=None):
     with usage.admit(who) as grant:
         grant.expect(tokens)
         if used is not None:
-            grant.used(used)
+            grant.charge(used)
 
 
 def refusal(usage, who, tokens=0):

@@ -12,10 +12,9 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server.errors import ApiError
+from ragcachekit.server.errors import ApiError, parsed
 from ragcachekit.server.keys import Limits, Tenant, add_key
-from ragcachekit.server.middleware import MAX_BODIES, MAX_HEADER_BYTES, MAX_TENANT_BODIES, BodyLimit
-from ragcachekit.server.responses import parsed
+from ragcachekit.server.middleware import MAX_BODIES, MAX_HEADER_BYTES, BodyLimit
 from server_kit import LONG, MODEL, QUESTION, engine, served, until
 
 MOST = 10_000
@@ -206,21 +205,21 @@ async def test_a_client_that_reads_nothing_frees_its_place(stream, tmp_path):
             assert answer.status_code == 200
 
 
-async def test_bodies_in_memory_are_bounded_per_tenant_and_together():
+async def test_bodies_in_memory_are_bounded():
     inside, go_on, most = [], asyncio.Event(), 1000
 
     async def hold(scope, receive, send):
-        inside.append(scope["state"]["tenant"].name)
+        inside.append(scope["path"])
         await go_on.wait()
 
-    door = BodyLimit(hold, most, lambda headers: Tenant(headers["x-api-key"], "a"), seconds=5)
+    door = BodyLimit(hold, most, known, seconds=5)
     tasks, answered = [], []
 
     async def send(message):
         answered.append(message)
 
-    async def come(name):
-        headers = [(b"x-api-key", name.encode()), (b"expect", b"100-continue")]
+    async def come():
+        headers = [(b"authorization", b"Bearer good"), (b"expect", b"100-continue")]
         tasks.append(asyncio.create_task(door(scope("/v1/x", headers), receiving(b"x" * most), send)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -228,14 +227,13 @@ async def test_bodies_in_memory_are_bounded_per_tenant_and_together():
         answered.clear()
         return statuses
 
-    for n in range(MAX_BODIES):
-        assert await come(f"t{n // MAX_TENANT_BODIES}") == []
-    assert await come("t0") == [429]
-    assert await come("other") == [503]
+    for _ in range(MAX_BODIES):
+        assert await come() == []
+    assert await come() == [503]
     go_on.set()
     await asyncio.gather(*tasks)
     assert len(inside) == MAX_BODIES
-    assert await come("t0") == []
+    assert await come() == []
     await asyncio.gather(*tasks)
     assert len(inside) == MAX_BODIES + 1
 

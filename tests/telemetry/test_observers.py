@@ -201,12 +201,12 @@ def test_query_lookups(rag, seen) -> None:
     rag.add_query_cache(cache)
     place, question = "place", np.ones(4, np.float32)
 
-    def ask(embedding: Any, text: str, k: int | None = None) -> Any:
-        return cache.get(embedding, place, lambda: [("1", "one"), ("2", "two")], question=text, k=k)
+    def ask(embedding: Any, text: str) -> Any:
+        return cache.get(embedding, place, lambda: [("1", "one"), ("2", "two")], question=text)
 
-    ask(question, "Does Ada live in Rome?", 2)
-    ask(question, "Does Ada live in Rome?", 2)
-    ask(question, "Does Ada not live in Rome?", 2)
+    ask(question, "Does Ada live in Rome?")
+    ask(question, "Does Ada live in Rome?")
+    ask(question, "Does Ada not live in Rome?")
     ask(np.full(4, np.nan), "?")
     assert [lookup.result for lookup in seen.lookups] == ["miss", "hit", "refused", "failed"]
     assert [lookup.documents for lookup in seen.lookups] == [0, 2, 0, 0]

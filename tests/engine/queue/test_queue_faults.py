@@ -44,7 +44,6 @@ def usable(rag: RagCache) -> None:
     assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids == rag.generate(PROMPT, **ASKED).token_ids
     assert rag.queue.drain(LONG)
     assert not rag.queue.runner.runs
-    assert not rag.queue.runner.wanted
     assert not rag.queue.runner.decoder.active
 
 
@@ -186,13 +185,12 @@ def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(r
     usable(rag)
 
 
-def test_a_batch_that_cannot_be_opened_is_an_error_and_no_standstill(rag):
-    make = rag.components.generator.batch_decoder
+def test_a_batch_that_cannot_be_opened_is_an_error_and_no_standstill(rag, monkeypatch):
     vars(rag.queue.runner).pop("decoder")
-    rag.components.generator.batch_decoder = lambda _: 1 / 0
+    monkeypatch.setattr("ragcachekit.engine.runner.BatchDecoder", lambda *_, **__: 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         rag.submit(PROMPT, **ASKED).result(LONG)
-    rag.components.generator.batch_decoder = make
+    monkeypatch.undo()
     usable(rag)
 
 

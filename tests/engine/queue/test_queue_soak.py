@@ -27,7 +27,7 @@ from ragcachekit import (
 )
 from ragcachekit.engine.request import Request
 from ragcachekit.forward.batch import RequestKV
-from ragcachekit.forward.cache import LinkedCache
+from ragcachekit.forward.linker import LinkedCache
 from ragcachekit.generate.batch import Decoding
 from soak_kit import figures
 
@@ -50,7 +50,7 @@ def resources(rag):
     threads = [t.name for t in threading.enumerate() if t.name.startswith("ragcachekit")]
     files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     runner = rag.queue.runner
-    left = (len(runner.runs), sum(runner.wanted.values()), len(runner.decoder.active))
+    left = (len(runner.runs), len(runner.decoder.active))
     held = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in HELD)
     return {"threads": threads, "files": files, "left": left, "held": held}
 

@@ -15,7 +15,7 @@ from batch_kit import begin, decoder_for, finish, plan_for
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import VOCAB, build, greedy, plain, wrapped
 from ragcachekit import Prompt, RagCache, TreeConfig
-from ragcachekit.generate.batch_check import why_not_together
+from ragcachekit.forward.check import why_not_together
 from ragcachekit.generate.run import run_generate
 
 OTHER = Prompt([text(14, 8), chunk(33, 2), text(2, 9)])
@@ -284,16 +284,16 @@ def test_a_step_that_fails_can_be_repeated(decoder, rag, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", ["full", "cacheblend:0.3"])
+@pytest.mark.parametrize("policy", ["prefix", "cacheblend:0.3"])
 def test_the_cache_is_that_of_one_run(name, policy):
-    rag = warmed(name, PROMPT, policy=policy)
+    rag = warmed(name, PROMPT, policy=policy, tree=TreeConfig())  # a tree needs all rows
     decoder, parser = decoder_for(rag), rag.components.parser
     ours = begin(decoder, rag, PROMPT, max_new_tokens=6, eos_token_id=NEVER)
     begin(decoder, rag, OTHER)
     finish(decoder)
     options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": NEVER, "pad_token_id": 0}
-    rope, plan = rag.components.generator.rope, plan_for(rag, PROMPT)
-    alone = run_generate(rag.model, rope, plan, options, decode=parser.decode, whole=True)
+    rope, plan = rag.components.rope, plan_for(rag, PROMPT)
+    alone = run_generate(rag.model, rope, plan, options, decode=parser.decode)
     generated = ours.generated()
     assert generated.token_ids == alone.token_ids
     assert generated.report.recomputed_tokens == alone.report.recomputed_tokens
@@ -347,7 +347,7 @@ def test_answered_requests_are_captured(name, most_held, monkeypatch):
         begin(decoder, rag, EXACT)
         finish(decoder)
         assert (one.generated().own.nbytes == 0) == (most_held == 0)
-        rag.after_answer.follow_up(one.generated())
+        rag.after_answer.keep(one.generated())
         rag.flush()
         answer = rag.generate(again, max_new_tokens=8, do_sample=False)
         assert answer.report.link.exact_tokens >= 67

@@ -11,10 +11,9 @@ from fastapi import FastAPI
 from ragcachekit import RagCache
 from ragcachekit.server.context_routes import router
 from ragcachekit.server.contexts import ContextStore
-from ragcachekit.server.keys import ApiKeys, Limits, Tenant, add_key
-from ragcachekit.server.limits import Usage
+from ragcachekit.server.errors import add_handlers
+from ragcachekit.server.keys import ApiKeys, Limits, Tenant, Usage, add_key
 from ragcachekit.server.middleware import BodyLimit
-from ragcachekit.server.responses import add_handlers
 from speaking import byte_level, speaker
 
 NOW = 1_700_000_000.0

@@ -1,0 +1,344 @@
+"""Rows that a forward computed: attention sums of its chunks, and copies of its KV for tree and store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ragcachekit.forward.attention import tagged
+from ragcachekit.model.encoding import InPromptEncoding
+from ragcachekit.model.kv import ChunkKV, Stretch, extract
+from ragcachekit.model.rope import Rope
+from ragcachekit.plan.encodings import IN_PROMPT
+from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.policies.base import LayerwisePolicy
+from ragcachekit.prefix_tree.base import Match, blocks_of
+from ragcachekit.prefix_tree.conversations import Turn
+from ragcachekit.types import ENCODING_PREFIX, whole_id
+from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, context_mass
+
+MAX_HELD_BYTES = 1 << 30
+"""Maximal bytes of queries and keys held for a request, or a batch; beyond it, chunks are encoded anew.
+
+A batch sums what exceeds it at once instead, while the other requests wait.
+"""
+
+_EXACT_IN_PLACE = (ENCODING_PREFIX, "standalone", "system")
+"""Encodings whose context is a real prompt's beginning, KV and all, beside those of a prompt's own rows."""
+
+
+# -- attention sums ------------------------------------------------------------------------------------
+
+
+class AttentionSums:
+    """Attention that each token of some chunks gets, summed over layers, heads and rows.
+
+    It can be a cache layer's tag (:class:`~ragcachekit.forward.attention.KeyTag`) or the observer of a linked
+    forward. ``stretches`` are the first row of each item's chunk and the row after its last. ``first`` are
+    the indices of those first rows among the computed rows, where these are not the whole prompt. Sums stay
+    on the device until they are read: copying each would wait for its layer.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int]], first: Sequence[int] | None = None) -> None:
+        self._stretches = tuple(stretches)
+        self._first = [start for start, _ in self._stretches] if first is None else list(first)
+        self._rows = [Rows(tuple(range(start, stop))) for start, stop in self._stretches]
+        self._attended = [torch.zeros(stop - start) for start, stop in self._stretches]
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return [{"attended": attended.cpu()} for attended in self._attended]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        """Add one layer of a batch; the model's own attention computes it."""
+        self.add(query, key, options)
+
+    def observe(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        positions: Sequence[int],
+        options: AttentionOptions,
+    ) -> None:
+        """Add one layer of a linked forward; see :class:`~ragcachekit.policies.base.AttentionObserver`."""
+        self.add(query[None], key[None], options)
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+        """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
+        for item, (start, stop) in enumerate(self._stretches):
+            at = self._first[item]
+            rows, keys = query[item, :, at : at + stop - start], key[item, :, :stop]
+            sums = column_scores(rows, keys, self._rows[item], options)
+            self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
+
+
+class ContextSums(AttentionSums):
+    """Attention of chunks of one prompt to its segments (Cache-Craft section 3.1, inter and intra).
+
+    ``chunks`` are, per chunk, the lengths of the segments before it, then its own.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:
+        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks], first)
+        self._lengths = [tuple(lengths) for lengths in chunks]
+        self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
+        self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
+        self._outward = [torch.zeros_like(attended) for attended in self._attended]
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+        """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
+        for number, (start, stop) in enumerate(self._stretches):
+            at = self._first[number]
+            rows, keys = query[0, :, at : at + stop - start], key[0, :, :stop]
+            mass = context_mass(rows, keys, self._rows[number], self._lengths[number], options)
+            self._inter[number].append(mass.inter)
+            self._intra[number].append(mass.intra)
+            self._outward[number] = self._outward[number].to(mass.outward.device) + mass.outward
+            self._attended[number] = self._attended[number].to(mass.columns.device) + mass.columns[start:]
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return [
+            {
+                "attended": self._attended[number].cpu(),
+                "inter": torch.stack(inter).cpu(),
+                "intra": torch.stack(self._intra[number]).cpu(),
+                "behind": torch.tensor(self._lengths[number][:-1]).float(),
+                "outward": (self._outward[number] / len(inter)).cpu(),
+            }
+            for number, inter in enumerate(self._inter)
+        ]
+
+
+class SummingCache(Cache):  # type: ignore[misc]
+    """A dynamic cache whose first forward, on a model with our attention, adds to ``observed``."""
+
+    def __init__(self, observed: AttentionSums) -> None:
+        super().__init__(layer_class_to_replicate=partial(_SummingLayer, observed))
+        self.observed = observed
+
+    @property
+    def sums(self) -> list[dict[str, torch.Tensor]]:
+        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
+        return self.observed.sums
+
+
+def observed_cache(stretches: Sequence[tuple[int, int]]) -> SummingCache:
+    """A :class:`SummingCache` for a batch of chunks, which are rows ``start .. stop - 1`` of its items."""
+    return SummingCache(AttentionSums(stretches))
+
+
+class _SummingLayer(DynamicLayer):  # type: ignore[misc]
+    def __init__(self, sums: AttentionSums) -> None:
+        super().__init__()
+        self._sums: AttentionSums | None = sums
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        sums, self._sums = self._sums, None  # the prefill alone, not decoding
+        return (keys if sums is None else tagged(keys, sums)), values
+
+
+# -- missing entries that a request computes -----------------------------------------------------------
+
+
+def segments_of(item: Missing) -> tuple[int, ...]:
+    """Lengths of the segments that a chunk is encoded after, and of the chunk itself."""
+    encoding, context = item.encoding, len(item.encoding.before)
+    before = encoding.segments if isinstance(encoding, InPromptEncoding) else (context,) * (context > 0)
+    return (*before, len(item.token_ids))
+
+
+def stop_of(item: Missing) -> int:
+    """Position after the chunk's last token in its prompt."""
+    return len(item.encoding.before) + len(item.token_ids)
+
+
+def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
+    """Missing entries whose rows the request computes after just their context, and after exact rows only.
+
+    This covers every chunk stored from the prompt's own prefill, the ``prefix``, the ``system`` chunk after
+    it, and a ``standalone`` one at position 0. Entries after approximate rows need a forward of their own:
+    later they would be taken for exact.
+    """
+    computed, last = set(plan.rows), exact_rows(plan, rotated=True)
+    return tuple(
+        item
+        for item in plan.missing
+        if (item.encoding.name in _EXACT_IN_PLACE or isinstance(item.encoding, InPromptEncoding))
+        and stop_of(item) <= last
+        and plan.token_ids[: stop_of(item)] == (*item.encoding.before, *item.token_ids)
+        and computed.issuperset(range(len(item.encoding.before), stop_of(item)))
+    )
+
+
+class OwnRows(ContextSums):
+    """KV and attention sums of missing chunks (:func:`own_entries`), out of one request's prefill.
+
+    Queries and keys are held and summed later (:meth:`settle`): sums would delay the first token.
+    ``nbytes`` are the bytes held, ``layers`` the layers that were observed and not given up.
+    """
+
+    def __init__(self, plan: LinkPlan, items: Sequence[Missing]) -> None:
+        self.items, self._length, self._count = tuple(items), len(plan.token_ids), len(plan.rows)
+        place = {row: number for number, row in enumerate(plan.rows)}
+        chunks = [segments_of(item) for item in items]
+        first = [place[len(item.encoding.before)] for item in items]
+        begin = min(first)
+        super().__init__(chunks, [at - begin for at in first])
+        end = max(at + len(item.token_ids) for at, item in zip(first, items, strict=True))
+        self._rows_held, self._keys_held = (begin, end), max(map(sum, chunks))
+        self.nbytes = self.layers = 0
+        self._held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
+
+    def cache(self) -> Cache:
+        """An empty cache for an ordinary prefill of the prompt."""
+        return SummingCache(self)
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+        """Hold a layer's queries and keys."""
+        if query.shape[2] != self._count:
+            return  # a layer that runs fewer rows
+        held = _part(query, *self._rows_held), _part(key, 0, self._keys_held)
+        self.nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
+        self._held.append((*held, options))
+        self.layers += 1
+        if self.nbytes > MAX_HELD_BYTES:
+            self._held.clear()
+            self.layers = 0
+
+    def settle(self) -> None:
+        """Sum and release the held layers."""
+        for query, key, options in self._held:
+            super().add(query, key, options)
+        self._held.clear()
+        self.nbytes = 0
+
+    def complete(self, cache: Any) -> bool:
+        """Whether every layer of a prefill was observed, and ``cache`` still has its rows."""
+        return _holds(cache, self._length) and len(cache.layers) == self.layers
+
+    @torch.no_grad()
+    def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:
+        """Copies on the host, keys without RoPE, from a cache for which :meth:`complete` is true."""
+        self.settle()
+        out = []
+        for item, sums in zip(self.items, self.sums, strict=True):
+            is_prefix = item.encoding.name == ENCODING_PREFIX
+            at = Stretch(0, len(item.encoding.before), stop_of(item))
+            (kv,) = extract(cache.layers, [at], None if is_prefix else rope, self._length)
+            kept = sums if item.encoding.name == IN_PROMPT else {"attended": sums["attended"]}
+            out.append((item, ChunkKV(*kv, 0 if is_prefix else None, kept)))
+        return out
+
+
+def _part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Rows of ``[batch, heads, rows, dim]``; a copy where most of the tensor can be released."""
+    part = tensor[:, :, start:stop]
+    return part.clone() if 2 * part.nbytes <= part.untyped_storage().nbytes() else part
+
+
+# -- exact rows for the knowledge tree, and turns ------------------------------------------------------
+
+
+def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
+    """Number of rows from the start that equal those of an ordinary prefill.
+
+    These are rows computed after exact rows alone, and exact pieces; with ``rotated`` also pieces stored
+    without RoPE. Recomputed rows count, unless the policy cuts rows from layer to layer.
+    """
+    computed = set(plan.rows)
+    layerwise = isinstance(plan.policy, LayerwisePolicy)
+    layerwise |= plan.request is not None and isinstance(plan.request.policy, LayerwisePolicy)
+    for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
+        if chunk.is_exact and not piece.kv.quantised and (rotated or piece.kv.start is not None):
+            continue
+        for row in range(piece.start, piece.stop):
+            if layerwise or row not in computed:
+                return row
+    return len(plan.token_ids)
+
+
+def with_answer(plan: LinkPlan, answer: Sequence[int], rope: Rope) -> Match | None:
+    """The match of a prompt in the tree, its path prolonged by the blocks that end in the answer.
+
+    ``answer`` are the generated ids; the KV of the last one was not computed.
+    """
+    if plan.prefix_match is None:
+        return None
+    match = plan.prefix_match.match
+    if rope.depends_on_length:
+        return match
+    rest = (*plan.token_ids, *answer[:-1])[sum(step.tokens for step in match.path) :]
+    return replace(match, path=(*match.path, *blocks_of(rest, match.root.namespace)))
+
+
+def captured(plan: LinkPlan, match: Match, cache: Any, rope: Rope) -> list[ChunkKV]:
+    """Copies of the exact KV of the steps after those that the tree had; ``match`` has the steps.
+
+    ``plan`` is as it ran and ``cache`` as generate left it. Empty where the model did not fill the cache
+    (Phi-3 drops it where its frequencies change).
+    """
+    length = len(plan.token_ids)
+    if rope.depends_on_length and rope.regime(length) != rope.regime(length - 1):
+        return []  # a prefill without the prompt's last token would rotate its keys by other frequencies
+    last, start = exact_rows(plan), match.tokens
+    if last == length:  # then the answer's rows are exact, too
+        last = sum(step.tokens for step in match.path)
+    stretches: list[Stretch] = []
+    for step in match.path[len(match) :]:
+        stop = start + step.tokens
+        if stop > last or not _holds(cache, stop):
+            break
+        stretches.append(Stretch(0, start, stop))
+        start = stop
+    sides = extract(cache.layers, stretches, host=False) if stretches else []
+    return [ChunkKV(*kv, at.start) for kv, at in zip(sides, stretches, strict=True)]
+
+
+def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most: int) -> Turn | None:
+    """A host copy of the prompt with its answer, for the next turn; None above ``most`` bytes.
+
+    ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
+    are approximate.
+    """
+    match, rows = plan.prefix_match, (*plan.token_ids, *answer[:-1])
+    if match is None or rope.depends_on_length or not _holds(cache, len(rows)):
+        return None
+    sides = [side[0, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
+    if sum(side.nbytes for side in sides) > most:
+        return None
+    exact = exact_rows(plan)
+    traces = (whole_id(name) for chunk in plan.placed for name in chunk.context)
+    (copied,) = extract(cache.layers, [Stretch(0, 0, len(rows))])
+    return Turn(
+        match.match.root,
+        rows,
+        ChunkKV(*copied, 0),
+        len(rows) if exact == len(plan.token_ids) else exact,
+        match.members.union(traces),
+    )
+
+
+def _holds(cache: Any, columns: int) -> bool:
+    layers = getattr(cache, "layers", None) or ()
+    return len(layers) > 0 and all(
+        getattr(layer, "keys", None) is not None and layer.keys.shape[-2] >= columns for layer in layers
+    )

@@ -1,0 +1,70 @@
+"""Baselines: everything computed, everything reused, the exact prefix alone, and random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcachekit.policies.base import PlacedChunk, RatioPolicy, open_positions, share
+from ragcachekit.reports import ShownPolicy
+
+
+class Full(ShownPolicy):
+    """An ordinary prefill over the same token ids: the null policy, and the baseline of every benchmark."""
+
+    name = "full"
+    encoder: str | None = None
+    reads_cache = False
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """Every cached row that is not exact."""
+        return open_positions(chunks)
+
+
+@dataclass(frozen=True)
+class Reuse(ShownPolicy):
+    """Recomputes nothing (EPIC section 2.3 calls it Naive, FusionRAG 2.2 full reuse).
+
+    ``lego0`` (EPIC section 5.4) is this over ``sinks:4`` encodings.
+    """
+
+    name: str = "reuse"
+    encoder: str | None = None
+    reads_cache = True
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """Nothing."""
+        return []
+
+
+@dataclass(frozen=True)
+class Prefix(ShownPolicy):
+    """Recomputes every row that is not exact, as serving systems do: answers are those of ``full``."""
+
+    encoder: str | None = None
+    reads_cache = True
+    exact_only = True
+    name = "prefix"
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """Every position that is not exact."""
+        return open_positions(chunks)
+
+
+@dataclass(frozen=True)
+class Random(RatioPolicy):
+    """Recomputes in every chunk a random share of its tokens, drawn from the chunk's id: the control."""
+
+    kind = "random"
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """The same tokens of a chunk at every use."""
+        return [
+            position
+            for chunk in chunks
+            if not chunk.is_exact
+            for position in random.Random(chunk.chunk_id).sample(
+                range(chunk.start, chunk.stop), share(self.ratio, chunk.tokens)
+            )
+        ]
