@@ -14,7 +14,7 @@ COMMANDS = {
     "serve": "serve.command:serve",
     "query-cache": "query_cache.hits:query_cache",
     "query-cache-lookup": "query_cache.lookups:query_cache_lookup",
-    "near-misses": "near_misses.command:near_misses",
+    "near-misses": "near_misses.run:near_misses",
     "fidelity": "world.fidelity:fidelity",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
@@ -25,7 +25,7 @@ COMMANDS = {
     "serve-routing": "cluster.serve_routing:serve_routing",
     "store": "store:store",
     "eviction": "eviction.run:eviction",
-    "kernels": "kernels.command:kernels",
+    "kernels": "kernels.run:kernels",
 }
 
 
