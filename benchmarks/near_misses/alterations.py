@@ -12,7 +12,8 @@ Alteration: TypeAlias = Callable[[str, Sequence[str], random.Random], Iterator[s
 """Called with a question, names of its article and a random state; gives altered questions."""
 
 _OPPOSITES = """before after; more less; more fewer; most least; highest lowest; higher lower;
-largest smallest; larger smaller; biggest smallest; first last; earliest latest; earlier later; oldest newest; best worst;
+largest smallest; larger smaller; biggest smallest; first last; earliest latest; earlier later;
+oldest newest; best worst;
 above below; maximum minimum; longest shortest; longer shorter; upper lower; northern southern; north south;
 east west; input output; increase decrease; begin end; started ended; major minor; faster slower;
 greatest smallest; simple complex; easy hard; win lose; won lost"""
