@@ -255,7 +255,7 @@ def test_circles_are_found(graph, circle) -> None:
     [
         *OURS[:1],
         *OURS[2:],
-        "ragcachekit.prompt.messages",
+        "ragcachekit.prompt.segments",
         "ragcachekit.prompt.registry",
     ],
 )

@@ -15,7 +15,7 @@ from benchmarks.kernels.attention import attention_cases
 from benchmarks.kernels.baselines import full_baselines, row_baselines
 from benchmarks.kernels.cases import QUESTION, Case, Sizes, distance
 from benchmarks.kernels.device_timing import Ceilings, Samples, ceilings, timed
-from benchmarks.kernels.scores import deviation_cases, score_cases
+from benchmarks.kernels.scores import score_cases
 from ragcachekit.commands.console import errors, note, show, written
 from ragcachekit.commands.options import Device, Json, Seed, names, numbers
 from ragcachekit.commands.report import BenchReport
@@ -26,7 +26,6 @@ KERNELS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
     "sparse_attention": attention_cases,
     "column_scores": score_cases,
     "assembly": assembly_cases,
-    "kv_deviation": deviation_cases,
 }
 """By name; each makes its inputs when it is asked for the next case."""
 
@@ -43,7 +42,7 @@ def kernels(
     kernel: Annotated[
         str | None,
         typer.Option(
-            "--kernels", help="sparse_attention, column_scores, assembly, kv_deviation; default: all."
+            "--kernels", help="sparse_attention, column_scores, assembly; default: all."
         ),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Calls per figure; the median counts.")] = 20,

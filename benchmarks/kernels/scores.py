@@ -1,4 +1,4 @@
-"""``bench kernels``: what rows are chosen by: column scores of the question, KV deviation of all tokens."""
+"""``bench kernels``: what rows are chosen by: column scores of the question."""
 
 from __future__ import annotations
 
@@ -59,24 +59,3 @@ def _score_error(
             if start < stop:
                 expected[start:stop] += torch.softmax(scores[..., start:stop], -1).sum((0, 1))
     return float((found - expected).abs().max() / expected.abs().max())
-
-
-def deviation_cases(sizes: Sizes) -> Iterator[Case]:
-    """KV deviation of all tokens of one layer (CacheBlend)."""
-    rows = Rows(tuple(range(sizes.tokens)))
-    new, old = (sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=70 + i) for i in range(2))
-    call = partial(dispatch.kv_deviation, new, old, rows)
-
-    def error() -> float:
-        expected = (new.double() - old.double()).square().sum((0, 2))
-        return float((call().double() - expected).abs().max() / expected.max())
-
-    yield Case(
-        "kv_deviation",
-        "all tokens, 1 layer",
-        2 * new.numel() * new.element_size(),
-        "GB/s",
-        [call],
-        error,
-        1e-5,
-    )

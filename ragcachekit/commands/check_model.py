@@ -28,7 +28,7 @@ def check_model(
     figures = dict[str, float]()
     try:
         passed = admit(lm, describe_rope(lm))
-        figures = {"max_abs_diff": max(passed.offset_diff, passed.link_diff), "tolerance": passed.tolerance}
+        figures = {"max_abs_diff": passed.difference, "tolerance": passed.tolerance}
         difference = "{max_abs_diff:.2g} of the largest value, allowed {tolerance:.0e}".format(**figures)
     except ModelNotSupported as error:
         rows |= {"status": "refused", "reason": str(error)}

@@ -17,8 +17,8 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import LayerwisePolicy
-from ragcachekit.prefix_tree.base import Match, blocks_of
-from ragcachekit.prefix_tree.conversations import Turn
+from ragcachekit.prefix_tree.knowledge_tree import Turn
+from ragcachekit.prefix_tree.nodes import Match, blocks_of
 from ragcachekit.types import ENCODING_PREFIX, whole_id
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, column_scores, context_mass
 

@@ -1,4 +1,4 @@
-"""From a user's prompt to tokenised segments: text, chunks, and the question."""
+"""From a user's prompt to tokenised segments: rendered, tokenised as a whole, and cut at the chunks in it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from ragcachekit.prompt.messages import segment_messages
+import numpy as np
+import numpy.typing as npt
+
 from ragcachekit.prompt.registry import ChunkRegistry
 from ragcachekit.prompt.segments import (
     Segmentation,
     TokenSegment,
     blanks_outside,
     body,
-    is_read_apart,
+    segment_messages,
     segment_text,
 )
-from ragcachekit.prompt.special_tokens import SpecialTokenTexts, plain_count, plain_note
-from ragcachekit.prompt.token_runs import Run, find_runs
-from ragcachekit.prompt.tokenizer import PromptTokenizer, common_prefix, without_lone_surrogates
-from ragcachekit.types import Chunk, Ids, Prompt, Segment, Text
+from ragcachekit.prompt.tokenizer import (
+    PromptTokenizer,
+    Span,
+    SpecialTokenTexts,
+    common_prefix,
+    is_read_apart,
+    plain_count,
+    without_lone_surrogates,
+)
+from ragcachekit.types import Chunk, Ids, Prompt, Segment
 
 PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 """A prompt: a string, chat messages, or explicit segments."""
@@ -42,11 +50,16 @@ SLOW_SPECIAL = (
     "documents hold special-token strings, and this tokenizer gives no offsets: tokenised segment by segment"
 )
 
-
 NO_TEMPLATE = (
     "the prompt is plain text, so the model's chat template was not applied: give messages, "
     '[{"role": "user", "content": ...}], unless the text went through a template already'
 )
+
+MAX_SHIFT = 8
+"""Tokens by which a boundary may shift the rest of a chunk: ``"\\n\\n" + "The"`` or ``" The"``, ..."""
+
+ANCHOR = 8
+"""Tokens of a chunk's middle that are searched for where the tokenizer gives no offsets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +109,11 @@ class PromptParser:
             raise ValueError("this RagCache has no tokenizer; give token ids, or a tokenizer when making it")
         return self._tokens
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return self._tokens is not None and bool(self._tokens.tokenizer.chat_template)
-
     def lacks_template(self, prompt: PromptLike) -> bool:
         """Whether the prompt is a string without the chat template that the model has."""
-        if not isinstance(prompt, str) or not self.has_chat_template:
+        if not isinstance(prompt, str) or self._tokens is None or not self._tokens.tokenizer.chat_template:
             return False
-        return not any(token in prompt for token in self.tokens.special_tokens)
+        return not any(token in prompt for token in self._tokens.special_tokens)
 
     @property
     def pad(self) -> int:
@@ -123,8 +131,7 @@ class PromptParser:
 
     def bos(self, model: Any) -> int | None:
         """The id before every prompt, if there is one."""
-        found: int | None = self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
-        return found
+        return self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
 
     def chunk_ids(self, text: str) -> Ids:
         """Token ids of a chunk, without the blanks at its end, which chains strip or keep."""
@@ -142,12 +149,8 @@ class PromptParser:
 
     def forget(self, namespace: str, texts: Sequence[str] | None) -> None:
         """Unregister texts; with None, all of the namespace."""
-        if texts is None:
-            self.registry.clear(namespace)
-            self.special_tokens.clear(namespace)
-        else:
-            self.registry.discard(namespace, texts)
-            self.special_tokens.discard(namespace, texts)
+        self.registry.forget(namespace, texts)
+        self.special_tokens.forget(namespace, texts)
 
     def parse(self, prompt: PromptLike, namespace: str, tools: Tools | None = None) -> ParsedPrompt:
         """Render, segment and tokenise one prompt.
@@ -195,9 +198,8 @@ class PromptParser:
 
     def _split(self, segmentation: Segmentation, namespace: str) -> Segmentation:
         segments = self.special_tokens.split(namespace, segmentation.segments)
-        count = plain_count(segments) - plain_count(segmentation.segments)
-        notes = (f"{plain_note(count)}; {_CERTAIN}",) if count else ()
-        return replace(segmentation, segments=tuple(segments), notes=(*segmentation.notes, *notes))
+        before = plain_count(segmentation.segments)
+        return replace(segmentation, segments=tuple(segments)).noting_plain(before, f"; {_CERTAIN}")
 
     def _tokenise(
         self, prompt: PromptLike, found: Segmentation, texts: dict[Ids, str]
@@ -242,42 +244,31 @@ class PromptParser:
         """Segments tokenised one by one; ``leading``: after BOS, if the tokenizer puts one before text."""
         segments: list[TokenSegment] = []
         for segment in blanks_outside(given):
-            ids = self._ids(segment, first=not segments)
+            text, ids = segment.text or "", segment.token_ids
+            if ids is None and is_read_apart(segment):
+                ids = self.tokens.plain(body(text) if isinstance(segment, Chunk) else text)
+            elif ids is None:
+                ids = self.tokens.text(text, first=not segments)
             if not ids:
                 continue
-            is_chunk = isinstance(segment, Chunk)
-            pieces = self._chunk_as_given(segment, ids, texts) if is_chunk else [TokenSegment(ids, False)]
-            if segments and not pieces[0].is_chunk and not segments[-1].is_chunk:
+            if isinstance(segment, Chunk):
+                own = ids if segment.text is None else self.chunk_ids(text)
+                if segment.text is not None:
+                    texts[own] = text
+                segments.append(TokenSegment(own, True))
+                ids = ids[len(own) :]  # last tokens that would be others before a blank line
+            elif segments and not segments[-1].is_chunk:
                 # One text: the prefix, and what a chunk is encoded after, go up to the first chunk.
-                pieces[0] = TokenSegment(segments.pop().token_ids + ids, False)
-            segments += pieces
+                ids = segments.pop().token_ids + ids
+            segments += [TokenSegment(ids, False)] if ids else []
         if not leading or not segments or given[0].token_ids is not None:
             return segments
-        bos = self.tokens.leading
-        if segments[0].token_ids[: len(bos)] == bos:
+        bos, first = self.tokens.leading, segments[0]
+        if first.token_ids[: len(bos)] == bos:
             return segments
-        if segments[0].is_chunk:
+        if first.is_chunk:
             return [TokenSegment(bos, False), *segments]
-        return [TokenSegment(bos + segments[0].token_ids, False), *segments[1:]]
-
-    def _chunk_as_given(self, chunk: Segment, ids: Ids, texts: dict[Ids, str]) -> list[TokenSegment]:
-        """A chunk, and last tokens of it that would be others before a blank line."""
-        if chunk.text is None:
-            return [TokenSegment(ids, True)]
-        own = self.chunk_ids(chunk.text)
-        texts[own] = chunk.text
-        rest = [TokenSegment(ids[len(own) :], False)] if len(ids) > len(own) else []
-        return [TokenSegment(own, True), *rest]
-
-    def _ids(self, segment: Segment, first: bool) -> Ids:
-        if segment.token_ids is not None:
-            return segment.token_ids
-        text = segment.text or ""
-        if isinstance(segment, Chunk):
-            return self.tokens.plain(body(text))
-        if isinstance(segment, Text) and segment.split_special_tokens:
-            return self.tokens.plain(text)
-        return self.tokens.text(text, first=first)
+        return [TokenSegment(bos + first.token_ids, False), *segments[1:]]
 
 
 def _cut(ids: Ids, system: Ids, chunks: Iterable[tuple[Run | None, Ids]]) -> list[TokenSegment]:
@@ -318,3 +309,89 @@ def _lost(count: int) -> str:
 def _plain(count: int) -> str:
     strings = f"{count} special-token string{'s' * (count > 1)}"
     return f"{strings} in chunks read as plain text: there the ids are not those of the tokenizer's own call"
+
+
+# -- token runs of chunks -------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Prompt tokens ``start`` to ``stop`` equal the chunk's own tokens from number ``first`` on."""
+
+    start: int
+    stop: int
+    first: int
+
+
+def find_runs(
+    ids: Ids, offsets: Sequence[Span] | None, spans: Sequence[Span], own: Sequence[Ids]
+) -> list[Run | None]:
+    """For each chunk, the longest run of prompt tokens that equals tokens of its own, in order.
+
+    A token that spans a chunk's boundary (``".\\n\\n"``, a leading space) is in no run. None where less than
+    half of a chunk's tokens are found: they are computed.
+
+    Parameters
+    ----------
+    ids : tuple of int
+        The whole prompt.
+    offsets : sequence of (start, end), optional
+        Characters of each token. Without (slow tokenizers), the chunk's middle is searched for.
+    spans : sequence of (start, end)
+        Characters of each chunk, ascending and apart.
+    own : sequence of tuple of int
+        Each chunk's own tokens.
+    """
+    runs: list[Run | None] = []
+    # Special tokens that the tokenizer adds have (0, 0), also at the end: offsets must not go back.
+    edges = np.maximum.accumulate(np.asarray(offsets or [], np.int64).reshape(-1, 2), axis=0)
+    end = 0
+    for span, chunk in zip(spans, own, strict=True):
+        if offsets is None:
+            at, stop = _around_middle(ids, chunk, end)
+        else:  # tokens with a character in the chunk
+            at = int(np.searchsorted(edges[:, 1], span[0], "right"))
+            stop = int(np.searchsorted(edges[:, 0], span[1], "left"))
+        at = max(at, end)
+        found = _longest_equal(ids[at:stop], chunk) if at < stop and chunk else None
+        if found is None or 2 * (found.stop - found.start) < len(chunk):
+            runs.append(None)
+            continue
+        end = at + found.stop
+        runs.append(Run(at + found.start, end, found.first))
+    return runs
+
+
+def _around_middle(ids: Ids, chunk: Ids, after: int) -> Span:
+    """Tokens around the next place that has the chunk's middle; empty if there is none."""
+    middle = max(0, (len(chunk) - ANCHOR) // 2)
+    anchor = chunk[middle : middle + ANCHOR]
+    for at in range(after, len(ids) - len(anchor) + 1):
+        if ids[at] == anchor[0] and ids[at : at + len(anchor)] == anchor:
+            return max(after, at - middle - MAX_SHIFT), at - middle + len(chunk) + MAX_SHIFT
+    return after, after
+
+
+def _longest_equal(found: Ids, own: Ids) -> Run | None:
+    """The longest run of ``found`` that equals a run of ``own``, shifted by at most :data:`MAX_SHIFT`."""
+    if found == own:
+        return Run(0, len(own), 0)
+    best: Run | None = None
+    prompt, chunk = np.asarray(found), np.asarray(own)
+    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
+        # found[i] is compared with own[i + shift].
+        low, high = max(0, -shift), min(len(prompt), len(chunk) - shift)
+        if high - low <= (best.stop - best.start if best else 0):
+            continue
+        start, stop = _longest_true(prompt[low:high] == chunk[low + shift : high + shift])
+        if stop - start > (best.stop - best.start if best else 0):
+            best = Run(low + start, low + stop, low + start + shift)
+    return best
+
+
+def _longest_true(equal: npt.NDArray[np.bool_]) -> Span:
+    """The longest stretch of True."""
+    breaks = np.flatnonzero(~equal)
+    starts = np.concatenate(([0], breaks + 1))
+    stops = np.concatenate((breaks, [equal.size]))
+    longest = int(np.argmax(stops - starts))
+    return int(starts[longest]), int(stops[longest])

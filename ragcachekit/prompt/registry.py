@@ -14,7 +14,6 @@ DEFAULT_MIN_CHARS = 16
 
 _BASE_BUDGET = 100_000
 _BUDGET_PER_CHAR = 8
-_MIN_PART_CHARS, _MIN_PART_SHARE = 64, 1 / 4  # common headers are shorter
 _JOINER = "\u200d"
 
 
@@ -30,12 +29,10 @@ class Matches(NamedTuple):
 
     ``found`` are, from left to right, the leftmost occurrences whose edges are not inside a word, and of
     those the longest. ``searched`` is the number of characters searched where that is not the whole text.
-    ``parts`` are beginnings of chunks, a quarter or more of them, whose rest does not follow.
     """
 
     found: tuple[Match, ...]
     searched: int | None = None
-    parts: tuple[Match, ...] = ()
 
 
 def forms(text: str) -> tuple[str, ...]:
@@ -85,18 +82,15 @@ class ChunkRegistry:
                     registered.put(text, self.max_chunks)
         return len(taken)
 
-    def discard(self, namespace: str, texts: Iterable[str]) -> None:
-        """Forget texts and their stripped forms."""
+    def forget(self, namespace: str, texts: Iterable[str] | None) -> None:
+        """Forget texts and their stripped forms; with None, the whole namespace."""
         with self._lock:
-            if known := self._namespaces.get(namespace):
+            if texts is None:
+                self._refused.discard(namespace)
+                self._namespaces.pop(namespace, None)
+            elif known := self._namespaces.get(namespace):
                 for text in texts:
                     known.drop(text)
-
-    def clear(self, namespace: str) -> None:
-        """Forget the whole namespace."""
-        with self._lock:
-            self._refused.discard(namespace)
-            self._namespaces.pop(namespace, None)
 
     def texts(self, namespace: str) -> list[str]:
         """The registered texts in all forms, the one registered or found last at the end."""
@@ -184,48 +178,37 @@ class _AnchorIndex:
 
         A comparison reads up to 64 characters.
         """
-        found, parts = list[Match](), list[Match]()
-        end, budget = 0, _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
+        found, end, budget = list[Match](), 0, _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
         edges = [at for at, char in enumerate(text) if not char.isalnum()]
         for start in sorted({0, *edges, *(at + 1 for at in edges)}):  # all others are inside a word
             anchor = text[start : start + self._chars]
             if start < end or anchor not in self._texts or is_inside_word(text, start):
                 continue
-            length, part, budget = self._match(text, start, anchor, budget)
+            length, budget = self._match(text, start, anchor, budget)
             if budget < 0:
                 return Matches(tuple(found), start)
             if length:
                 end = start + length
                 found.append(Match(start, end))
-            elif part:
-                parts.append(Match(start, start + part))
-        return Matches(tuple(found), parts=tuple(parts))
+        return Matches(tuple(found))
 
-    def _match(self, prompt: str, start: int, anchor: str, budget: int) -> tuple[int, int, int]:
-        """Lengths of the longest text at ``start`` and of the longest part of one, and the budget left."""
-        texts, part = self._texts[anchor], 0
-        window = prompt[start : start + self._longest[anchor]]
+    def _match(self, prompt: str, start: int, anchor: str, budget: int) -> tuple[int, int]:
+        """Length of the longest text at ``start``, and the budget left."""
+        texts, window = self._texts[anchor], prompt[start : start + self._longest[anchor]]
         while window and budget >= 0:
             number = bisect_right(texts, window) - 1
             budget -= (len(texts).bit_length() + 2) * (1 + (len(window) >> 6))
-            if not part and number + 1 < len(texts):
-                part = _part(texts[number + 1], common_length(texts[number + 1], window))
             if number < 0:
                 break
             # A text that the window begins with is no longer than what it shares with its predecessor.
             length = common_length(texts[number], window)
-            part = max(part, _part(texts[number], length))
             if length < len(texts[number]):
                 window = window[:length]
             elif is_inside_word(prompt, start + length):
                 window = window[: length - 1]
             else:
-                return length, part, budget
-        return 0, part, budget
-
-
-def _part(text: str, length: int) -> int:
-    return length if length >= max(_MIN_PART_CHARS, int(len(text) * _MIN_PART_SHARE)) else 0
+                return length, budget
+        return 0, budget
 
 
 def is_inside_word(text: str, edge: int) -> bool:

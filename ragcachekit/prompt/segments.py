@@ -1,16 +1,27 @@
-"""Segments of a prompt: cutting a string at its chunks, and segments as token ids."""
+"""Segments of a prompt: a string, or rendered chat messages, cut at their chunks; token segments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
+from uuid import uuid4
 
-from ragcachekit.prompt.registry import ChunkRegistry, Match, Matches
+from ragcachekit.prompt.registry import ChunkRegistry
+from ragcachekit.prompt.tokenizer import SpecialTokenTexts, is_read_apart, plain_count
 from ragcachekit.types import Chunk, Ids, Segment, Text, chunk_id, part_id
 
-PART = "are in the prompt only in part"
-"""Of the note on chunks that were cut or altered."""
+MARK = "chunk"
+"""Key of a content block: whether the block's text is a chunk."""
+
+Message = Mapping[str, Any]
+Render = Callable[[list[dict[str, Any]]], str]
+
+# The start of a chunk's sentinel. Letters and digits alone, which no template escapes or reformats, and one
+# Z: no occurrence begins in the text before it.
+_SENTINEL_START = "Zq7xChunk"
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,14 @@ class Segmentation:
     segments: tuple[Segment, ...]
     notes: tuple[str, ...] = ()
     fallback: str | None = None
+
+    def noting_plain(self, before: int = 0, more: str = "") -> Segmentation:
+        """With a note on special-token strings that are read as plain text, ``before`` of them as given."""
+        if not (count := plain_count(self.segments) - before):
+            return self
+        strings = f"{count} special-token string{'s' * (count > 1)}"
+        note = f"{strings} of retrieved text in the prompt's fixed text: read as plain text{more}"
+        return replace(self, notes=(*self.notes, note))
 
 
 @dataclass(frozen=True)
@@ -49,17 +68,19 @@ def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmenta
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 
     Of overlapping occurrences the leftmost, and of those the longest, is taken. An occurrence counts only if
-    its edges are not inside a word: the chunk "... a cat" is not found in "... a category".
-
-    The segments' texts, joined, are ``text``; a Chunk's text is exactly the text found.
+    its edges are not inside a word: the chunk "... a cat" is not found in "... a category". The segments'
+    texts, joined, are ``text``; a Chunk's text is exactly the text found.
     """
-    matches = registry.find(namespace, text)
-    return Segmentation(_cut(text, matches.found), tuple(_notes(matches, len(text))))
-
-
-def is_read_apart(segment: Segment) -> bool:
-    """Whether the segment is a chunk, or text whose special-token strings are plain text."""
-    return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)
+    matches, done, segments = registry.find(namespace, text), 0, list[Segment]()
+    for start, end in matches.found:
+        segments += [Text(text[done:start]), Chunk(text[start:end])]
+        done = end
+    note = (
+        f"chunks were searched for in the first {matches.searched} of {len(text)} characters: registered "
+        "chunks that repeat themselves nearly match in too many places"
+    )
+    filled = tuple(segment for segment in (*segments, Text(text[done:])) if segment.text)
+    return Segmentation(filled, () if matches.searched is None else (note,))
 
 
 def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
@@ -70,7 +91,7 @@ def merge_texts(segments: Iterable[Segment]) -> list[Segment]:
     merged: list[Segment] = []
     for apart, run in groupby((s for s in segments if s.text), key=is_read_apart):
         together = list(run)
-        merged += together if apart else [Text("".join(s.text or "" for s in together))]
+        merged += together if apart else [Text(_joined(together))]
     return merged
 
 
@@ -94,24 +115,137 @@ def blanks_outside(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield Text(blanks)
 
 
-def _cut(text: str, taken: Sequence[Match]) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
-    done = 0
-    for start, end in taken:
-        segments += [Text(text[done:start]), Chunk(text[start:end])]
-        done = end
-    return tuple(s for s in (*segments, Text(text[done:])) if s.text)
+# -- chat messages -------------------------------------------------------------------------------------
 
 
-def _notes(matches: Matches, length: int) -> Iterator[str]:
-    if matches.searched is not None:
-        yield (
-            f"chunks were searched for in the first {matches.searched} of {length} characters: registered "
-            "chunks that repeat themselves nearly match in too many places"
+def marked(text: str) -> dict[str, Any]:
+    """A content block whose text is a chunk, registered or not."""
+    return {"type": "text", "text": text, MARK: True}
+
+
+def segment_messages(
+    messages: Sequence[Message],
+    render: Render,
+    registry: ChunkRegistry,
+    namespace: str,
+    special: SpecialTokenTexts,
+) -> Segmentation:
+    """Render chat messages and cut the rendered text at the chunks in their contents.
+
+    Marked blocks (:func:`marked`) are chunks; the other text is searched for registered chunks. Every
+    chunk is replaced by a sentinel, the messages are rendered, and the chunks are put back. The result is
+    used only if it equals the rendered messages. Else (a template trims, escapes, reorders or prints the
+    time) the prompt is a plain prefill with the reason in ``fallback``.
+
+    Special-token strings in contents become plain text where a retrieved text has them, also in a plain
+    prefill. The template's own stay control tokens.
+
+    ``messages`` have a ``role`` and a ``content``: a string, None, or a list of strings and text blocks that
+    are joined without a separator. ``render`` makes the prompt's text of messages with string contents,
+    generation prompt included; what it raises for the messages themselves is passed on. ValueError or
+    TypeError for messages that are not of this form.
+    """
+    given = [_content_segments(message) for message in messages]
+    rendered = render([_with_content(m, c) for m, c in zip(messages, given, strict=True)])
+    contents, notes = list[list[Segment]](), list[str]()
+    for number, content in enumerate(given, 1):
+        contents.append([])
+        for segment in content:
+            found = Segmentation((segment,))
+            if not isinstance(segment, Chunk):
+                found = segment_text(segment.text or "", registry, namespace)
+            contents[-1] += found.segments
+            notes += (f"message {number}: {note}" for note in found.notes)
+    split = special.split_contents(namespace, contents)
+    segments, reason = _through_template(messages, split, rendered, render)
+    # Templates trim: without the whitespace at a message's ends in its chunks.
+    if not segments and (trimmed := list(map(_edges_outside, split))) != split:
+        segments, reason = _through_template(messages, trimmed, rendered, render)
+    if segments:
+        return Segmentation(tuple(segments), tuple(notes)).noting_plain()
+    chunks = [s.text for content in contents for s in content if isinstance(s, Chunk) and s.text]
+    texts = [merge_texts([Text(_joined(content))]) for content in contents]
+    split = special.split_contents(namespace, texts, chunks)
+    segments, _ = _through_template(messages, split, rendered, render)
+    # Where not even that comes through the template, the characters around an occurrence must decide.
+    segments = segments or special.split(namespace, [Text(rendered)] if rendered else [], chunks)
+    return Segmentation(tuple(segments), tuple(notes), reason if chunks else None).noting_plain()
+
+
+def _joined(segments: Iterable[Segment]) -> str:
+    return "".join(segment.text or "" for segment in segments)
+
+
+def _content_segments(message: Message) -> list[Segment]:
+    if not isinstance(message, Mapping):
+        raise TypeError(
+            f"a message must be a mapping with 'role' and 'content', got {type(message).__name__}; "
+            "several prompts go to generate_batch"
         )
-    if matches.parts:
-        start, end = matches.parts[0]
-        yield (
-            f"{len(matches.parts)} registered chunks {PART}: cut or altered, they are computed. The first, "
-            f"at character {start}, ends after {end - start} characters; diagnose() says why"
-        )
+    if "role" not in message or "content" not in message:
+        raise ValueError(f"a message needs 'role' and 'content', got {sorted(message)}")
+    content = message["content"]
+    if content is None or isinstance(content, str):
+        return merge_texts([Text(content or "")])
+    if not isinstance(content, Iterable):
+        raise TypeError(f"content must be str or a list of text blocks, not {type(content).__name__}")
+    return merge_texts(map(_block_segment, content))
+
+
+def _block_segment(block: object) -> Segment:
+    if isinstance(block, str):
+        return Text(block)
+    if not isinstance(block, Mapping) or block.get("type", "text") != "text":
+        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+        raise ValueError(f"only text blocks can be used in a prompt, got {kind!r}; leave other blocks out")
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise TypeError(f"a text block needs a 'text' string, got {type(text).__name__}")
+    # Whitespace alone is no chunk: there is nothing to reuse.
+    return Chunk(text) if block.get(MARK) and text.strip() else Text(text)
+
+
+def _with_content(message: Message, content: Sequence[Segment]) -> dict[str, Any]:
+    if message["content"] is None:
+        return dict(message)  # for templates, a missing content (tool calls) is not an empty one
+    return {**message, "content": _joined(content)}
+
+
+def _edges_outside(content: Sequence[Segment]) -> list[Segment]:
+    segments = list(content)
+    if segments and isinstance(first := segments[0], Chunk):
+        text = (first.text or "").lstrip()
+        segments[:1] = [Text((first.text or "")[: -len(text)]), Chunk(text)]
+    if segments and isinstance(last := segments[-1], Chunk):
+        text = (last.text or "").rstrip()
+        segments[-1:] = [Chunk(text), Text((last.text or "")[len(text) :])]
+    return merge_texts(segments)
+
+
+def _through_template(
+    messages: Sequence[Message], contents: Sequence[Sequence[Segment]], rendered: str, render: Render
+) -> tuple[list[Segment], str]:
+    """The rendered prompt's segments, or none and the reason why they cannot be had."""
+    if not any(is_read_apart(s) for content in contents for s in content):
+        return [Text(rendered)] if rendered else [], ""
+    start, chunks, replaced = _SENTINEL_START + uuid4().hex, dict[str, Segment](), list[dict[str, Any]]()
+    for message, content in zip(messages, contents, strict=True):
+        texts = list[Segment]()
+        for segment in content:
+            sentinel = f"{start}N{len(chunks):06d}E"  # in no text
+            if is_read_apart(segment):
+                chunks[sentinel] = segment
+            texts.append(Text(sentinel) if is_read_apart(segment) else segment)
+        replaced.append(_with_content(message, texts))
+    try:
+        with_sentinels = render(replaced)
+    except Exception as error:  # a template may do anything with contents it does not expect
+        why = f"{type(error).__name__}: {error}"[:200]
+        return [], f"the chat template fails on contents with the chunks taken out ({why})"
+    pieces = re.split(f"({start}N[0-9]{{6}}E)", with_sentinels)
+    if pieces[1::2] != list(chunks):
+        return [], "the chat template drops, repeats, reorders or rewrites message contents"
+    segments = merge_texts(chunks[p] if i % 2 else Text(p) for i, p in enumerate(pieces))
+    if _joined(segments) != rendered:
+        return [], "the chat template changes chunk texts (trims, escapes) or renders differently each time"
+    return segments, ""

@@ -1,20 +1,27 @@
-"""Text to token ids: whole prompts as the user's own code tokenises them, and chunks by themselves."""
+"""Text to token ids: prompts as the user's own code tokenises them, chunks, and special tokens in both."""
 
 from __future__ import annotations
 
 import copy
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ragcachekit.types import Ids
+from ragcachekit.prompt.registry import common_length
+from ragcachekit.types import Chunk, Ids, Segment, Text
 
 Span = tuple[int, int]
 
 _FOLLOWED_BY = ("A", "1", "(")
 """What chunks begin with: a letter, a digit, a sign. Tokens before them that depend on it are not stable."""
+
+MAX_TEXTS = 1024  # per namespace, those registered or retrieved last
+MAX_COMPARISONS = 1 << 16  # occurrences times texts; beyond that every occurrence is plain text
+WINDOW = 16  # characters compared before and after an occurrence, without whitespace and special tokens
+ENOUGH = 10  # characters in common, before and after together, that decide; role names have fewer
 
 _PROBE = {"name": "zq7xprobe", "description": "", "parameters": {"type": "object", "properties": {}}}
 
@@ -56,8 +63,7 @@ class PromptTokenizer:
             [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
         )
         self._special_ids = frozenset(tokenizer.convert_tokens_to_ids(sorted(self.special_tokens)))
-        longest_first = sorted(filter(None, self.special_tokens), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = any_of(self.special_tokens)
 
     @property
     def pad(self) -> int:
@@ -205,3 +211,181 @@ def without_lone_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+class _HeldToken(NamedTuple):
+    """Places of one special token in a text, the text before the last and the text after the first."""
+
+    before: str
+    after: str
+    places: frozenset[tuple[str, str]]
+
+    def may_be(self, left: str, right: str) -> bool:
+        """Whether an occurrence between these characters may be one of the text's."""
+        # On one side: lines between may have been dropped, and everything beyond the other side.
+        if (len(left) == WINDOW and left in self.before) or (len(right) == WINDOW and right in self.after):
+            return True
+        # Half of a few characters is enough.
+        same = [
+            (
+                common_length(left[::-1], own_left[::-1]) + common_length(right, own_right),
+                own_left + own_right,
+            )
+            for own_left, own_right in self.places
+        ]
+        return any(count >= ENOUGH or 2 * count >= len(own) for count, own in same)
+
+
+_Held = dict[str, _HeldToken]  # by the special token, folded
+
+
+class SpecialTokenTexts:
+    """The retrieved texts with special-token strings in them, per namespace. Thread safe.
+
+    Such a string is plain text wherever the text is in a prompt. A chunk that is found is tokenised without
+    special tokens anyway; a document that a chain cut, re-cased or joined to other text is fixed text, as the
+    template's own control tokens are.
+    """
+
+    def __init__(self, special_tokens: Iterable[str] = ()) -> None:
+        strings = {s for s in special_tokens if _fold(s)}
+        self._exact = any_of(strings)
+        self._folded = re.compile(f"({any_of(map(_fold, strings)).pattern})")
+        # Nearly no text has one: most are searched for their first characters only.
+        self._firsts = {c for s in strings for c in (s.lstrip()[0].lower(), s.lstrip()[0].upper())}
+        self._lock = threading.Lock()
+        self._namespaces: dict[str, OrderedDict[str, _Held]] = {}
+        self._seen: dict[str, set[str]] = {}  # strings; they stay when their texts are forgotten or evicted
+
+    def add(self, namespace: str, texts: Iterable[str]) -> None:
+        """Add those of the texts that have a special-token string, in any case and spacing."""
+        for text in texts:
+            if held := self._held(text):
+                with self._lock:
+                    self._seen.setdefault(namespace, set()).update(held)
+                    known = self._namespaces.setdefault(namespace, OrderedDict())
+                    known[text.strip()] = held
+                    known.move_to_end(text.strip())
+                    if len(known) > MAX_TEXTS:
+                        known.popitem(last=False)
+
+    def forget(self, namespace: str, texts: Iterable[str] | None) -> None:
+        """Forget these texts (None: all); the special-token strings that they had stay known."""
+        with self._lock:
+            known = self._namespaces.get(namespace, OrderedDict())
+            for text in list(known) if texts is None else texts:
+                known.pop(text.strip(), None)
+
+    def split(
+        self, namespace: str, segments: Sequence[Segment], retrieved: Iterable[str] = ()
+    ) -> list[Segment]:
+        """Cut fixed text at the special-token strings that may come from a retrieved text.
+
+        Plain text is what such a text has, too, with about the same characters before or after it.
+        ``retrieved`` are texts of this prompt alone.
+        """
+        with self._lock:
+            known = list(self._namespaces.get(namespace, {}).values())
+        known += filter(None, map(self._held, retrieved))
+        if not known:
+            return list(segments)
+        folded, occurrences = self._occurrences(segments)
+        crowded = len(occurrences) * len(known) > MAX_COMPARISONS
+        plain: dict[int, list[tuple[int, int]]] = {}
+        for number, span, special, at in occurrences:
+            around = folded[max(at - WINDOW, 0) : at], folded[at : at + WINDOW]
+            found = (held[special] for held in known if special in held)
+            if any(crowded or token.may_be(*around) for token in found):
+                plain.setdefault(number, []).append(span)
+        return [
+            piece
+            for number, segment in enumerate(segments)
+            for piece in (_cut(segment.text or "", plain[number]) if number in plain else [segment])
+        ]
+
+    def split_contents(
+        self, namespace: str, contents: Sequence[Sequence[Segment]], retrieved: Iterable[str] = ()
+    ) -> list[list[Segment]]:
+        """Cut contents of chat messages at every special-token string that a retrieved text ever had.
+
+        Control tokens come from the chat template alone, so nothing around an occurrence is compared.
+        """
+        with self._lock:
+            held = set(self._seen.get(namespace, ()))
+        held |= {special for text in retrieved for special in self._held(text)}
+        if not held:
+            return [list(content) for content in contents]
+
+        def pieces(segment: Segment) -> list[Segment]:
+            text = segment.text or ""
+            spans = [m.span() for m in self._exact.finditer(text) if _fold(m[0]) in held]
+            return _cut(text, spans) if not is_read_apart(segment) else [segment]
+
+        return [[piece for segment in content for piece in pieces(segment)] for content in contents]
+
+    def _held(self, text: str) -> _Held:
+        """The special tokens of a text and what is around them."""
+        if not any(first in text for first in self._firsts):
+            return {}
+        # Odd pieces are special tokens, the others what is between them.
+        pieces = self._folded.split(_fold(text))
+        whole, places, at = "".join(pieces[::2]), dict[str, list[int]](), 0
+        for run, special in zip(pieces[::2], pieces[1::2], strict=False):
+            at += len(run)
+            places.setdefault(special, []).append(at)
+        return {
+            special: _HeldToken(
+                whole[: where[-1]],
+                whole[where[0] :],
+                frozenset((whole[max(at - WINDOW, 0) : at], whole[at : at + WINDOW]) for at in where),
+            )
+            for special, where in places.items()
+        }
+
+    def _occurrences(
+        self, segments: Sequence[Segment]
+    ) -> tuple[str, list[tuple[int, tuple[int, int], str, int]]]:
+        """The prompt without whitespace, case and special-token strings; and those of its fixed text.
+
+        Each with the number of its segment, its place there, its folded form and its place in the former.
+        """
+        runs, found, length = list[str](), list[tuple[int, tuple[int, int], str, int]](), 0
+        for number, segment in enumerate(segments):
+            text, done = segment.text or "", 0
+            for match in self._exact.finditer(text):
+                runs.append(_fold(text[done : match.start()]))
+                length, done = length + len(runs[-1]), match.end()
+                if not is_read_apart(segment):
+                    found.append((number, match.span(), _fold(match[0]), length))
+            runs.append(_fold(text[done:]))
+            length += len(runs[-1])
+        return "".join(runs), found
+
+
+def is_read_apart(segment: Segment) -> bool:
+    """Whether the segment is a chunk, or text whose special-token strings are plain text."""
+    return isinstance(segment, Chunk) or (isinstance(segment, Text) and segment.split_special_tokens)
+
+
+def plain_count(segments: Iterable[Segment]) -> int:
+    """Number of segments that are fixed text tokenised without special tokens."""
+    return sum(isinstance(s, Text) and s.split_special_tokens for s in segments)
+
+
+def any_of(strings: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of these strings, the longest first, as tokenizers take them."""
+    longest_first = sorted(set(filter(None, strings)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # which matches nothing
+
+
+def _cut(text: str, spans: Iterable[tuple[int, int]]) -> list[Segment]:
+    pieces: list[Segment] = []
+    done = 0
+    for start, end in spans:
+        pieces += [Text(text[done:start]), Text(text[start:end], split_special_tokens=True)]
+        done = end
+    return [piece for piece in (*pieces, Text(text[done:])) if piece.text]
+
+
+def _fold(text: str) -> str:
+    return "".join(text.split()).casefold()

@@ -15,7 +15,7 @@ from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree import knowledge_tree as factory
-from ragcachekit.prefix_tree.base import Root, Step
+from ragcachekit.prefix_tree.nodes import Root, Step
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 
@@ -151,7 +151,7 @@ def refuse(path, *_, **__):
     raise PermissionError(13, "Permission denied", str(path))
 
 
-@pytest.mark.parametrize("step", ["entry.read_key", "disk_check.is_disk_tier"])
+@pytest.mark.parametrize("step", ["entry.read_key", "disk.is_disk_tier"])
 def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch, step):
     monkeypatch.setattr(f"ragcachekit.store.{step}", refuse)
     with pytest.raises(RagCacheError, match="Permission denied; choose another --cache"):

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcachekit.prompt.messages import MARK, marked, segment_messages
 from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segments import Segmentation
-from ragcachekit.prompt.special_tokens import SpecialTokenTexts
+from ragcachekit.prompt.segments import MARK, Segmentation, marked, segment_messages
+from ragcachekit.prompt.tokenizer import SpecialTokenTexts
 from ragcachekit.types import Chunk
 
 BERLIN = "Berlin is the capital of Germany."
@@ -129,11 +128,6 @@ def test_marked_whitespace_is_no_chunk() -> None:
     assert result.fallback is None
 
 
-def test_a_chunk_spread_over_unmarked_blocks_is_found() -> None:
-    blocks = [{"type": "text", "text": BERLIN[:10]}, {"type": "text", "text": BERLIN[10:]}]
-    assert chunk_texts(segment([{"role": "user", "content": blocks}], chatml, BERLIN)) == [BERLIN]
-
-
 def test_a_trimming_template_takes_the_margin_off_the_last_chunk() -> None:
     chunk = f"{BERLIN}\n"
     messages = [{"role": "system", "content": f"\n{chunk}{chunk}"}, {"role": "user", "content": "Where?"}]
@@ -143,12 +137,6 @@ def test_a_trimming_template_takes_the_margin_off_the_last_chunk() -> None:
     assert result.fallback is None
     kept = segment(messages, chatml, chunk)
     assert chunk_texts(kept) == [chunk, chunk]
-
-
-def test_a_marked_chunk_that_is_a_whole_trimmed_message() -> None:
-    result = segment([{"role": "user", "content": [marked(f"  {PARIS}\n")]}], llama)
-    assert chunk_texts(result) == [PARIS]
-    assert texts(result) == llama([{"role": "user", "content": PARIS}])
 
 
 @pytest.mark.parametrize(
@@ -177,14 +165,6 @@ def test_a_dropped_message_with_a_chunk_falls_back_and_one_without_does_not() ->
     assert texts(segment(with_chunk, dropping_first, BERLIN)) == dropping_first(with_chunk)
     without = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": BERLIN}]
     assert chunk_texts(segment(without, dropping_first, BERLIN)) == [BERLIN]
-
-
-def test_a_template_that_cuts_inside_a_chunk_falls_back() -> None:
-    chunk = "First a thought</think> and then the answer."
-    messages = conversation(f"Context: {chunk}")
-    result = segment(messages, drops_thoughts, chunk)
-    assert result.fallback is not None
-    assert texts(result) == drops_thoughts(messages)
 
 
 def test_a_clock_in_the_template_matters_only_when_it_ticks() -> None:
@@ -248,14 +228,6 @@ def test_other_keys_and_missing_contents_reach_the_template() -> None:
     assert all(first == call and second["name"] == "lookup" for first, second in seen)
 
 
-def test_messages_are_not_changed() -> None:
-    messages = [{"role": "user", "content": ["Context: ", marked(BERLIN)]}]
-    segment(messages, chatml, BERLIN)
-    assert messages == [
-        {"role": "user", "content": ["Context: ", {"type": "text", "text": BERLIN, "chunk": True}]}
-    ]
-
-
 @pytest.mark.parametrize(
     ("message", "error"),
     [
@@ -270,10 +242,6 @@ def test_messages_are_not_changed() -> None:
 def test_messages_of_another_form_are_refused(message, error) -> None:
     with pytest.raises(error):
         segment([message], chatml)
-
-
-def test_no_messages_render_to_what_the_template_makes_of_them() -> None:
-    assert texts(segment([], chatml)) == "<|im_start|>assistant\n"
 
 
 contents = st.lists(

@@ -176,6 +176,3 @@ async def test_errors_have_the_form_of_the_api_that_was_asked(tmp_path, monkeypa
         ):
             found, body = await error(client, method, path)
             assert (found, set(body)) == (status, {"message", "type", "param", "code"})
-        app.state.activity.stopping = True
-        assert (await error(client, "GET", "/v1beta/cachedContents"))[1]["status"] == "UNAVAILABLE"
-        assert (await error(client, "GET", "/v1/models"))[1]["code"] == "overloaded"

@@ -44,7 +44,7 @@ def test_a_list_has_one_error_however_many_items_are_wrong(kind, field, value):
     known = {info.alias or name for name, info in kind.model_fields.items()}
     with pytest.raises(ValidationError) as error:
         kind.model_validate_json(json.dumps({name: body[name] for name in body if name in known}))
-    assert error.value.error_count() <= 3
+    assert error.value.error_count() <= 4  # for a union one of each member
 
 
 @pytest.mark.parametrize(

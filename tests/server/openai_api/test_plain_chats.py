@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragcachekit import TreeConfig
-from ragcachekit.prefix_tree.base import BLOCK
+from ragcachekit.prefix_tree.nodes import BLOCK
 from ragcachekit.server import ServerConfig, create_app
 from server_kit import LONG, MODEL, engine, served
 from speaking import byte_level, speaker

@@ -16,7 +16,7 @@ from tool_kit import scripted
 
 USER = {"role": "user", "content": QUESTION}
 NO_PLACE = {"role": "system", "content": "a"}
-SYSTEM = {"role": "system", "content": "Use {documents}."}
+SYSTEM = {"role": "system", "content": "Use them."}
 TOOL = {"type": "function", "function": {"name": "born", "parameters": {"type": "object", "properties": {}}}}
 TOOL_RESULT = {"role": "tool", "tool_call_id": "abc", "content": "Bern"}
 
@@ -221,14 +221,11 @@ def placed(messages, *documents):
     ]
 
 
-def test_documents_stand_before_the_question_or_at_the_marker():
-    assert placed([USER], "a", "b") == [["CHUNK a", "\n\n", "CHUNK b", "\n\n", QUESTION]]
-    assert placed([SYSTEM, USER], "a", "b") == [["Use ", "CHUNK a", "\n\n", "CHUNK b", "."], QUESTION]
-    assert placed([SYSTEM, USER]) == ["Use {documents}.", QUESTION]
-    segments = text_prompt("x {documents} y", ["a", "b"]).segments
-    assert [s.text for s in segments] == ["x ", "a", "\n\n", "b", " y"]
-    assert [isinstance(s, Chunk) for s in segments] == [False, True, False, True, False]
-    assert [s.text for s in text_prompt("x", ["a"]).segments] == ["a", "\n\n", "x"]
+def test_documents_stand_before_the_question():
+    assert placed([SYSTEM, USER], "a", "b") == ["Use them.", ["CHUNK a", "\n\n", "CHUNK b", "\n\n", QUESTION]]
+    segments = text_prompt("x", ["a", "b"]).segments
+    assert [s.text for s in segments] == ["a", "\n\n", "b", "\n\n", "x"]
+    assert [isinstance(s, Chunk) for s in segments] == [True, False, True, False, False]
     by_ids = text_prompt([1, 2], ["a"]).segments
     assert [s.text for s in by_ids] == ["a", "\n\n", None]
     assert by_ids[-1].token_ids == (1, 2)
