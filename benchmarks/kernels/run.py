@@ -41,9 +41,7 @@ def kernels(
     ] = None,
     kernel: Annotated[
         str | None,
-        typer.Option(
-            "--kernels", help="sparse_attention, column_scores, assembly; default: all."
-        ),
+        typer.Option("--kernels", help="sparse_attention, column_scores, assembly; default: all."),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Calls per figure; the median counts.")] = 20,
     device: Device = None,
