@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from ragcachekit.commands.cache import tiers_in, usage
+from ragcachekit.commands.cache import DAMAGED, tiers_in, usage
 from ragcachekit.commands.precompute import Manifest
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import TreeConfig

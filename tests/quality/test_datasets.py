@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ragcachekit.commands.fidelity import FidelitySettings, run
 from ragcachekit.commands.questions import Passages, Sampling, draw_questions, half_of, load_dataset
 
 PARAGRAPHS = [f"Paragraph {n} tells that item {n} is number {n}." for n in range(6)]
@@ -88,12 +87,6 @@ def test_musique_as_published_and_as_cacheblend_has_it(tmp_path: Path) -> None:
     assert found.document == ()
 
 
-def test_questions_without_answers_are_left_out(tmp_path: Path) -> None:
-    items = [{"question": "Which?", "answers": [], "ctxs": [{"title": "", "text": "text"}]}]
-    with pytest.raises(ValueError, match="no question with an answer"):
-        load_dataset(f"musique:{written(tmp_path / 'm.json', items)}")
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -109,14 +102,3 @@ def test_other_files_are_refused(tmp_path: Path, squad: Path, spec: str, message
         load_dataset(spec.format(squad=squad, own=own))
     with pytest.raises(OSError, match="nowhere"):
         load_dataset("squad:/nowhere.json")
-
-
-def test_neighbours_of_a_document_need_one(tmp_path: Path) -> None:
-    own = written(tmp_path / "own.jsonl", [{"question": "Q?", "chunks": ["a"], "answer": "b"}], lines=True)
-    settings = FidelitySettings("nowhere", own, neighbours="document", encoders=("similar:1",))
-    with pytest.raises(ValueError, match="not known which chunks precede"):
-        run(settings)
-    with pytest.raises(ValueError, match="unknown half"):
-        Sampling(half="third")
-    with pytest.raises(ValueError, match="unknown prompt"):
-        run(FidelitySettings("nowhere", own, prompt="haiku"))
