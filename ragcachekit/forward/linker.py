@@ -16,7 +16,8 @@ from ragcachekit.forward.attention import tagged
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import AttentionObserver
-from ragcachekit.store.load import AnyKV, LoadingKV, Pair
+from ragcachekit.store.base import Pair
+from ragcachekit.store.loader import AnyKV, LoadingKV
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places, Rows
 

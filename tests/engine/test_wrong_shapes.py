@@ -22,8 +22,8 @@ from ragcachekit.plan.encodings import NeighbourEncoding
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry import read_key
-from ragcachekit.store.factory import open_store
 from ragcachekit.store.memory import HostStore
+from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 from store_kit import read_entry
 
