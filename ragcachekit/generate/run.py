@@ -107,14 +107,8 @@ class DecodingLoop:
 
     A linked prefill gets the ids permuted. Logits processors, stopping criteria and the streamer get them as
     they are in the prompt, so every option of transformers that reads ids works. ``one_token`` ends the loop
-    after the first token, for a batch that goes on.
-
-    Attributes
-    ----------
-    processors, criteria, config
-        As generate prepared them from the request's options, once the loop has begun.
-    generator : torch.Generator or None
-        Goes on where the first token's draw ended; None: torch's global one.
+    after the first token, for a batch that goes on: with ``processors``, ``criteria`` and ``config`` as
+    generate prepared them, and a ``generator`` that goes on where the first draw ended (None: torch's own).
     """
 
     processors: LogitsProcessorList
