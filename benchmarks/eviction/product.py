@@ -12,7 +12,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.prefix_tree.knowledge_tree import open_tree
 from ragcachekit.prefix_tree.nodes import Root, Step
-from ragcachekit.store.factory import open_store
+from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 
 TOKEN_BYTES = 2

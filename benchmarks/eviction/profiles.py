@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ MACHINES = {
 
 
 def open_costs(name: str) -> Costs:
-    """By arithmetic for a shape of :data:`MACHINES`, or from a file that ``PrefillProfile.to_json`` wrote.
+    """By arithmetic for a shape of :data:`MACHINES`, or from a JSON file of a ``PrefillProfile``'s fields.
 
     Raises
     ------
@@ -49,7 +50,11 @@ def open_costs(name: str) -> Costs:
             raise ValueError(
                 f"unknown profile {name!r}; known: {', '.join(MACHINES)}, or a profile's JSON file"
             )
-        return Costs(f"profile {Path(name).name}", PrefillProfile.from_json(Path(name).read_text()), None)
+        try:
+            profile = PrefillProfile(**json.loads(Path(name).read_text()))
+        except TypeError as error:
+            raise ValueError(f"{name} has no fields of a prefill profile: {error}") from error
+        return Costs(f"profile {Path(name).name}", profile, None)
     shape, machine = SHAPES[name], MACHINES[name]
     # Weights are read once; a row costs two operations per weight, a pair four per layer and dimension.
     kv_width = shape.hidden * shape.kv_heads // shape.heads

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.eviction.traces import Trace
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.eviction import Access, EvictionPolicy
-from ragcachekit.store.ranking import Ranking
+from ragcachekit.store.eviction import Access, EvictionPolicy, Ranking
 
 TREE, CHUNKS = "tree", "chunks"
 

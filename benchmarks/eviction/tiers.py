@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.eviction.replay import Outcome, Plan, Prompt, Tally
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.eviction import Access, EvictionPolicy
-from ragcachekit.store.ranking import Ranking
+from ragcachekit.store.eviction import Access, EvictionPolicy, Ranking
 
 PREFILL, RELOAD, ALWAYS_RELOAD = "prefill", "reload", "always-reload"
 GPU_COSTS = (PREFILL, RELOAD, ALWAYS_RELOAD)

@@ -69,7 +69,7 @@ def check(model: Any) -> ModelCheck:
     family = type(model).__name__
     try:
         passed = admit(model, describe_rope(model))
-        difference = max(passed.offset_diff, passed.link_diff, _answer_difference(model))
+        difference = max(passed.difference, _answer_difference(model))
     except ModelNotSupported as error:
         return ModelCheck(family, REFUSED, str(error), None, None)
     if difference > passed.tolerance:

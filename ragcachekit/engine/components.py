@@ -20,7 +20,6 @@ from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.encode.similar import NeighbourEncoder
 from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
@@ -29,6 +28,8 @@ from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours, by_namespace
+from ragcachekit.plan.load_planner import LoadPath
+from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
@@ -41,8 +42,8 @@ from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
-from ragcachekit.store.factory import open_store
 from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 
 
@@ -138,9 +139,10 @@ class EngineComponents:
         opened: ExitStack,
     ) -> None:
         self.forgets, layout = ForgetEpochs(), KVLayout.of(model)
-        cost = PrefillCost(model, fingerprint=self.fingerprint, folder=folder, context=rope.context)
+        cost = PrefillCost(model, context=rope.context)
         self.store = _store(settings, cost, opened)
-        self.loads = LoadPath(self.store, load_config(settings.load), cost=cost, layout=layout)
+        load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
+        self.loads = loads = LoadPath(self.store, load, cost)
         opened.callback(self.loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
         self.parser = PromptParser(tokenizer)
@@ -153,7 +155,7 @@ class EngineComponents:
             encoder=settings.encoder,
             neighbours=by_namespace(settings.neighbours, settings.namespace),
             same_source=settings.companions == "same-source",
-            fetch=self.loads.fetch,
+            fetch=lambda: Fetch(loads.source, loads.planner, layout=layout),
             tree=self.tree,
             layout=layout,
         )
@@ -191,8 +193,11 @@ class EngineComponents:
 
         check = PolicyCheck(model, rope, self.planner, private)
         wait, given = self.active.wait_for_none, settings.encoder
-        parts = self.parser, self.planner, check, self.background, wait
+        parts = self.planner, check, self.background, wait
         self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
+        auto = isinstance(self.policy, Auto)
+        resolve = self.auto.resolve if auto else partial(self.budgets.resolve, self.policy)
+        resolve(settings.namespace)  # warns now of what there is to warn of
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
         """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""

@@ -17,7 +17,8 @@ from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import AttentionObserver, LayerwisePolicy
-from ragcachekit.store.load import AnyKV, LoadingKV, Pair
+from ragcachekit.store.base import Pair
+from ragcachekit.store.loader import AnyKV, LoadingKV
 from ragcachekit.types import ENCODING_PREFIX
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places, Rows

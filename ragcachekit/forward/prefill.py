@@ -35,7 +35,7 @@ from ragcachekit.policies.base import (
     TrackingPolicy,
 )
 from ragcachekit.reports import LinkReport
-from ragcachekit.store.load import LoadFailed
+from ragcachekit.store.loader import LoadFailed
 from ragcachekit.types import KVKey
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores, kv_deviation
 

@@ -35,7 +35,7 @@ from ragcachekit.generate.options import (
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.reports import Answer, GenerateReport, LinkReport
-from ragcachekit.store.load import LoadFailed
+from ragcachekit.store.loader import LoadFailed
 
 # -- hooks into one call of generate -------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -14,6 +15,13 @@ from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 TensorShape = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of one tensor."""
+
+
+def nbytes_of(spec: TensorShape) -> int:
+    """Bytes of a tensor of this dtype and shape."""
+    dtype, shape = spec
+    return math.prod(shape) * dtype.itemsize
+
 
 Shapes = tuple[tuple[TensorShape, TensorShape], ...]
 """Per layer, dtype and shape of keys and of values."""
@@ -43,7 +51,7 @@ def with_token_ids(kv: ChunkKV, token_ids: Sequence[int]) -> ChunkKV:
 
 
 def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:
-    """Whether KV with these ``sums`` is in eight bits (:mod:`ragcachekit.model.packed`)."""
+    """Whether KV with these ``sums`` is in eight bits (:mod:`ragcachekit.store.quantised`)."""
     return f"{SCALE_OF_KEYS}0" in sums
 
 
@@ -115,7 +123,7 @@ class ChunkKV:
         return kv.each(lambda tensor: tensor.to(device))
 
     def unpacked(self) -> ChunkKV:
-        """Self; a :class:`~ragcachekit.model.packed.PackedKV` returns an ordinary ChunkKV."""
+        """Self; a :class:`~ragcachekit.store.quantised.PackedKV` returns an ordinary ChunkKV."""
         return self
 
     @property

@@ -21,7 +21,7 @@ from ragcachekit.prefix_tree.nodes import BLOCK, Root, Step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import KVStore, NullStore
-from ragcachekit.store.load import AnyKV, LoadingKV
+from ragcachekit.store.loader import AnyKV, LoadingKV
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,8 @@ from ragcachekit.plan.link_plan import (
     miss_reason,
     plain_plan,
 )
-from ragcachekit.plan.load_planner import RowCost, row_cost_of
+from ragcachekit.plan.load_planner import MEMORY_TIERS, RowCost, row_cost_of
 from ragcachekit.plan.lookup import (
-    MEMORY_TIERS,
     TURN,
     Entry,
     Fetch,

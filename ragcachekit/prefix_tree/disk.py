@@ -19,7 +19,7 @@ from ragcachekit.files import read_regular, replace_file
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.nodes import Path, Reused, Root, fault, key_of
 from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
-from ragcachekit.store.disk_files import FolderBusy, FolderLock, LockFailed
+from ragcachekit.store.disk_folder import FolderLock, LockFailed
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey
 
@@ -197,7 +197,7 @@ class ForgetLog:
         """
         with ExitStack() as held:
             error = self._try(held, _SECONDS_TO_FORGET)
-            if error is not None and not isinstance(error, FolderBusy):
+            if error is not None and not error.busy:
                 _LOG.warning("other processes do not wait while something is forgotten: %s", error)
             try:
                 yield
@@ -206,7 +206,7 @@ class ForgetLog:
                     self._note(namespace)
                 except OSError as failed:
                     _LOG.warning("other processes are not told what was forgotten: %s", failed)
-        if isinstance(error, FolderBusy):
+        if error is not None and error.busy:
             raise StoreError(
                 "another process has been writing to the tree's folder all the time and may write what was "
                 f"forgotten; forget again when it goes on or has ended: {error}"

@@ -12,10 +12,9 @@ import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Counters, StoreStats
-from ragcachekit.store.eviction import HIT, Access, EvictionPolicy
+from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Ranking
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.memory import in_own_memory
-from ragcachekit.store.ranking import Ranking
 from ragcachekit.types import KVKey, chunk_id, whole_id
 
 ENCODING_PATH = "path"

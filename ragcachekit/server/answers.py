@@ -12,7 +12,8 @@ from uuid import uuid4
 import torch
 from transformers import LogitsProcessor
 
-from ragcachekit import Answer, ToolCall, ToolCallReader
+from ragcachekit import Answer, ToolCallReader
+from ragcachekit.generate.tool_calls import ToolCall
 from ragcachekit.server.errors import stopping
 
 CACHE_HEADER = "x-ragcachekit-cache"

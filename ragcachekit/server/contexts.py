@@ -24,7 +24,7 @@ from ragcachekit.background import Backoff
 from ragcachekit.files import read_regular, replace_file
 from ragcachekit.server.errors import ApiError, invalid
 from ragcachekit.server.keys import Tenant
-from ragcachekit.store.disk_files import claim_folder
+from ragcachekit.store.disk_folder import claim_folder
 
 log = logging.getLogger(__name__)
 

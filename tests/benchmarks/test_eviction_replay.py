@@ -9,8 +9,7 @@ from benchmarks.eviction.replay import CHUNKS, TREE, Plan, Prompt, plan, replay
 from benchmarks.eviction.tiers import GPU_COSTS, PREFILL, Tiers, replay_tiers
 from benchmarks.eviction.traces import TRACES, Trace, TraceShape, open_trace
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.eviction import POLICIES, Lru, Pgdsf, open_eviction
-from ragcachekit.store.ranking import Ranking
+from ragcachekit.store.eviction import POLICIES, Lru, Pgdsf, Ranking, open_eviction
 
 PROFILE = PrefillProfile(0.01, 0.001, 1e-6)
 PROMPT = Prompt(system=50, question=10)

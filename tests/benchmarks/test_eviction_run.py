@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import statistics
 from dataclasses import replace
 
@@ -135,7 +136,7 @@ def test_summaries_say_what_the_rows_say(report):
 
 def test_a_measured_profile_is_used_and_says_nothing_of_loading(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(PrefillProfile(1.0, 0.005).to_json())
+    path.write_text(json.dumps(vars(PrefillProfile(1.0, 0.005))))
     costs = open_costs(str(path))
     assert costs.profile.seconds(0, 100) == 1.5
     report = run(

@@ -156,13 +156,13 @@ def refuse(path, *_, **__):
 
 
 def test_damaged_entries_are_counted_apart_and_cleared(command, folder):
-    (folder / "kv" / f"{'0' * 64}.safetensors").write_bytes(b"no entry")
+    (folder / "kv" / f"{'0' * 32}-{'0' * 64}.safetensors").write_bytes(b"no entry")
     assert held(folder) == {DAMAGED: 1, "acme": 2, "other": 1}
     command("cache", "clear", "--cache", folder, "--yes")
     assert held(folder) == {}
 
 
-@pytest.mark.parametrize("step", ["entry.read_key", "disk_check.is_disk_tier"])
+@pytest.mark.parametrize("step", ["entry.read_key", "disk.is_disk_tier"])
 def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch, step):
     monkeypatch.setattr(f"ragcachekit.store.{step}", refuse)
     with pytest.raises(RagCacheError, match="Permission denied; choose another --cache"):

@@ -8,11 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_kit import PROMPT, rag_for
 from ragcachekit import threads as threads_module
 from ragcachekit.background import BackgroundWorker
-from ragcachekit.engine import after_answer as keep
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 
 LONG = 60.0
 
@@ -47,27 +44,6 @@ def test_a_job_for_which_no_thread_starts_is_dropped_and_the_next_is_done(
     worker.close()
 
 
-def test_a_job_that_ends_its_thread_does_not_end_the_queue() -> None:
-    done: list[int] = []
-
-    def work(job: int) -> None:
-        if job == 1:
-            threads.append(threading.current_thread())
-            raise SystemExit
-        done.append(job)
-
-    threads: list[threading.Thread] = []
-    worker = BackgroundWorker()
-    jobs = worker.queue(work, 4)
-    assert jobs.submit(1)
-    assert worker.flush(LONG)
-    threads[0].join(LONG)
-    assert jobs.submit(2)
-    assert worker.flush(LONG)
-    assert done == [2]
-    worker.close()
-
-
 def test_close_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,19 +67,3 @@ def test_close_does_not_wait_for_ever(
     assert not jobs.submit(3)
     go_on.set()
     assert worker.flush(LONG)
-
-
-def test_an_error_while_copying_into_the_tree_does_not_cost_the_answer(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise MemoryError("no memory for the copy")
-
-    with rag_for("llama", policy="prefix", cold="now", tree=KnowledgeTree(host_bytes=1 << 26)) as rag:
-        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-            patch.setattr(keep, "captured", fail)
-            answer = rag.generate(PROMPT, max_new_tokens=2)
-        assert "no memory for the copy" in caplog.text
-        again = rag.generate(PROMPT, max_new_tokens=2)
-    assert len(answer.token_ids) == 2
-    assert again.token_ids == answer.token_ids

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from forget_kit import BEFORE, ROOM, SPACE, TEXTS, Engine, Meanwhile, around
+from forget_kit import BEFORE, SPACE, TEXTS, Engine, Meanwhile, around
 
 from loading_kit import WAIT
 from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
@@ -100,16 +98,6 @@ def test_a_text_goes_from_wherever_it_stood(make, where, given):
     assert engine.rag.forget(texts=[given]) == 0
 
 
-def test_a_text_across_the_edge_of_a_chunk(make):
-    engine = make(policy="prefix")
-    prompt = Prompt([Text(BEFORE + SECRET[:6]), Chunk(SECRET[6:] + FILL), Text("\nWhere?")])
-    engine.rag.generate(prompt, **ASKED)
-    assert holding(engine, SHORT) == ["tree:host", "turns"]
-    assert engine.rag.forget(texts=[SHORT]) > 0
-    assert holding(engine, SHORT) == []
-    assert not reused_from(engine, prompt, SHORT)
-
-
 @pytest.mark.parametrize("encoder", ["standalone", "system", "in-prompt", "average:2", "similar:2"])
 def test_entries_behind_the_text_go_too(make, encoder):
     near = {"neighbours": PrecedingChunks([[TEXTS[0], FILL + SECRET, KEPT]])} if "similar" in encoder else {}
@@ -135,15 +123,6 @@ def test_what_does_not_hold_the_text_stays(make):
     assert set(STORES[1:]) <= set(engine.left(engine.chunk_ids([KEPT])))
     reused = engine.rag.generate(PROMPTS["plain"], **ASKED).report.link.exact_tokens
     assert 0 < reused <= engine.rag.count_tokens(FILL) + 1, "what stands before the text"
-
-
-def test_other_namespaces_keep_theirs(make):
-    engine = make()
-    engine.rag.generate(PROMPTS["plain"], **ASKED)
-    engine.rag.generate(PROMPTS["plain"], namespace="bolt", **ASKED)
-    engine.rag.forget(texts=[SECRET])
-    assert holding(engine, SECRET) == []
-    assert holding(engine, SECRET, "bolt")
 
 
 def test_a_conversation_that_goes_on(make):
@@ -214,20 +193,6 @@ def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, wher
     assert engine.rag.flush(WAIT)
     assert meanwhile.finish()
     assert holding(engine, SHORT) == []
-
-
-def test_forgets_at_random(make):
-    engine, rng = make(tree_bytes=200_000), random.Random(7)
-    names = ["Ada", "Grace", "Edsger", "Barbara"]
-    for _ in range(30):
-        who = rng.choice(names)
-        text = FILL[: rng.randrange(len(FILL))] + f"{who} has 1815 and 1906. " + FILL
-        engine.rag.generate(text, **ASKED)
-        if rng.random() < 0.3:
-            gone = rng.choice(names)
-            engine.rag.forget(texts=[f"{gone} has 1815"])
-            assert holding(engine, f"{gone} has 1815") == []
-    assert {record.tier: record for record in engine.rag.stats()}["tree:host"].nbytes <= 200_000 < ROOM
 
 
 # -- the server --------------------------------------------------------------------------------------

@@ -70,17 +70,6 @@ def test_forget_while_texts_are_encoded(make, monkeypatch, step, after, what):
     assert engine.reused(GONE) == 0
 
 
-@pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
-def test_forget_while_an_entry_is_being_stored(make, monkeypatch, what):
-    engine = make()
-    gone, forget = forget_of(engine, what)
-    meanwhile = Meanwhile(forget, wait=False)  # it waits for the write
-    around(monkeypatch, engine.disk, "admit", meanwhile, after=False)
-    engine.rag.encode([GONE, KEPT])
-    assert meanwhile.finish()
-    assert engine.left(gone) == []
-
-
 @pytest.mark.parametrize("step", ["ids", "forward", "model check"])
 def test_forget_of_a_chunk_that_others_are_encoded_behind(make, monkeypatch, step):
     engine = make(encoder="similar:2", neighbours=PrecedingChunks([[GONE, KEPT, THIRD]]))
@@ -115,21 +104,6 @@ def test_forget_while_texts_are_being_given(make, call, what):
     assert engine.left(gone) == []
     notes = engine.rag.link(f"{BEFORE}{GONE.upper()}").report.notes
     assert not any("retrieved" in note for note in notes)  # nor is it named as retrieved
-
-
-def test_what_is_encoded_again_after_the_forget_is_there(make, monkeypatch):
-    engine = make()
-
-    def forget_and_encode():
-        engine.rag.forget(texts=[GONE])
-        engine.rag.encode([GONE])
-
-    meanwhile = Meanwhile(forget_and_encode)
-    around(monkeypatch, *STEPS["forward"](engine), meanwhile, after=False)
-    engine.rag.encode([GONE, KEPT])
-    assert meanwhile.finish()
-    assert engine.left(engine.chunk_ids([GONE])) == ["host", "disk"]
-    assert engine.recognised(GONE)
 
 
 # -- requests --------------------------------------------------------------------------------------

@@ -17,10 +17,9 @@ from link_kit import described, plan_of
 from placing_kit import SHAPES, assemble, assembled, assert_placed, changed, entry, many_kinds, prompt
 from ragcachekit.config import StoreConfig
 from ragcachekit.forward.linker import AHEAD, StoredLayers
-from ragcachekit.model.packed import PackedKV, unpack
 from ragcachekit.plan.link_plan import Piece
 from ragcachekit.store.memory import HostStore
-from ragcachekit.store.quantised import pack
+from ragcachekit.store.quantised import PackedKV, pack, unpack
 
 EIGHT_BITS = ("int8", "fp8")
 ASKED = {"max_new_tokens": 6, "do_sample": False}

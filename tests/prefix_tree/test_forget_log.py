@@ -16,7 +16,7 @@ from ragcachekit.prefix_tree.disk import ForgetLog
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, Turn
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_files import FolderLock
+from ragcachekit.store.disk_folder import FolderLock
 from tree_kit import ROOT, ROW, kv_of, path_of, request
 
 PATH = path_of("s2", "a3", "b4")

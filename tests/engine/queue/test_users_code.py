@@ -10,7 +10,8 @@ from transformers import LogitsProcessor
 
 from engine_kit import EXACT, PROMPT, warmed
 from queue_kit import LONG, held
-from ragcachekit import EngineError, QueueConfig, Request, agenerate, astream
+from ragcachekit import QueueConfig, Request, agenerate, astream
+from ragcachekit.errors import EngineError
 
 ASKED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
 
