@@ -72,32 +72,16 @@ def default_disk_bytes(folder: Path) -> int:
 
 
 class DiskStore(KVStore):
-    """Chunk KV in files that survive the process; several processes may share the folder.
+    """Chunk KV in files that survive the process; several processes may share the folder ``path``.
 
     A read opens the file, verifies all of it, and sets its modification time: the order of use. A write goes
     to a temporary file, which is renamed. A killed process leaves whole entries, and a temporary file that
-    the next start removes.
+    the next start removes. ``budget`` limits the bytes of all entry files, on top of which comes the entry
+    being written; ``quotas`` those of single namespaces (``*``: every other one).
 
-    Parameters
-    ----------
-    path : Path
-        The folder, created with mode 0700 (POSIX only); then the attribute ``folder``.
-    budget : int
-        Bytes of all entry files together; > 0. The entry being written comes on top.
-    quotas : mapping of str to int
-        Bytes of single namespaces (``*``: every other one). A namespace above its quota loses its own least
-        recently used entries.
-
-    Notes
-    -----
     A power failure may tear what was written last, which checksums detect: a miss. What was forgotten does
     not come back. On a medium that is full, read-only or failing the folder is opened for reading, and a put
-    returns False until the medium takes writes again.
-
-    Raises
-    ------
-    StoreError
-        If the folder is not a folder, or is not ours alone.
+    returns False until the medium takes writes again. StoreError if the folder is not ours alone.
     """
 
     shared = True
@@ -119,12 +103,10 @@ class DiskStore(KVStore):
         except (OSError, StoreError) as error:
             if is_full(error, _NO_WRITES):
                 self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
-            elif isinstance(error, LockFailed) and error.busy:
-                raise StoreError(f"cannot open the cache folder {self.folder}: {error}") from error
-            elif isinstance(error, StoreError) and not isinstance(error, LockFailed):
-                raise
-            else:
+            elif isinstance(error, OSError) or (isinstance(error, LockFailed) and not error.busy):
                 raise not_writable(self.folder, error) from error
+            else:
+                raise
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""

@@ -135,21 +135,6 @@ def test_what_was_rounded_once_stays_marked_in_faster_tiers(tmp_path: Path) -> N
     store.close()
 
 
-def test_what_is_evicted_is_handed_down_under_its_own_key() -> None:
-    one = pack(kv_of(1), "int8").nbytes
-    fast = QuantisedStore(HostStore(one), "int8")
-    slow = HostStore(BUDGET)
-    store = TieredStore([fast, slow])
-    fast.put(key_of(1), kv_of(1))
-    fast_only = store.get(key_of(1))
-    assert fast_only is not None
-    del fast_only
-    store.put(key_of(2), kv_of(2))
-    found = slow.get(key_of(1))
-    assert found is not None
-    assert found.kv.quantised == "int8"
-
-
 def test_kv_that_is_not_finite_is_refused() -> None:
     kv = kv_of(1)
     kv.values[0][0, 0, 0] = float("inf")

@@ -108,28 +108,6 @@ def test_a_full_server_that_does_not_evict_refuses(server: RedisServer, caplog: 
     assert store.get(key_of(1)) is not None
 
 
-def test_an_entry_copied_to_another_name_is_a_miss(server: RedisServer) -> None:
-    store = redis_store(server)
-    mine, theirs = key_of(1), key_of(1, namespace="globex/docs")
-    store.put(mine, kv_of(1))
-    store.put(theirs, kv_of(2))
-    server.client.copy(server.name_of(mine), server.name_of(theirs), replace=True)
-    assert store.get(theirs) is None
-    assert store.stats()[0].damaged == 1
-    assert theirs not in store
-    assert store.get(mine) is not None
-
-
-def test_entries_of_another_key_are_misses_and_stay(server: RedisServer) -> None:
-    ours, others = redis_store(server), redis_store(server, key=b"another key of some length")
-    ours.put(KEY, kv_of(1))
-    assert others.get(KEY) is None
-    assert (others.stats()[0].misses, others.stats()[0].damaged) == (1, 0)
-    assert ours.get(KEY) is not None
-    assert others.put(KEY, kv_of(1))
-    assert ours.get(KEY) is None
-
-
 def test_an_entry_whose_header_cannot_be_read_is_forgotten(server: RedisServer) -> None:
     store = redis_store(server)
     for number in range(3):
