@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ragcachekit.config import DEFAULT_DISK_BYTES
@@ -110,18 +109,17 @@ class DiskStore(KVStore):
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
-        source = self._opened(key)
+        source = self.open(key)
         if source is None:
             return None
-        entry, ended = source
         try:
-            kv = entry.kv()
-        except (EntryDamaged, OSError) as error:
-            ended(error)
+            keys, values = zip(*map(source.layer, range(source.layers)), strict=True)
+        except (EntryDamaged, OSError):
             return None
         finally:
-            entry.close()
-        ended(None)
+            source.close()
+        kv = ChunkKV.checked(keys, values, source.start, source.sums, source.quantised)
+        source.finished(kv)
         return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
@@ -129,16 +127,28 @@ class DiskStore(KVStore):
 
         One that is closed early is neither a hit nor a miss.
         """
-        opened = self._opened(key)
-        if opened is None:
+        name, file, seen = entry_name(key), None, None
+        if not self._is_served(name):
+            return self._missed()
+        try:
+            file = open_file(self._files.path(name))
+            seen = os.fstat(file.fd)
+            entry = EntryReader.of_file(file, key)
+        except FileNotFoundError:
+            return self._missed()
+        except BaseException as error:
+            if file is not None:
+                file.close()
+            if not isinstance(error, EntryDamaged | OSError):
+                raise
+            self._ended(name, seen, error)
             return None
-        entry, ended = opened
         over: list[bool] = []
 
         def end(error: EntryDamaged | OSError | None) -> None:
             if not over:
                 over.append(True)
-                ended(error)
+                self._ended(name, seen, error)
 
         def layer(number: int) -> Pair:
             try:
@@ -148,17 +158,9 @@ class DiskStore(KVStore):
                 raise
 
         header = entry.header
-        return LayerSource(
-            "disk",
-            entry.nbytes,
-            header.layers,
-            layer,
-            lambda _: end(None),
-            entry.close,
-            header.start,
-            entry.sums,
-            header.quantised,
-        )
+        calls = layer, lambda _: end(None), file.close
+        about = header.start, entry.sums, header.quantised
+        return LayerSource("disk", entry.nbytes, header.layers, *calls, *about)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
@@ -257,27 +259,8 @@ class DiskStore(KVStore):
     def _is_served(self, name: str) -> bool:
         return self._is_readable and name not in self._undeleted
 
-    def _opened(
-        self, key: KVKey
-    ) -> tuple[EntryReader, Callable[[EntryDamaged | OSError | None], None]] | None:
-        """The open entry and what is to be called with the outcome (None: all read), or a counted miss."""
-        name, file, seen = entry_name(key), None, None
-        if self._is_served(name):
-            try:
-                file = open_file(self._files.path(name))
-                seen = os.fstat(file.fd)
-                return EntryReader.of_file(file, key), partial(self._ended, name, seen)
-            except FileNotFoundError:
-                pass
-            except BaseException as error:
-                if file is not None:
-                    file.close()
-                if not isinstance(error, EntryDamaged | OSError):
-                    raise
-                self._ended(name, seen, error)
-                return None
+    def _missed(self) -> None:
         self._counters.count("misses")
-        return None
 
     def _ended(self, name: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None) -> None:
         """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
