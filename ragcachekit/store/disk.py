@@ -128,14 +128,15 @@ class DiskStore(KVStore):
         One that is closed early is neither a hit nor a miss.
         """
         name, file, seen = entry_name(key), None, None
-        if not self._is_served(name):
-            return self._missed()
         try:
+            if not self._is_served(name):
+                raise FileNotFoundError(name)
             file = open_file(self._files.path(name))
             seen = os.fstat(file.fd)
             entry = EntryReader.of_file(file, key)
         except FileNotFoundError:
-            return self._missed()
+            self._counters.count("misses")
+            return None
         except BaseException as error:
             if file is not None:
                 file.close()
@@ -259,9 +260,6 @@ class DiskStore(KVStore):
     def _is_served(self, name: str) -> bool:
         return self._is_readable and name not in self._undeleted
 
-    def _missed(self) -> None:
-        self._counters.count("misses")
-
     def _ended(self, name: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None) -> None:
         """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
         if error is None:
@@ -362,12 +360,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
     damaged, unreadable, gone, left = [], [], 0, 0
     for name, nbytes in files.items():
         try:
-            with open_file(folder / name) as file:
-                entry = EntryReader.of_file(file)
-                if entry_name(entry.header.key) != name:
-                    raise EntryDamaged("holds the entry of another key")
-                for number in range(len(entry.header.layers)):
-                    entry.layer(number)
+            read_key(folder / name, whole=True)
         except EntryDamaged as error:
             damaged.append(BadEntry(name, str(error)))
         except FileNotFoundError:  # another process evicted it just now

@@ -295,16 +295,18 @@ def open_file(path: Path | str) -> OpenFile:
     return file
 
 
-def read_key(path: Path) -> KVKey:
-    """The key in a file's verified header; the layers are not read.
+def read_key(path: Path, *, whole: bool = False) -> KVKey:
+    """The key in a file's verified header; the layers are read only if ``whole``.
 
     EntryDamaged if header, length or name are wrong, OSError if the file cannot be read.
     """
     with open_file(path) as file:
-        key = EntryReader.of_file(file).header.key
-    if entry_name(key) != path.name:
-        raise EntryDamaged(f"{path.name} holds the entry of another key")
-    return key
+        entry = EntryReader.of_file(file)
+        if entry_name(entry.header.key) != path.name:
+            raise EntryDamaged(f"{path.name} holds the entry of another key")
+        if whole:
+            entry.kv()
+    return entry.header.key
 
 
 def decode_entry(raw: memoryview, key: KVKey) -> ChunkKV:
