@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, documents, read_corpus
+from ragcachekit.commands.probes import probes
 from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
 from ragcachekit.prompt.tokenizer import PromptTokenizer
-from ragcachekit.quality.check import probes
 
 EMBEDDING, DOCUMENT = "embedding", "document"
 """Sources of neighbours: the nearest chunks by all-MiniLM-L6-v2, or the chunks before in the document."""

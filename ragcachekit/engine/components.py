@@ -193,7 +193,7 @@ class EngineComponents:
 
         check = PolicyCheck(model, rope, self.planner, private)
         wait, given = self.active.wait_for_none, settings.encoder
-        parts = self.parser, self.planner, check, self.background, wait
+        parts = self.planner, check, self.background, wait
         self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
         auto = isinstance(self.policy, Auto)
         resolve = self.auto.resolve if auto else partial(self.budgets.resolve, self.policy)

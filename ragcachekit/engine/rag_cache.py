@@ -468,41 +468,33 @@ class RagCache:
 
     def tune(
         self,
-        texts: Iterable[str] | None = None,
-        *,
         prompts: Iterable[PromptLike] | None = None,
-        system: str | None = None,
+        *,
         namespace: str | None = None,
         progress: bool = False,
     ) -> TuneReport:
         """Choose encoder and policy for ``policy="auto"`` now, by at most a minute of measuring.
 
         Prompts are continued by a full prefill and under every candidate. The one whose next tokens differ
-        least is chosen and recorded in the cache folder, for this model and namespace. Give ``prompts`` that
-        are like those to come, or call it after some were answered.
+        least is chosen and recorded in the cache folder, for this model and namespace.
 
         Parameters
         ----------
-        texts : iterable of str, optional
-            Chunk texts to make prompts of; default are the namespace's registered ones, where no prompt with
-            two chunks or more was answered.
         prompts : iterable, optional
-            Prompts as for :meth:`generate`, each with two chunks or more; default are the last 16 answered.
-        system : str, optional
-            Text before a prompt's first chunk; default is the last one used in the namespace.
+            Prompts as for :meth:`generate`, like those to come, each with two chunks or more; default are the
+            last 16 answered.
         progress : bool
             Show a progress bar over prompts.
 
         Raises
         ------
         ValueError
-            For fewer than two chunks, an unknown ``system``, or the encoder ``in-prompt``.
+            Without a prompt of two chunks and text after them, or for the encoder ``in-prompt``.
         RagCacheError
             If not even one prompt could be measured in a minute.
         PromptTooLong, ModelChanged, Cancelled
         """
-        namespace = self._checked(namespace)
-        return self.chunks.tune(texts, prompts, system, namespace, progress)
+        return self.chunks.tune(prompts, self._checked(namespace), progress)
 
     def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
         """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.

@@ -33,7 +33,7 @@ CALLS = {
     "no prompts": lambda rag: rag.generate_batch([]),
     "stream": lambda rag: rag.stream(PROMPT, **ASKED),
     "link": lambda rag: rag.link(PROMPT),
-    "tune": lambda rag: rag.tune([ONE], system=""),
+    "tune": lambda rag: rag.tune([ONE]),
     "with": lambda rag: rag.__enter__(),
 }
 

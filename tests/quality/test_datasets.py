@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ragcachekit.commands.fidelity import FidelitySettings, run
 from ragcachekit.commands.questions import Passages, Sampling, draw_questions, half_of, load_dataset
 
 PARAGRAPHS = [f"Paragraph {n} tells that item {n} is number {n}." for n in range(6)]
@@ -106,19 +105,6 @@ def test_longbench_is_cut_at_its_passages_or_into_paragraphs(tmp_path: Path) -> 
     assert found.document == ("A note.", *first.document)
 
 
-def test_questions_without_answers_are_left_out(tmp_path: Path) -> None:
-    items = [{"question": "Which?", "answers": [], "ctxs": [{"title": "", "text": "text"}]}]
-    with pytest.raises(ValueError, match="no question with an answer"):
-        load_dataset(f"musique:{written(tmp_path / 'm.json', items)}")
-
-
-def test_own_questions_may_name_their_document(tmp_path: Path) -> None:
-    line = {"question": "Q?", "chunks": PARAGRAPHS[2:4], "answer": "2", "document": PARAGRAPHS}
-    path = written(tmp_path / "own.jsonl", [line], lines=True)
-    (drawn,) = draw_questions(f"jsonl:{path}", Sampling(order="given"))
-    assert (drawn.chunks, drawn.document) == (tuple(PARAGRAPHS[2:4]), tuple(PARAGRAPHS))
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -135,22 +121,3 @@ def test_other_files_are_refused(tmp_path: Path, squad: Path, spec: str, message
         load_dataset(spec.format(squad=squad, own=own))
     with pytest.raises(OSError, match="nowhere"):
         load_dataset("squad:/nowhere.json")
-
-
-@pytest.mark.parametrize(
-    "settings", [{"count": 0}, {"distractors": -1}, {"order": "alphabetical"}, {"half": "third"}]
-)
-def test_bad_samplings(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"question|known"):
-        Sampling(**settings)
-
-
-def test_neighbours_of_a_document_need_one(tmp_path: Path) -> None:
-    own = written(tmp_path / "own.jsonl", [{"question": "Q?", "chunks": ["a"], "answer": "b"}], lines=True)
-    settings = FidelitySettings(
-        model="nowhere", dataset=f"jsonl:{own}", neighbours="document", encoders=("similar:1",)
-    )
-    with pytest.raises(ValueError, match="not known which chunks precede"):
-        run(settings)
-    with pytest.raises(ValueError, match="unknown prompt"):
-        run(FidelitySettings(model="nowhere", dataset=f"jsonl:{own}", prompt="haiku"))
