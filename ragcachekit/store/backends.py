@@ -161,7 +161,7 @@ def _connected(url: str, deadline: float) -> Any:
 # -- fsspec ----------------------------------------------------------------------------------------------
 
 _ENDING = ".kv"
-_TEMP = "tmp"
+_TEMP = ".tmp"
 _ABANDONED = 3600.0  # seconds after which a temporary file is deleted
 
 
@@ -308,10 +308,9 @@ class FsspecStore(RemoteStore):
         if not self._is_folder:
             self._fs.pipe_file(path, bytes(blob))
             return
-        temp = f"{self._root}/{_TEMP}/{secrets.token_hex(16)}"
+        temp = f"{path}-{secrets.token_hex(8)}{_TEMP}"
         os.makedirs(self._root, mode=0o700, exist_ok=True)  # text can be recovered from KV
-        for file in (temp, path):
-            self._fs.makedirs(file.rpartition("/")[0], exist_ok=True)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         try:
             self._fs.pipe_file(temp, blob)
             self._fs.mv(temp, path)
@@ -340,10 +339,10 @@ class FsspecStore(RemoteStore):
         rows = []
         for path, info in found.items():
             # Others may use the folder as well.
-            folder, _, file = path.removeprefix(self._root).strip("/").partition("/")
-            if file.endswith(_ENDING) and "/" not in file:
-                rows.append((_written(info), f"{folder}/{file.removesuffix(_ENDING)}", int(info["size"])))
-            elif folder == _TEMP and file and _written(info) < time.time() - _ABANDONED:
+            name = path.removeprefix(self._root).strip("/")
+            if name.endswith(_ENDING) and name.count("/") == 1:
+                rows.append((_written(info), name.removesuffix(_ENDING), int(info["size"])))
+            elif name.endswith(_TEMP) and _written(info) < time.time() - _ABANDONED:
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(path)
         return {name: nbytes for _, name, nbytes in sorted(rows)}

@@ -111,7 +111,7 @@ def test_one_file_per_entry_in_a_folder_of_our_own(tmp_path: Path) -> None:
         key.digest() for key in (*map(key_of, range(3)), key_of(0, namespace="globex/docs"))
     }
     assert len({path.parent for path in found}) == 2
-    assert list((tmp_path / "kv" / "tmp").iterdir()) == []
+    assert list(tmp_path.rglob("*.tmp")) == []
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
 
 
@@ -154,7 +154,7 @@ def test_a_rename_that_fails_leaves_no_entry_and_no_temporary_file(tmp_path: Pat
     assert store.stats()[0].failed_writes == 2
     assert (store.get(KEY), store.stats()[0].entries) == (None, 0)
     assert files(tmp_path) == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(tmp_path.rglob("*.tmp")) == []
 
 
 @pytest.mark.usefixtures("patient")

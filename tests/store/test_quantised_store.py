@@ -14,7 +14,6 @@ from ragcachekit.store.base import Found, KVStore, LayerSource
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore, pack, unpack
-from ragcachekit.store.tiered import TieredStore
 from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 22
@@ -119,20 +118,6 @@ def test_kv_that_is_only_reused_exactly_is_not_rounded(encoding: str) -> None:
     assert plain is not None
     assert contents(found.kv) == contents(plain.kv) == contents(kv_of(1, start=0))
     assert found.kv.quantised == ""
-
-
-def test_what_was_rounded_once_stays_marked_in_faster_tiers(tmp_path: Path) -> None:
-    host, disk = HostStore(BUDGET), DiskStore(tmp_path / "kv", BUDGET)
-    store = TieredStore([host, QuantisedStore(disk, "int8")])
-    QuantisedStore(disk, "int8").put(KEY, kv_of(1))
-    tiers = []
-    for _ in range(2):
-        found = store.get(KEY)
-        assert found is not None
-        assert found.kv.quantised == "int8"
-        tiers.append(found.tier)
-    assert tiers == ["disk", "host"]
-    store.close()
 
 
 def test_kv_that_is_not_finite_is_refused() -> None:

@@ -41,15 +41,6 @@ def test_every_flipped_bit_is_noticed() -> None:
             assert Seal(SECRET).opened(DIGEST, damaged) is None
 
 
-def test_every_cut_and_addition_is_noticed() -> None:
-    blob = sealed()
-    for end in [*range(OVERHEAD + 2), *range(OVERHEAD + 2, len(blob), 7)]:
-        with pytest.raises(EntryDamaged):
-            Seal(SECRET).opened(DIGEST, blob[:end])
-    with pytest.raises(EntryDamaged):
-        Seal(SECRET).opened(DIGEST, blob + b"\0")
-
-
 def test_a_valid_entry_under_another_name_is_damage() -> None:
     with pytest.raises(EntryDamaged):
         Seal(SECRET).opened(key_of(2).digest(), sealed())

@@ -81,16 +81,6 @@ def test_a_job_that_hangs_is_replaced_until_too_many_do(pools):
     assert pool.wait(after, LONG)
 
 
-def test_a_job_that_was_given_up_before_it_began_never_begins(pools):
-    pool, ran = pools(), []
-    busy, waits = hangs(pool), Job(lambda: ran.append(1))
-    assert pool.submit(waits)
-    assert pool.give_up(waits)
-    busy.gate.set()
-    assert pool.flush(LONG)
-    assert ran == []
-
-
 def test_idle_threads_end_and_hold_nothing(pools, monkeypatch):
     monkeypatch.setattr(threads, "IDLE_SECONDS", 0.01)
     pool = pools()
