@@ -111,8 +111,8 @@ def test_a_codec_that_fails_costs_the_entry_alone(tmp_path) -> None:
 def test_altered_values_are_misses(tmp_path, alter) -> None:
     fill(tmp_path)
     with sqlite3.connect(tmp_path / "cache.db") as database:
-        (row,) = database.execute("SELECT rowid, value FROM Cache WHERE value LIKE '%text 5%'").fetchall()
-        database.execute("UPDATE Cache SET value = ? WHERE rowid = ?", (alter(row[1]), row[0]))
+        (row,) = database.execute("SELECT rowid, value FROM entries WHERE value LIKE '%text 5%'").fetchall()
+        database.execute("UPDATE entries SET value = ? WHERE rowid = ?", (alter(row[1]), row[0]))
     retrieval = opened(tmp_path)
     assert [ask(retrieval, at).hit for at in (4.0, 5.0, 6.0)] == [True, False, True]
 
