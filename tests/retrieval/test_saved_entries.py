@@ -14,21 +14,20 @@ import pytest
 
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved, SavedEntries
-from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.partition import KeyReader, Partition
 from ragcachekit.retrieval.proximity import ProximityCache
 
-PLACE = Partition.of("acme", 2, filters={"lang": "en", "years": [2020, 2.5, None, {1, "b"}]}, index_id=b"v1")
+PLACE = Partition("acme", 2, KeyReader().key({"lang": "en", "years": [2020, 2.5, {1, "b"}]}), None, "v1")
 QUESTION = "Which items are covered?"
 
 PROGRAM = """
 import sys
 from ragcachekit.json_store import JsonStore
-from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.partition import KeyReader, Partition
 from ragcachekit.retrieval.proximity import ProximityCache
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
 
-filters = {"lang": "en", "years": [2020, 2.5, None, {"b", 1}]}
-place = Partition.of("acme", 2, filters=filters, index_id=b"v1")
+place = Partition("acme", 2, KeyReader().key({"lang": "en", "years": [2020, 2.5, {"b", 1}]}), None, "v1")
 saved = SavedEntries(JsonStore(sys.argv[1]), str, str)
 retrieval = CachedRetrieval(ProximityCache(10, 0.01, "l2"), text=str, saved=saved)
 for i in range(12):
