@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.encode.standalone import prefill
+from ragcachekit.encode.encoders import prefill
 from ragcachekit.forward.rows import ContextSums, SummingCache, segments_of, stop_of
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV, Stretch, extract

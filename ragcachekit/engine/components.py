@@ -16,9 +16,8 @@ from torch import nn
 from ragcachekit.background import ActiveRequests, BackgroundWorker, Backoff, flush_all
 from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
+from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.encode.similar import NeighbourEncoder
-from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.errors import ModelNotSupported
