@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # requests whose missing entries may wait; further ones are dropped
 MAX_REFUSED = 4096  # remembered entries that the store could not keep
-
-MAX_COUNTED = 65_536
-"""Entries counted in all namespaces together, about 50 MB."""
+MAX_COUNTED = 65_536  # entries whose misses are counted, about 50 MB
 
 
 class BackgroundEncoder:

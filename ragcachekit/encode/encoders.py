@@ -40,9 +40,7 @@ class ChunkEncoder:
         rope: Rope,
         new_cache: Callable[[Sequence[tuple[int, int]]], Cache] = lambda _: DynamicCache(),
     ) -> None:
-        self._model = model
-        self._rope = rope
-        self._new_cache = new_cache
+        self._model, self._rope, self._new_cache = model, rope, new_cache
         self._token_bytes = 0  # KV of one token; 0 before the first batch
 
     def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
@@ -156,11 +154,8 @@ class NeighbourEncoder:
         store: KVStore,
         layout: KVLayout | None = None,
     ) -> None:
-        self._layout = layout
-        self._model = model
-        self._rope = rope
-        self._encoder = encoder
-        self._store = store
+        self._model, self._rope, self._encoder = model, rope, encoder
+        self._store, self._layout = store, layout
 
     def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item of a :class:`NeighbourEncoding` with its KV, keys without RoPE, on the host."""
@@ -187,17 +182,12 @@ class NeighbourEncoder:
         inputs.run(self._model, len(rows))
         (kv,) = extract(inputs.cache.layers, [Stretch(0, start, len(ids))], self._rope, len(ids))
         own = self._kv(alone(item, item.token_ids)).to("cpu")
-        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: sensitivity(kv[1], own.values)})
-
-
-def sensitivity(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far each token's values moved between two encodings: ``[layers, tokens]`` float32.
-
-    ``values`` and ``others`` are ``[kv_heads, tokens, head_dim]`` per layer; the norm is over heads and
-    dimensions.
-    """
-    pairs = zip(values, others, strict=True)
-    return torch.stack([(one.float() - other.float()).square().sum((0, 2)).sqrt() for one, other in pairs])
+        # How far each token's values moved from those after the system text alone, over heads and dimensions.
+        moved = [
+            (a.float() - b.float()).square().sum((0, 2)).sqrt()
+            for a, b in zip(kv[1], own.values, strict=True)
+        ]
+        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: torch.stack(moved)})
 
 
 def alone(item: Missing, ids: tuple[int, ...]) -> Missing:

@@ -27,7 +27,7 @@ from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
-from ragcachekit.plan.companions import Neighbours, by_namespace
+from ragcachekit.plan.companions import Neighbours
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
@@ -143,6 +143,7 @@ class EngineComponents:
         opened.callback(self.loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
         self.parser = PromptParser(tokenizer)
+        near = {} if settings.neighbours is None else settings.neighbours
         self.planner = Planner(
             model,
             self.parser,
@@ -150,7 +151,7 @@ class EngineComponents:
             store=self.store,
             fingerprint=self.fingerprint,
             encoder=settings.encoder,
-            neighbours=by_namespace(settings.neighbours, settings.namespace),
+            neighbours=near if isinstance(near, Mapping) else {settings.namespace: near},
             same_source=settings.companions == "same-source",
             fetch=self.loads.fetch,
             tree=self.tree,

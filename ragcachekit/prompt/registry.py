@@ -25,11 +25,7 @@ class Match(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """Result of a search.
-
-    ``found`` are, from left to right, the leftmost occurrences whose edges are not inside a word, and of
-    those the longest. ``searched`` is the number of characters searched where that is not the whole text.
-    """
+    """Occurrences from left to right; ``searched`` is how many characters were, if not the whole text."""
 
     found: tuple[Match, ...]
     searched: int | None = None
@@ -47,9 +43,8 @@ def forms(text: str) -> tuple[str, ...]:
 class ChunkRegistry:
     """Registered chunk texts per namespace, all found in one pass over a prompt. Thread safe.
 
-    Namespaces are separate indexes: a text registered by one tenant is never found in another
-    tenant's prompt. A full namespace evicts the chunk that was neither registered nor found for longest.
-    The time of a search is linear in the prompt; one that would take longer ends early and reports where.
+    Namespaces are separate indexes. A full one evicts the chunk that was neither registered nor found for
+    longest. The time of a search is linear in the prompt; one that would take longer ends early.
 
     ``max_chunks`` is the limit per namespace (a text with outer whitespace counts twice, see :func:`forms`),
     ``min_chars`` the shortest text registered, outer whitespace aside: shorter ones are found everywhere.
