@@ -330,8 +330,8 @@ def difference(text: str, prompt: str) -> Difference:
     pieces = [text[start : start + PIECE] in prompt for start in range(0, len(text) - PIECE + 1, PIECE)]
     if sum(pieces) < PRESENT * max(len(pieces), 1):
         return Difference("absent")
-    is_cut = end > 0 and pieces == sorted(pieces, reverse=True)
-    return Difference("truncated" if is_cut else "altered", *shown)
+    goes_on = any(text[start : start + PIECE] in prompt for start in range(end, len(text) - PIECE + 1, PIECE))
+    return Difference("truncated" if end and not goes_on else "altered", *shown)
 
 
 def _at_its_edges(body: str, whole: str) -> Difference:

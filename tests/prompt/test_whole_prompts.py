@@ -112,7 +112,12 @@ def test_a_control_token_put_together_of_two_documents_is_plain_text():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_system_ids_the_chunks_has_the_same_ids_whatever_follows(kind):
     parser = PromptParser(tokenizer_of(kind))
-    chunks = ["The page is about stores.", "12 pages are on models.", '"Quoted" pages.', "(a) comes fourth."]
+    chunks = [
+        "The page is about stores.",
+        "12 pages are on models.",
+        '"Quoted" pages come.',
+        "(a) comes fourth.",
+    ]
     parser.registry.add("docs", chunks)
     for lead in ("Passages:\n\n", "Context: ", "Read this.\n", "Documents:\n---\n"):
         firsts = {parser.parse(f"{lead}{chunk}\n\nWhat?", "docs").segments[0].token_ids for chunk in chunks}
