@@ -9,14 +9,13 @@ from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfi
 from ragcachekit.errors import (
     Cancelled,
     DeadlineExceeded,
-    EngineError,
     ModelNotSupported,
     QueueFull,
     RagCacheError,
     missing_extra,
 )
-from ragcachekit.observers import Observer, QueryLookup, RequestStart
-from ragcachekit.reports import Answer, GenerateReport, LinkReport
+from ragcachekit.observers import Observer
+from ragcachekit.reports import Answer
 from ragcachekit.types import Chunk, Prompt, Text
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.request import Request, agenerate, astream, to_thread
     from ragcachekit.engine.speculation import SpeculativePipeline
-    from ragcachekit.generate.tool_calls import ToolCall, ToolCallReader
+    from ragcachekit.generate.tool_calls import ToolCallReader
     from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
@@ -42,10 +41,7 @@ __all__ = [
     "Chunk",
     "DeadlineExceeded",
     "DocumentIndex",
-    "EngineError",
-    "GenerateReport",
     "JsonStore",
-    "LinkReport",
     "LoadConfig",
     "ModelNotSupported",
     "Neighbours",
@@ -53,20 +49,17 @@ __all__ = [
     "PrecedingChunks",
     "Prompt",
     "ProximityCache",
-    "QueryLookup",
     "QueueConfig",
     "QueueFull",
     "RagCache",
     "RagCacheError",
     "Request",
-    "RequestStart",
     "SavedEntries",
     "ShadowConfig",
     "SimilarChunks",
     "SpeculativePipeline",
     "StoreConfig",
     "Text",
-    "ToolCall",
     "ToolCallReader",
     "TreeConfig",
     "agenerate",
@@ -84,7 +77,7 @@ _LAZY = {
     "ragcachekit.engine.request": ("Request", "agenerate", "astream", "to_thread"),
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
-    "ragcachekit.generate.tool_calls": ("ToolCall", "ToolCallReader"),
+    "ragcachekit.generate.tool_calls": ("ToolCallReader",),
     "ragcachekit.json_store": ("JsonStore",),
     "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval", "SavedEntries"),
     "ragcachekit.retrieval.distances": ("calibrate",),

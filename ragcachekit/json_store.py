@@ -1,4 +1,4 @@
-"""JSON values by JSON keys on disk, shared by the processes of one machine: ``diskcache`` without pickle."""
+"""JSON values by keys in an SQLite file, shared by the processes of one machine."""
 
 from __future__ import annotations
 
@@ -6,80 +6,52 @@ import json
 import logging
 import os
 import sqlite3
+import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
-
-import diskcache
-from diskcache.core import DBNAME, MODE_PICKLE, UNKNOWN
 
 from ragcachekit.files import OpenFile, make_folder
 
 log = logging.getLogger(__name__)
 
-# diskcache keeps larger values in files, and removes a replaced file before its transaction is committed
-_LARGEST_BLOB = 1 << 30
+DATABASE = "cache.db"
 
-# diskcache trusts its table of settings: the last three are of values that are not there or of another type
-_UNREADABLE = (sqlite3.DatabaseError, ValueError, TypeError, AttributeError, KeyError)
-_DAMAGE = (*_UNREADABLE, OSError, diskcache.Timeout)
-
-
-class JsonDisk(diskcache.Disk):  # type: ignore[misc]
-    """Keys and values as JSON text, values behind their CRC-32; a pickled row raises ValueError.
-
-    ``diskcache.JSONDisk`` would unpickle what somebody else wrote into its database.
-    """
-
-    def put(self, key: object) -> tuple[Any, bool]:
-        return json.dumps(key), True
-
-    def get(self, key: Any, raw: bool) -> Any:
-        with suppress(ValueError):
-            return json.loads(key) if raw and isinstance(key, str) else None
-        return None
-
-    def store(self, value: object, read: bool, key: Any = UNKNOWN) -> Any:
-        text = json.dumps(value)
-        return super().store(f"{_checksum(text)}{text}", False, key)
-
-    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Any:
-        if mode == MODE_PICKLE:
-            raise ValueError("a pickled value")
-        text = super().fetch(mode, filename, value, False)
-        if not isinstance(text, str) or text[:8] != _checksum(text[8:]):
-            raise ValueError("a damaged value")
-        return json.loads(text[8:])
+_SECONDS_TO_LOCK = 60.0
+_SCHEMA = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
+_PUT = "INSERT INTO entries VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 
 
 class JsonStore:
     """A persistent mapping of strings to JSON values. Thread and process safe.
 
-    A value is stored with its key, and the checksum is over both. One that is cut short, altered or stands
-    under another key is missing, and so is everything where the database cannot be read: that folder is put
-    aside as ``NAME.damaged-TIME`` and an empty store takes its place.
+    The checksum of a value is over its key, too. One that is cut short, altered or under another key is
+    missing, and so is everything where the database cannot be read: that folder is put aside as
+    ``NAME.damaged-TIME`` and an empty store takes its place.
 
     Parameters
     ----------
     folder : path
         Made for this user alone if it does not exist (mode 0700, files 0600). OSError where that is not
         allowed.
-    size_limit : int, optional
-        Bytes; the least recently stored values go first. None keeps everything.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], size_limit: int | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
         make_folder(self.folder)
-        self._options: dict[str, Any] = {"disk_min_file_size": _LARGEST_BLOB}
-        if size_limit is None:
-            self._options |= {"eviction_policy": "none", "cull_limit": 0}
-        else:
-            self._options |= {"eviction_policy": "least-recently-stored", "size_limit": size_limit}
-        self._cache = self._open()
+        self._local = threading.local()  # connections are not shared by threads, nor with forked children
+        try:
+            self._database()
+        except sqlite3.DatabaseError as error:
+            aside = self.folder.with_name(f"{self.folder.name}.damaged-{time.time_ns()}")
+            log.warning("%s is damaged (%r); put aside as %s", self.folder, error, aside)
+            self.folder.rename(aside)
+            make_folder(self.folder)
+            with self._writing():
+                pass
 
     def __enter__(self) -> Self:
         return self
@@ -88,23 +60,24 @@ class JsonStore:
         self.close()
 
     def __len__(self) -> int:
-        try:
-            return len(self._cache)
-        except _DAMAGE:
-            return 0
+        return len(self.keys())
 
     def get(self, key: str) -> Any:
         """The value, or None if there is none or it is damaged."""
+        name = json.dumps(key)
         try:
-            stored = self._cache.get(key)
-            if stored is not None and (not isinstance(stored, list) or stored[:1] != [key]):
-                raise ValueError("a value of another key")  # SQLite follows damaged pages without noticing
-            return None if stored is None else stored[1]
-        except _DAMAGE as error:
+            row = self._database().execute("SELECT value FROM entries WHERE key = ?", (name,)).fetchone()
+            if row is None:
+                return None
+            text = row[0]
+            if not isinstance(text, str) or text[:8] != _checksum(name, text[8:]):
+                raise ValueError("a damaged value")
+            return json.loads(text[8:])
+        except (sqlite3.DatabaseError, ValueError) as error:
             log.warning("%s: the value of %r cannot be read (%r)", self.folder, key, error)
             if isinstance(error, ValueError):  # other errors may pass
-                with suppress(*_DAMAGE):
-                    self._cache.delete(key)
+                with suppress(OSError):
+                    self.delete([key])
             return None
 
     def put(self, values: Mapping[str, object], *, where: Mapping[str, object] | None = None) -> bool:
@@ -113,33 +86,26 @@ class JsonStore:
         None as a value removes its key. With ``where``, nothing is stored and False returned unless these
         keys have these values in the same transaction; None stands for a missing value.
         """
-        try:
-            with self._cache.transact():
-                if any(self.get(key) != value for key, value in (where or {}).items()):
-                    return False
-                for key, value in values.items():
-                    if value is None:
-                        self._cache.delete(key)
-                    else:
-                        self._cache.set(key, [key, value])
-                return True
-        except (sqlite3.DatabaseError, diskcache.Timeout) as error:
-            raise OSError(f"cannot write to {self.folder}: {error}") from error
+        texts = {json.dumps(key): json.dumps(value) for key, value in values.items() if value is not None}
+        with self._writing() as database:
+            if any(self.get(key) != value for key, value in (where or {}).items()):
+                return False
+            self.delete(key for key, value in values.items() if value is None)
+            database.executemany(_PUT, [(key, _checksum(key, text) + text) for key, text in texts.items()])
+        return True
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove values; keys that are not there do not count. OSError where it fails."""
-        try:
-            with self._cache.transact():
-                for key in keys:
-                    self._cache.delete(key)
-        except (sqlite3.DatabaseError, diskcache.Timeout) as error:
-            raise OSError(f"cannot write to {self.folder}: {error}") from error
+        with self._writing() as database:
+            names = [(json.dumps(key),) for key in keys]
+            database.executemany("DELETE FROM entries WHERE key = ?", names)
 
     def keys(self, prefix: str = "") -> list[str]:
         """Keys in the order in which they first came; none where they cannot be read."""
         try:
-            return [key for key in self._cache if isinstance(key, str) and key.startswith(prefix)]
-        except _DAMAGE as error:
+            rows = self._database().execute("SELECT key FROM entries ORDER BY rowid").fetchall()
+            return [key for (name,) in rows if (key := json.loads(name)).startswith(prefix)]
+        except (sqlite3.DatabaseError, ValueError, TypeError, AttributeError) as error:
             log.warning("%s: its keys cannot be read (%r)", self.folder, error)
             return []
 
@@ -150,37 +116,48 @@ class JsonStore:
 
     def clear(self) -> None:
         """Remove everything; OSError where it fails."""
-        try:
-            self._cache.clear()
-        except (sqlite3.DatabaseError, diskcache.Timeout) as error:
-            raise OSError(f"cannot write to {self.folder}: {error}") from error
+        with self._writing() as database:
+            database.execute("DELETE FROM entries")
 
     def close(self) -> None:
-        """Close the database; a later call opens it again."""
-        self._cache.close()
+        """Close this thread's connection; a later call opens it again."""
+        opened = self._local.__dict__.pop("opened", None)
+        if opened is not None and opened[0] == os.getpid():
+            opened[1].close()
 
-    def _open(self) -> Any:
+    def _database(self) -> sqlite3.Connection:
+        opened: tuple[int, sqlite3.Connection] | None = getattr(self._local, "opened", None)
+        if opened is None or opened[0] != os.getpid():
+            path = self.folder / DATABASE
+            # SQLite's own would have the umask's mode. Never opened where it exists: closing would drop the
+            # locks of this process's other connections, and SQLite would lose what other processes wrote.
+            with suppress(FileExistsError):
+                OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL).close()
+            database = sqlite3.connect(path, timeout=_SECONDS_TO_LOCK, isolation_level=None)
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.execute(_SCHEMA)
+            self._local.opened = opened = os.getpid(), database
+        return opened[1]
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction, or the one that this thread is in."""
         try:
-            return self._connect()
-        except _UNREADABLE as error:
-            aside = self.folder.with_name(f"{self.folder.name}.damaged-{time.time_ns()}")
-            log.warning("%s is damaged (%r); put aside as %s", self.folder, error, aside)
-            self.folder.rename(aside)
-            make_folder(self.folder)
-        try:
-            return self._connect()
-        except _UNREADABLE as error:
-            raise OSError(f"cannot open {self.folder}: {error}") from error
-
-    def _connect(self) -> Any:
-        # SQLite's own would have the umask's mode. Never opened where it exists: closing it would drop the
-        # locks of this process's other connections, and SQLite would lose what other processes wrote.
-        with suppress(FileExistsError):
-            OpenFile(self.folder / DBNAME, os.O_RDWR | os.O_CREAT | os.O_EXCL).close()
-        cache = diskcache.Cache(str(self.folder), disk=JsonDisk, **self._options)
-        len(cache)
-        return cache
+            database = self._database()
+            if database.in_transaction:
+                yield database
+                return
+            database.execute("BEGIN IMMEDIATE")
+            try:
+                yield database
+            except BaseException:
+                database.rollback()
+                raise
+            database.commit()
+        except sqlite3.DatabaseError as error:
+            raise OSError(f"cannot write to {self.folder}: {error}") from error
 
 
-def _checksum(text: str) -> str:
-    return f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+def _checksum(name: str, text: str) -> str:
+    return f"{zlib.crc32(f'{name}{text}'.encode()):08x}"

@@ -1,14 +1,11 @@
-"""JSON on disk: kept over a restart, shared by processes, a miss where damaged, and never unpickled."""
+"""JSON on disk: kept over a restart, shared by processes, a miss where damaged."""
 
 import os
-import pickle
 import sqlite3
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
-import diskcache
 import pytest
 
 from ragcachekit.json_store import JsonStore
@@ -23,16 +20,6 @@ from ragcachekit.json_store import JsonStore
 with JsonStore(sys.argv[1]) as store:
     store.put({"b": store.get("a") + 1})
 """
-
-
-class Bomb:
-    """Pickles into something that creates a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def test_a_restart_keeps_values_and_their_order(tmp_path):
@@ -79,8 +66,8 @@ def test_an_altered_value_is_missing(tmp_path):
     with JsonStore(tmp_path) as store:
         store.put({"a": {"x": "aaaa"}, "b": 2, "long": "x" * 100_000})
     with sqlite3.connect(tmp_path / "cache.db") as database:
-        database.execute("UPDATE Cache SET value = replace(value, 'aaaa', 'aaab') WHERE key = '\"a\"'")
-        database.execute("UPDATE Cache SET value = substr(value, 1, 99999) WHERE key = '\"long\"'")
+        database.execute("UPDATE entries SET value = replace(value, 'aaaa', 'aaab') WHERE key = '\"a\"'")
+        database.execute("UPDATE entries SET value = substr(value, 1, 99999) WHERE key = '\"long\"'")
     with JsonStore(tmp_path) as store:
         assert [store.get(key) for key in ("a", "b", "long")] == [None, 2, None]
 
@@ -98,30 +85,6 @@ def test_a_damaged_database_is_put_aside(tmp_path, damage):
         assert all(store.get(str(i)) in (None, i) for i in range(1000))
         store.put({"new": 1})
         assert store.get("new") == 1
-
-
-def test_a_pickled_value_or_key_is_never_loaded(tmp_path):
-    touched = tmp_path / "touched"
-    folder = tmp_path / "store"
-    with diskcache.Cache(str(folder)) as cache:
-        cache['"value"'] = Bomb(touched)
-        cache[Bomb(touched)] = 1
-        cache[pickle.dumps(Bomb(touched))] = 2
-    touched.unlink(missing_ok=True)
-    with JsonStore(folder) as store:
-        assert list(store.items()) == []
-        assert store.get("value") is None
-        store.put({"mine": 1})
-        assert list(store.items()) == [("mine", 1)]
-    assert not touched.exists()
-
-
-def test_the_oldest_go_beyond_the_limit(tmp_path):
-    with JsonStore(tmp_path, size_limit=200_000) as store:
-        for number in range(100):
-            store.put({str(number): "x" * 20_000})
-        assert len(store) < 20
-        assert store.get("99") is not None
 
 
 def test_a_failed_put_keeps_large_old_values(tmp_path):

@@ -40,9 +40,9 @@ def wrong(folder: Path) -> list[str]:
 def test_values_that_changed_places_are_missing(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "copy")
     with sqlite3.connect(folder / "cache.db") as database:
-        rows = database.execute("SELECT rowid, value FROM Cache").fetchall()
+        rows = database.execute("SELECT rowid, value FROM entries").fetchall()
         for (number, _), (_, value) in zip(rows, rows[1:] + rows[:1], strict=True):
-            database.execute("UPDATE Cache SET value = ? WHERE rowid = ?", (value, number))
+            database.execute("UPDATE entries SET value = ? WHERE rowid = ?", (value, number))
     assert wrong(folder) == []
     with JsonStore(folder) as store:
         assert store.get(TEXTS[0]) is None
@@ -53,7 +53,7 @@ def test_keys_that_changed_places_are_missing(tmp_path):
         store.put({"a": 1, "b": 2, "c": 3})
     with sqlite3.connect(tmp_path / "cache.db") as database:
         for old, new in (("a", "x"), ("b", "a"), ("x", "b")):
-            database.execute("UPDATE Cache SET key = ? WHERE key = ?", (f'"{new}"', f'"{old}"'))
+            database.execute("UPDATE entries SET key = ? WHERE key = ?", (f'"{new}"', f'"{old}"'))
     with JsonStore(tmp_path) as store:
         assert [store.get(key) for key in "abc"] == [None, None, 3]
         assert list(store.items()) == [("c", 3)]

@@ -91,7 +91,7 @@ def check_family(family: Family) -> FamilyCheck:
         return FamilyCheck(family.name, REFUSED, _said(error), None)
     except Exception as error:  # a user would see it too: neither exact nor refused
         return FamilyCheck(family.name, WRONG, f"{type(error).__name__}: {_said(error)}", None)
-    worst = max(passed.offset_diff, passed.link_diff, *(one.found for one in found))
+    worst = max(passed.difference, *(one.found for one in found))
     if bad := [one for one in found if one.wrong]:
         reason = f"{bad[0].what}: off by {bad[0].found:.2g}, allowed {bad[0].allowed:.0e}"
         return FamilyCheck(family.name, WRONG, reason, worst)

@@ -1,4 +1,4 @@
-"""``bench kernels``: what rows are chosen by: column scores of the question, KV deviation of all tokens."""
+"""``bench kernels``: what rows are chosen by: column scores of the question."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.checks import Case, row_scores
-from benchmarks.kernels.sizes import CHUNK, QUESTION, Sizes, row_sets
+from benchmarks.kernels.cases import CHUNK, QUESTION, Case, Sizes, row_scores, row_sets
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans
 
@@ -22,8 +21,8 @@ def score_cases(sizes: Sizes) -> Iterator[Case]:
         sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=200 + i) for i in range(sizes.layers)
     ]
     options = AttentionOptions(sizes.scale)
-    behind = range(0, sizes.tokens - QUESTION, CHUNK)
-    chunked = Spans(tuple((start, min(start + CHUNK, sizes.tokens - QUESTION)) for start in behind))
+    starts = range(0, sizes.tokens - QUESTION, CHUNK)
+    chunked = Spans(tuple((start, min(start + CHUNK, sizes.tokens - QUESTION)) for start in starts))
     for name, spans in (("all keys", None), ("per chunk", chunked)):
         one = partial(dispatch.column_scores, positions=rows, spans=spans, options=options)
 
@@ -60,24 +59,3 @@ def _score_error(
             if start < stop:
                 expected[start:stop] += torch.softmax(scores[..., start:stop], -1).sum((0, 1))
     return float((found - expected).abs().max() / expected.abs().max())
-
-
-def deviation_cases(sizes: Sizes) -> Iterator[Case]:
-    """KV deviation of all tokens of one layer (CacheBlend)."""
-    rows = Rows(tuple(range(sizes.tokens)))
-    new, old = (sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=70 + i) for i in range(2))
-    call = partial(dispatch.kv_deviation, new, old, rows)
-
-    def error() -> float:
-        expected = (new.double() - old.double()).square().sum((0, 2))
-        return float((call().double() - expected).abs().max() / expected.max())
-
-    yield Case(
-        "kv_deviation",
-        "all tokens, 1 layer",
-        2 * new.numel() * new.element_size(),
-        "GB/s",
-        [call],
-        error,
-        1e-5,
-    )

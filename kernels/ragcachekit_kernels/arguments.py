@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionOptions:
     """Scale, mask and logits of one attention layer.
 
-    Attributes
-    ----------
-    scale : float
-        Factor on the products of queries and keys, before the soft-cap and the softmax.
-    window : int, optional
-        Sliding window in tokens: a row at position p sees keys ``p - window + 1 .. p``. None: ``0 .. p``.
-    softcap : float, optional
-        Bound on the scaled scores, ``softcap * tanh(scores / softcap)`` (Gemma 2).
-    sinks : torch.Tensor, optional
-        ``[heads]`` natural logits that take part in the softmax and carry no value (gpt-oss).
+    - ``scale``: Factor on the products of queries and keys, before the soft-cap and the softmax.
+    - ``window``: Sliding window in tokens: a row at position p sees keys ``p - window + 1 .. p``.
+    - ``softcap``: Bound on the scaled scores, ``softcap * tanh(scores / softcap)`` (Gemma 2).
+    - ``sinks``: ``[heads]`` natural logits that take part in the softmax and carry no value (gpt-oss).
 
-    Raises
-    ------
-    ValueError
-        If the scale, window or soft-cap is not positive.
+    ValueError if the scale, window or soft-cap is not positive.
     """
 
     scale: float
@@ -49,15 +42,23 @@ class AttentionOptions:
         return self.window is None and self.softcap is None
 
 
-class _OnDevices:
-    """Tensors by device, copied there at most once."""
+@dataclass(frozen=True, eq=False)
+class _OnDevices(Sequence[Item]):
+    """Checked items whose tensors are copied to a device at most once."""
 
-    def __init__(self) -> None:
-        self._copies: dict[Any, torch.Tensor] = {}
+    items: tuple[Item, ...]
+    _copies: dict[Any, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def get(
-        self, device: torch.device, make: Callable[[], torch.Tensor], name: object = None
-    ) -> torch.Tensor:
+    def __post_init__(self) -> None:
+        """Raise ValueError for items that cannot be."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self.items[index]
+
+    def _on(self, device: torch.device, make: Callable[[], torch.Tensor], name: object) -> torch.Tensor:
         copy = self._copies.get((device, name))
         if copy is None:
             host = make()
@@ -67,82 +68,45 @@ class _OnDevices:
         return copy
 
 
-@dataclass(frozen=True, eq=False)
-class Rows(Sequence[int]):
-    """Ascending positions of one forward's rows, checked once and copied to a device at most once.
-
-    Raises
-    ------
-    ValueError
-        If the positions are not ascending or negative.
-    """
-
-    positions: tuple[int, ...]
-    _copies: _OnDevices = field(default_factory=_OnDevices, repr=False)
+class Rows(_OnDevices[int]):
+    """Ascending positions of one forward's rows; ValueError if they do not ascend or are negative."""
 
     def __post_init__(self) -> None:
-        if self.positions and (self.positions[0] < 0 or any(a >= b for a, b in pairwise(self.positions))):
+        if self.items and (self.items[0] < 0 or any(a >= b for a, b in pairwise(self.items))):
             raise ValueError("positions must be ascending and not negative")
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self.positions[index]
 
     def on(self, device: torch.device) -> torch.Tensor:
         """``[rows]`` int32 on ``device``, as kernels read them."""
-        return self._copies.get(device, lambda: torch.tensor(self.positions, dtype=torch.int32))
+        return self._on(device, lambda: torch.tensor(self.items, dtype=torch.int32), "rows")
 
     def as_index(self, device: torch.device) -> torch.Tensor:
         """``[rows]`` int64 on ``device``, as torch indexes with."""
-        return self._copies.get(device, lambda: torch.tensor(self.positions, dtype=torch.int64), "index")
+        return self._on(device, lambda: torch.tensor(self.items, dtype=torch.int64), "index")
 
 
-def rows_within(positions: Sequence[int], tokens: int) -> Rows:
-    """Rows at ``positions``; ValueError unless these are ascending within ``0..tokens - 1``."""
-    rows = positions if isinstance(positions, Rows) else Rows(tuple(positions))
+def checked_rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> Rows:
+    """Rows at ``positions``; ValueError unless they ascend and fit the query and the keys."""
+    if len(positions) != query.shape[1]:
+        raise ValueError(f"{query.shape[1]} query rows but {len(positions)} positions")
+    if query.shape[0] % key.shape[0]:
+        raise ValueError(f"{query.shape[0]} query heads cannot share {key.shape[0]} KV heads")
+    rows, tokens = positions if isinstance(positions, Rows) else Rows(tuple(positions)), key.shape[1]
     if rows and rows[-1] >= tokens:
         raise ValueError(f"positions must be ascending within 0..{tokens - 1}: {rows[-1]} lies outside")
     return rows
 
 
-def checked_rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> Rows:
-    """Rows at ``positions``; ValueError unless they fit the query and the keys."""
-    if len(positions) != query.shape[1]:
-        raise ValueError(f"{query.shape[1]} query rows but {len(positions)} positions")
-    if query.shape[0] % key.shape[0]:
-        raise ValueError(f"{query.shape[0]} query heads cannot share {key.shape[0]} KV heads")
-    return rows_within(positions, key.shape[1])
-
-
-@dataclass(frozen=True, eq=False)
-class Spans(Sequence[tuple[int, int]]):
-    """Half-open key ranges, copied to a device at most once.
-
-    Raises
-    ------
-    ValueError
-        If one of them starts below 0 or ends before it starts.
-    """
-
-    ranges: tuple[tuple[int, int], ...]
-    _copies: _OnDevices = field(default_factory=_OnDevices, repr=False)
+class Spans(_OnDevices[tuple[int, int]]):
+    """Half-open key ranges; ValueError if one of them starts below 0 or ends before it starts."""
 
     def __post_init__(self) -> None:
-        for start, stop in self.ranges:
+        for start, stop in self.items:
             if not 0 <= start <= stop:
                 raise ValueError(f"the span {start}..{stop} does not go forward from 0 or later")
 
-    def __len__(self) -> int:
-        return len(self.ranges)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self.ranges[index]
-
     def on(self, device: torch.device) -> torch.Tensor:
         """``[spans, 2]`` int32 on ``device``."""
-        return self._copies.get(device, lambda: torch.tensor(self.ranges, dtype=torch.int32).reshape(-1, 2))
+        return self._on(device, lambda: torch.tensor(self.items, dtype=torch.int32).reshape(-1, 2), "spans")
 
 
 def spans_within(spans: Sequence[tuple[int, int]], tokens: int) -> Spans:
@@ -165,35 +129,22 @@ class Place(NamedTuple):
     rotated: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Places(Sequence[Place]):
-    """Places of the pieces of one prompt, the same for keys and values of all layers; checked once.
+class Places(_OnDevices[Place]):
+    """Places of the pieces of one prompt, the same for keys and values of all layers.
 
-    Raises
-    ------
-    ValueError
-        Unless the places ascend without overlap, from position 0 or later, with at least one token each.
+    ValueError unless they ascend without overlap, from position 0 or later, with at least one token each.
     """
 
-    places: tuple[Place, ...]
-    _copies: _OnDevices = field(default_factory=_OnDevices, repr=False)
-
     def __post_init__(self) -> None:
-        if any(a.start + a.tokens > b.start for a, b in pairwise(self.places)):
+        if any(a.start + a.tokens > b.start for a, b in pairwise(self.items)):
             raise ValueError("places must be ascending and must not overlap")
-        if self.places and (self.places[0].start < 0 or any(place.tokens < 1 for place in self.places)):
+        if self.items and (self.items[0].start < 0 or any(place.tokens < 1 for place in self.items)):
             raise ValueError("a place starts at 0 or later and has at least one token")
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self.places[index]
 
     @property
     def stop(self) -> int:
         """Position after the last place."""
-        return self.places[-1].start + self.places[-1].tokens if self.places else 0
+        return self.items[-1].start + self.items[-1].tokens if self.items else 0
 
     def rows(self, device: torch.device, chosen: tuple[int, ...]) -> torch.Tensor:
         """``[3, rows]`` int32 for the rows of the chosen places, one after the other.
@@ -205,13 +156,13 @@ class Places(Sequence[Place]):
         def make() -> torch.Tensor:
             parts = []
             for number, piece in enumerate(chosen):
-                start, tokens, rotated = self.places[piece]
+                start, tokens, rotated = self.items[piece]
                 at = torch.arange(start, start + tokens, dtype=torch.int32)
                 turn = torch.full_like(at, -1) if rotated else at
                 parts.append(torch.stack((at, turn, torch.full_like(at, number))))
             return torch.cat(parts, 1)
 
-        return self._copies.get(device, make, chosen)
+        return self._on(device, make, chosen)
 
 
 class Rotation(NamedTuple):

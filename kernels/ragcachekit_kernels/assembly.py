@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ragcachekit_kernels.arguments import Places, Rotation
-from ragcachekit_kernels.backend import FUSED, dense, interpreted, launching_on, padded
+from ragcachekit_kernels.launch import FUSED, dense, interpreted, launching_on, padded
 
 TILE = 4096
 """Elements per program: 32 for each of 128 threads."""

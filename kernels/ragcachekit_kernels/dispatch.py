@@ -5,8 +5,13 @@ Every function chooses between Triton and torch by the device, the types and wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import TypeVar
 
 import torch
 
@@ -18,13 +23,27 @@ from ragcachekit_kernels.arguments import Rotation as Rotation
 from ragcachekit_kernels.arguments import Rows as Rows
 from ragcachekit_kernels.arguments import Spans as Spans
 from ragcachekit_kernels.arguments import checked_rows, spans_within
-from ragcachekit_kernels.backend import DTYPES, attempt, case_of, choice
-from ragcachekit_kernels.backend import uses_triton as uses_triton
 from ragcachekit_kernels.in_torch import ContextMass as ContextMass
 from ragcachekit_kernels.in_torch import rotate as rotate
+from ragcachekit_kernels.launch import interpreted
+
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+
+SETTING = "RAGCACHEKIT_KERNELS"
+"""Environment variable: ``auto`` (default), ``torch`` (never Triton) or ``triton``.
+
+``triton`` includes CPUs, in Triton's interpreter only (``TRITON_INTERPRET=1``; slow, for tests)."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Types that the kernels compute with."""
 
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 """Types of quantised KV, which have scales."""
+
+# Per process, like Triton's own cache: without it, a refused kernel would be compiled again at each call.
+_refused: dict[Hashable, str] = {}
 
 
 def assemble(
@@ -34,43 +53,29 @@ def assemble(
     rotation: Rotation | None = None,
     scales: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """Write pieces of chunk KV to their places in the keys or the values of one layer.
+    """Write pieces of chunk KV to their places in the keys or the values of one layer (EPIC section 4.1).
 
-    Parameters
-    ----------
-    out : torch.Tensor
-        ``[heads, slots, dim]``, one slot per position, the last dimension contiguous.
-    tensors : sequence of torch.Tensor
-        Per place ``[heads, tokens, dim]``, on the device of ``out``.
-    places : Places
-        Made once for a prompt, so that all layers share one copy on the device.
-    rotation : Rotation, optional
-        Rotates pieces whose place is not ``rotated``, in float32; the result is rounded once.
-    scales : sequence of (torch.Tensor or None)
-        Empty, or per tensor the factor of its elements, float32: one per channel ``[heads, 1, dim]`` or per
-        token ``[heads, tokens, 1]``; None for tensors that are not quantised.
+    ``out`` is ``[heads, slots, dim]``, one slot per position, the last dimension contiguous; ``tensors`` are
+    per place ``[heads, tokens, dim]`` on its device. ``places`` are made once for a prompt, so that all
+    layers share one copy on the device. ``rotation`` rotates pieces whose place is not ``rotated``, in
+    float32; the result is rounded once. ``scales`` are empty, or per tensor the factor of its elements,
+    float32: one per channel ``[heads, 1, dim]`` or per token ``[heads, tokens, 1]``, None for tensors that
+    are not quantised.
 
-    Raises
-    ------
-    ValueError
-        If shapes do not fit together, or places lie outside of the slots.
-
-    Notes
-    -----
-    EPIC section 4.1, FusionRAG A.1.
+    ValueError if shapes do not fit together, or places lie outside of the slots.
     """
     _check_assembly(out, tensors, places, rotation, scales)
-    in_plain_torch = partial(in_torch.assemble, out, tensors, places, rotation, scales)
     plain = {tensor.dtype for n, tensor in enumerate(tensors) if not scales or scales[n] is None}
     quantised = {tensor.dtype for tensor in tensors} - plain
     fits = {out.dtype, *plain} <= set(DTYPES) and quantised <= set(EIGHT_BITS)
-    if not tensors or not fits or not uses_triton(out.device):
-        in_plain_torch()
-        return
-    from ragcachekit_kernels import assembly
 
-    kernel = partial(assembly.assemble, out, tensors, places, rotation, scales)
-    attempt(case_of("assembly", out, *tensors), kernel, in_plain_torch)
+    def in_triton() -> None:
+        from ragcachekit_kernels import assembly
+
+        assembly.assemble(out, tensors, places, rotation, scales)
+
+    case = _case("assembly", out, *tensors) if tensors and fits and uses_triton(out.device) else None
+    _run(case, in_triton, lambda: in_torch.assemble(out, tensors, places, rotation, scales))
 
 
 def _check_assembly(
@@ -99,14 +104,6 @@ def _check_assembly(
             raise ValueError(f"{pairs} pairs from {rotation.offset} on do not fit into {dim}")
 
 
-def attention_choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-    """Implementation for these tensors: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
-    found = choice("attention", query, key, value)
-    if found == "triton" and (key.stride(2) != 1 or value.stride(2) != 1):
-        return "torch: the last dimension of keys or values is not contiguous"
-    return found
-
-
 def sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -116,39 +113,24 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Attention of rows at ascending ``positions``: row i sees exactly keys ``0..positions[i]``.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        ``[heads, rows, head_dim]``.
-    key, value : torch.Tensor
-        ``[kv_heads, tokens, head_dim]``, key j at position j; heads is a multiple of kv_heads.
-    positions : sequence of int
-        :class:`Rows` are checked and put on the device once, however many calls use them.
-    options : AttentionOptions
+    ``query`` is ``[heads, rows, head_dim]``; ``key`` and ``value`` are ``[kv_heads, tokens, head_dim]``, key
+    j at position j; heads is a multiple of kv_heads. :class:`Rows` are checked and put on the device once,
+    however many calls use them. Returns ``[heads, rows, value_head_dim]``, on a GPU a view of ``[rows, heads,
+    value_head_dim]``. ValueError for positions that do not ascend or lie outside the keys.
 
-    Returns
-    -------
-    torch.Tensor
-        ``[heads, rows, value_head_dim]``, on a GPU a view of ``[rows, heads, value_head_dim]``.
-
-    Raises
-    ------
-    ValueError
-        For positions that do not ascend or lie outside the keys.
-
-    Notes
-    -----
     All keys and values up to a row's position must be finite, those that a neighbouring row sees too: a
     weight of zero times NaN is NaN. EPIC section 4.2 prints a multiplicative mask; this one is additive.
     """
     rows = checked_rows(query, key, positions)
-    in_plain_torch = partial(in_torch.attend, query, key, value, rows.positions, options)
-    if not rows or attention_choice(query, key, value) != "triton":
-        return in_plain_torch()
-    from ragcachekit_kernels.attention import attention
 
-    kernel = partial(attention, query, key, value, rows.on(key.device), options)
-    return attempt(case_of("attention", key, value), kernel, in_plain_torch)
+    def in_triton() -> torch.Tensor:
+        from ragcachekit_kernels.attention import attention
+
+        return attention(query, key, value, rows.on(key.device), options)
+
+    fits = rows and attention_choice(query, key, value) == "triton"
+    case = _case("attention", key, value) if fits else None
+    return _run(case, in_triton, lambda: in_torch.attend(query, key, value, rows.items, options))
 
 
 def column_scores(
@@ -160,39 +142,23 @@ def column_scores(
 ) -> torch.Tensor:
     """Attention that each key gets from rows at ascending ``positions``, summed over heads and rows.
 
-    Parameters
-    ----------
-    query, key, positions, options
-        As for :func:`ragcachekit_kernels.dispatch.sparse_attention`.
-    spans : sequence of (int, int), optional
-        Half-open key ranges that do not overlap. Each gets a softmax of its own, without sinks; keys
-        outside of all get 0. None: one softmax over all keys that the row sees. :class:`Spans` are put on
-        the device once, however many calls use them.
+    Arguments and errors are those of :func:`sparse_attention`. ``spans`` are half-open key ranges that do not
+    overlap (ValueError if one does not lie within the keys): each gets a softmax of its own, without sinks,
+    and keys outside of all get 0 (FusionRAG section 3.2). None: one softmax over all keys that the row sees
+    (Cache-Craft section 3.1). :class:`Spans` are put on the device once, however many calls use them.
 
-    Returns
-    -------
-    torch.Tensor
-        ``[tokens]``, float32 or wider.
-
-    Raises
-    ------
-    ValueError
-        As for :func:`ragcachekit_kernels.dispatch.sparse_attention`, or if a span does not lie within the
-        keys.
-
-    Notes
-    -----
-    With spans: FusionRAG section 3.2; without: Cache-Craft section 3.1 (its inter and intra sums).
+    Returns ``[tokens]``, float32 or wider.
     """
     rows = checked_rows(query, key, positions)
     ranges = None if spans is None else spans_within(spans, key.shape[1])
-    in_plain_torch = partial(in_torch.column_scores, query, key, rows.positions, options, ranges)
-    if not rows or choice("scores", query, key) != "triton":
-        return in_plain_torch()
-    from ragcachekit_kernels import scores
 
-    kernel = partial(scores.column_scores, query, key, rows.on(key.device), options, ranges)
-    return attempt(case_of("scores", key), kernel, in_plain_torch)
+    def in_triton() -> torch.Tensor:
+        from ragcachekit_kernels import scores
+
+        return scores.column_scores(query, key, rows.on(key.device), options, ranges)
+
+    case = _case("scores", key) if rows and choice("scores", query, key) == "triton" else None
+    return _run(case, in_triton, lambda: in_torch.column_scores(query, key, rows.items, options, ranges))
 
 
 def context_mass(
@@ -210,13 +176,14 @@ def context_mass(
     rows = checked_rows(query, key, positions)
     if sum(lengths) != key.shape[1] or not lengths:
         raise ValueError(f"segments of {list(lengths)} tokens do not make up {key.shape[1]} keys")
-    in_plain_torch = partial(in_torch.context_mass, query, key, rows.positions, lengths, options)
-    if not rows or choice("scores", query, key) != "triton":
-        return in_plain_torch()
-    from ragcachekit_kernels import scores
 
-    kernel = partial(scores.context_mass, query, key, rows.on(key.device), lengths, options)
-    return attempt(case_of("scores", key), kernel, in_plain_torch)
+    def in_triton() -> ContextMass:
+        from ragcachekit_kernels import scores
+
+        return scores.context_mass(query, key, rows.on(key.device), lengths, options)
+
+    case = _case("scores", key) if rows and choice("scores", query, key) == "triton" else None
+    return _run(case, in_triton, lambda: in_torch.context_mass(query, key, rows.items, lengths, options))
 
 
 def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -237,10 +204,86 @@ def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int])
     rows = checked_rows(new, old, positions)
     if (new.shape[0], new.shape[2]) != (old.shape[0], old.shape[2]):
         raise ValueError(f"rows {tuple(new.shape)} and {tuple(old.shape)} differ in heads or dimensions")
-    in_plain_torch = partial(in_torch.kv_deviation, new, old, rows.positions)
-    if not rows or not uses_triton(new.device):
-        return in_plain_torch()
-    from ragcachekit_kernels import scores
+    return in_torch.kv_deviation(new, old, rows.items)
 
-    kernel = partial(scores.kv_deviation, new, old, rows.on(new.device))
-    return attempt(case_of("deviation", new), kernel, in_plain_torch)
+
+# -- the choice between Triton and torch ---------------------------------------------------------------
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether tensors on ``device`` go to the Triton kernels, as far as these support the case.
+
+    Never on devices other than ``cuda`` and ``cpu``: MPS, for one, takes the torch path. ValueError if the
+    environment variable has an unknown value, or asks for Triton where it cannot run.
+    """
+    wanted = os.environ.get(SETTING, "auto")
+    if wanted not in ("auto", "torch", "triton"):
+        raise ValueError(f"{SETTING}={wanted!r} is not known; use auto, torch or triton")
+    if wanted == "torch" or device.type not in ("cuda", "cpu"):
+        return False
+    available = sys.platform == "linux" and _installed()
+    if wanted == "auto":
+        return device.type == "cuda" and available
+    if not available:
+        raise ValueError(f"{SETTING}=triton, but Triton is not installed, or this is not Linux")
+    if device.type == "cpu" and not interpreted():
+        raise ValueError(f"{SETTING}=triton on a CPU needs TRITON_INTERPRET=1, set before triton is imported")
+    return True
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def attention_choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """Implementation for these tensors: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
+    found = choice("attention", query, key, value)
+    if found == "triton" and (key.stride(2) != 1 or value.stride(2) != 1):
+        return "torch: the last dimension of keys or values is not contiguous"
+    return found
+
+
+def choice(kernel: str, query: torch.Tensor, *others: torch.Tensor) -> str:
+    """Implementation for attention of these tensors: ``triton``, ``torch``, or ``torch: `` and why."""
+    if not uses_triton(others[0].device):
+        return "torch"
+    types = [str(t.dtype).removeprefix("torch.") for t in (query, *others)]
+    if len(set(types)) > 1 or query.dtype not in DTYPES:
+        return f"torch: {types[0]} over {' and '.join(types[1:])}"
+    if (width := max(t.shape[2] for t in others)) > 256:
+        return f"torch: head_dim {width} is more than 256"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, *others)):
+        return "torch: gradients are asked for"
+    refused = _refused.get(_case(kernel, *others))
+    return f"torch: {refused}" if refused else "triton"
+
+
+def _case(kernel: str, *tensors: torch.Tensor) -> Hashable:
+    """Name of what a kernel is compiled for: device, types and last dimensions of its tensors."""
+    return kernel, str(tensors[0].device), *((str(t.dtype), *t.shape[2:]) for t in tensors)
+
+
+def _run(case: Hashable, kernel: Callable[[], Result], instead: Callable[[], Result]) -> Result:
+    """Result of ``kernel``; of ``instead`` without a ``case``, or if Triton cannot compile or launch it.
+
+    A refused case is logged once and goes to ``instead`` from then on. ``instead`` must be correct after a
+    partial launch of ``kernel``.
+    """
+    if case is None or case in _refused:
+        return instead()
+    try:
+        return kernel()
+    except Exception as error:
+        from triton.compiler.errors import CompilationError
+        from triton.runtime.errors import OutOfResources, PTXASError
+
+        # Not for errors of its arguments or the device's state. The compiler's passes have no class of their
+        # own.
+        of_passes = isinstance(error, RuntimeError) and "PassManager::run failed" in str(error)
+        if not of_passes and not isinstance(error, (CompilationError, OutOfResources, PTXASError)):
+            raise
+        reason = f"Triton gave up ({type(error).__name__})"
+        if _refused.setdefault(case, reason) is reason:
+            _log.warning("%s: torch computes %s from now on: %s", reason, case, str(error)[:500])
+    return instead()

@@ -22,16 +22,9 @@ GAP_PRODUCTS = 1 << 19
 class ContextMass(NamedTuple):
     """Attention of a chunk's rows, summed over heads.
 
-    Attributes
-    ----------
-    columns : torch.Tensor
-        ``[tokens]`` float32: sum over all rows per key.
-    inter : torch.Tensor
-        ``[segments - 1]`` float32: sum per segment before the chunk.
-    intra : torch.Tensor
-        ``[]`` float32: sum within the chunk.
-    outward : torch.Tensor
-        ``[rows]`` float32: part of each row's attention that goes before the chunk.
+    ``columns`` ``[tokens]``: sum over all rows per key. ``inter`` ``[segments - 1]``: sum per segment before
+    the chunk. ``intra`` ``[]``: sum within the chunk. ``outward`` ``[rows]``: part of each row's attention
+    that goes before the chunk. All float32.
     """
 
     columns: torch.Tensor
@@ -45,24 +38,12 @@ def rotate(
 ) -> torch.Tensor:
     """Rotary embedding: pairs of the last dimension, ``(a, b) -> (a cos - b sin, b cos + a sin)``.
 
-    Parameters
-    ----------
-    x : torch.Tensor
-        ``[..., tokens, head_dim]``.
-    cos, sin : torch.Tensor
-        ``[tokens, pairs]``; ``-sin`` undoes the rotation. A factor in both scales the rotated dimensions.
-    interleaved : bool
-        Pairs are ``(0, 1), (2, 3), ...`` (GLM, Cohere) instead of ``(i, i + pairs)`` (Llama).
-    offset : int
-        First of the ``2 * pairs`` rotated dimensions; the others pass (partial rotary).
+    ``x`` is ``[..., tokens, head_dim]``, ``cos`` and ``sin`` are ``[tokens, pairs]``; ``-sin`` undoes the
+    rotation. A factor in both scales the rotated dimensions. ``interleaved``: pairs are ``(0, 1), (2, 3),
+    ...`` (GLM, Cohere) instead of ``(i, i + pairs)`` (Llama). ``offset`` is the first of the ``2 * pairs``
+    rotated dimensions; the others pass (partial rotary). Computed in the wider of float32 and the type of
+    ``x``, rounded once.
 
-    Returns
-    -------
-    torch.Tensor
-        Like ``x``; computed in the wider of float32 and the type of ``x``, rounded once.
-
-    Notes
-    -----
     RoFormer (Su et al. 2021), eq. 34; FusionRAG A.1 for the composition of unit rotations.
     """
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,11 +1,9 @@
-"""Launches of :mod:`.scores_kernels`.
+"""Column scores and context mass: launches of :mod:`.scores_kernels`.
 
-Column scores and context mass: softmax weights per key, summed over heads and rows.
-
-Scores are not stored. A tile of query vectors stays in shared memory during a loop over the keys. Its
-log-sum-exps come from a kernel that divides the keys among programs. Where each span gets a program, that
-program computes them, and the keys are in the L2 cache for the second pass. Every tile adds into its own row
-of a buffer. Its rows are summed at the end, so the order of programs does not matter.
+Softmax weights per key are summed over heads and rows. Scores are not stored: one kernel finds the
+log-sum-exp of each row, with the keys divided among programs; another loops over the keys with a tile of
+query vectors in shared memory. Every tile adds into its own row of a buffer. Its rows are summed at the end,
+so the order of programs does not matter.
 """
 
 from __future__ import annotations
@@ -15,21 +13,11 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from ragcachekit_kernels.arguments import AttentionOptions, Spans
-from ragcachekit_kernels.backend import (
-    FUSED,
-    LOG2E,
-    dense,
-    factors,
-    launching_on,
-    padded,
-    processors,
-    upcast,
-)
 from ragcachekit_kernels.in_torch import ContextMass, span_sums
-from ragcachekit_kernels.scores_kernels import columns_kernel, deviation_kernel, log_sums_kernel
+from ragcachekit_kernels.launch import FUSED, LOG2E, dense, factors, launching_on, padded, processors, upcast
+from ragcachekit_kernels.scores_kernels import columns_kernel, log_sums_kernel
 
 RESIDENT = 2
 """Programs per multiprocessor: one computes exponentials while the other multiplies."""
@@ -39,10 +27,6 @@ SHORTEST = 256
 
 SLOTS = 16
 """Rows of the buffer of sums per KV head at most; further tiles share them."""
-
-
-DEVIATION_ROWS = 8
-"""Rows per program of the deviation: 16 KiB of either 16-bit tensor for 8 heads of 128 dimensions."""
 
 
 class Tiling(NamedTuple):
@@ -55,7 +39,7 @@ class Tiling(NamedTuple):
     registers: int | None
 
 
-def tiling(vectors: int, head_dim: int, dtype: torch.dtype, *, plain: bool, fused: bool) -> Tiling:
+def tiling(vectors: int, head_dim: int, dtype: torch.dtype, plain: bool) -> Tiling:
     """Tiling for ``vectors`` query vectors per KV head (rows times the query heads that share it).
 
     A tile holds as many 16-bit vectors as the registers allow, so that each key is loaded once. With a bound
@@ -65,7 +49,7 @@ def tiling(vectors: int, head_dim: int, dtype: torch.dtype, *, plain: bool, fuse
         if head_dim <= 64:
             return Tiling(min(padded(vectors), 32), 64, 8, 2, None)
         return Tiling(16, 64 if head_dim <= 128 else 32, 4, 2, None)
-    most = 128 if head_dim > 128 or fused else 256
+    most = 128 if head_dim > 128 else 256
     rows = min(padded(vectors), most)
     return Tiling(rows, 64, 8 if rows >= 128 else 4, 3, 128 if plain and head_dim <= 128 else None)
 
@@ -101,10 +85,6 @@ def column_scores(
     spans: Spans | None = None,
 ) -> torch.Tensor:
     """As :func:`ragcachekit_kernels.dispatch.column_scores`."""
-    if spans is not None and query.dtype != torch.float32:
-        launch = Launch(query, key, positions, options, spans, fused=True)
-        if launch.cuts == 1:  # spans enough for a program each
-            return launch.weight_sums(None)
     launch = Launch(query, key, positions, options, spans)
     return launch.weight_sums(launch.log_sums())
 
@@ -134,10 +114,7 @@ def context_mass(
 
 
 class Launch:
-    """Arguments that both kernels take, as for :func:`column_scores`, and the division of the work.
-
-    With ``fused`` a program computes the log-sum-exps of its keys itself, and its tiles are smaller.
-    """
+    """Arguments that both kernels take, as for :func:`column_scores`, and the division of the work."""
 
     def __init__(
         self,
@@ -146,12 +123,10 @@ class Launch:
         positions: torch.Tensor,
         options: AttentionOptions,
         spans: Spans | None,
-        *,
-        fused: bool = False,
     ) -> None:
         query, key = dense(query), dense(key)
         group = query.shape[0] // key.shape[0]
-        how = tiling(len(positions) * group, query.shape[2], query.dtype, plain=options.is_plain, fused=fused)
+        how = tiling(len(positions) * group, query.shape[2], query.dtype, options.is_plain)
         self.unit = unit(options)
         self.sinks = options.sinks if spans is None else None
         self.parts = 1 if spans is None else len(spans)
@@ -164,19 +139,15 @@ class Launch:
         self.numbers = *factors(options), options.window or 0, self.cuts, key.shape[1], len(positions)
         self.strides = query.stride(0), query.stride(1), key.stride(0), key.stride(1)
         self.options: dict[str, Any] = {
-            "KV_HEADS": key.shape[0],
-            "GROUP": group,
-            "D": query.shape[2],
-            "PADDED": padded(query.shape[2]),
-            "VECTORS": how.vectors,
-            "BLOCK": how.block,
-            "SPANS": spans is not None,
-            "WINDOW": options.window is not None,
-            "SOFTCAP": options.softcap is not None,
-            "UPCAST": upcast(query.dtype),
-            "num_warps": how.warps,
-            "num_stages": how.stages,
-            **FUSED,
+            **{
+                "KV_HEADS": key.shape[0],
+                "GROUP": group,
+                "D": query.shape[2],
+                "PADDED": padded(query.shape[2]),
+            },
+            **{"VECTORS": how.vectors, "BLOCK": how.block, "SPANS": spans is not None},
+            **{"WINDOW": options.window is not None, "SOFTCAP": options.softcap is not None},
+            **{"UPCAST": upcast(query.dtype), "num_warps": how.warps, "num_stages": how.stages, **FUSED},
         }
         if how.registers is not None and self.once:
             self.options["maxnreg"] = how.registers
@@ -197,17 +168,16 @@ class Launch:
         whole = (out.squeeze(1) if self.cuts == 1 else merged(out, self.unit, 1)).transpose(1, 2)
         return with_sinks(whole, self.sinks, self.unit)
 
-    def weight_sums(self, sums: torch.Tensor | None) -> torch.Tensor:
-        """Sums of weights ``[tokens]`` by log-sum-exps as of :meth:`log_sums`; None: of its own keys."""
-        query, key, positions, _ = self.inputs
+    def weight_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums of weights ``[tokens]`` by log-sum-exps as of :meth:`log_sums`."""
+        query, key, _, _ = self.inputs
         out = query.new_zeros(self.slots * key.shape[0], key.shape[1], dtype=torch.float32)
-        read, apart = (positions, (0, 0, 0)) if sums is None else (sums, sums.stride())
         if self.parts:
             grid = (self.slots, key.shape[0], self.parts * self.cuts)
             with launching_on(key.device):
                 columns_kernel[grid](
-                    *self.inputs, read, out, *self.numbers, *self.strides, *apart,
-                    LSE=sums is not None, ONCE=self.once, **self.options,
+                    *self.inputs, sums, out, *self.numbers, *self.strides, *sums.stride(), ONCE=self.once,
+                    **self.options,
                 )  # fmt: skip
         return out.sum(0)
 
@@ -218,16 +188,3 @@ class Launch:
         programs = max(self.parts * key.shape[0] * self.slots, 1)
         wanted = RESIDENT * processors(key.device) // programs
         return int(max(1, min(wanted, longest // SHORTEST)))
-
-
-def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """As :func:`ragcachekit_kernels.dispatch.kv_deviation`."""
-    new, old = dense(new), dense(old)
-    heads, rows, dim = new.shape
-    out = torch.empty(rows, dtype=torch.float32, device=new.device)
-    with launching_on(new.device):
-        deviation_kernel[(triton.cdiv(rows, DEVIATION_ROWS),)](
-            new, old, positions, rows, out, *new.stride()[:2], *old.stride()[:2], HEADS=heads, D=dim,
-            PADDED=padded(dim), ROWS=DEVIATION_ROWS, num_warps=4, **FUSED,
-        )  # fmt: skip
-    return out

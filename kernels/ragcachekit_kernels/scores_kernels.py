@@ -1,7 +1,7 @@
-"""Triton kernels of column scores (log-sum-exps of rows, weights per key) and of the deviation of KV.
+"""Triton kernels of column scores: log-sum-exps of rows, weights per key.
 
 A tile is ``VECTORS`` query vectors of one KV head, with the order and the three key ranges of
-:mod:`.attention_kernels`. Scores are unscaled (to base 2 with a soft-cap); only their differences are scaled.
+:mod:`.attention`. Scores are unscaled (to base 2 with a soft-cap); only their differences are scaled.
 Differences of near numbers are exact, so fused operations cannot make the two passes over the keys differ.
 """
 
@@ -137,38 +137,6 @@ def _gather(
 
 
 @triton.jit
-def log_sum(
-    queries, positions, tile, vectors, first, last, key, stride, start, stop, scale, cap, window,
-    GROUP: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, VECTORS: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Log-sum-exp per query over the keys ``start..stop`` that it sees, as a score; minus infinity for none.
-
-    Where one key has all the weight it is the score of that key, to the bit.
-    """
-    begin, clear, whole, end = ranges(start, stop, first, last, window, WINDOW, BLOCK)
-    top = tl.full([VECTORS], float("-inf"), tl.float32)
-    total = tl.zeros([VECTORS], tl.float32)
-    if WINDOW:
-        top, total = _gather(
-            top, total, queries, positions, tile, vectors, key, stride, begin, tl.minimum(clear, end), stop,
-            scale, cap, window, GROUP, True, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
-        )  # fmt: skip
-    top, total = _gather(
-        top, total, queries, positions, tile, vectors, key, stride, clear, whole, stop, scale, cap,
-        window, GROUP, False, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
-    )  # fmt: skip
-    top, total = _gather(
-        top, total, queries, positions, tile, vectors, key, stride, whole, end, stop, scale, cap,
-        window, GROUP, True, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
-    )  # fmt: skip
-    above = tl.log2(tl.maximum(total, 1e-30))
-    if not SOFTCAP:
-        above = above / scale
-    return tl.where(total > 0.0, top + above, top)
-
-
-@triton.jit
 def cut_of_span(spans, span, cut, cuts, tokens, SPANS: tl.constexpr, BLOCK: tl.constexpr):
     """The keys of one cut of a span; cuts are whole blocks, the last ones may be empty."""
     start = 0
@@ -214,7 +182,10 @@ def log_sums_kernel(
     VECTORS: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Per span, cut, row and head: the log-sum-exp of the scores of the cut's keys, as a score."""
+    """Per span, cut, row and head: the log-sum-exp of the scores of the cut's keys, as a score.
+
+    Minus infinity where a row sees none of them; where one key has all the weight, its score to the bit.
+    """
     tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     vectors = rows * GROUP
     if tile * VECTORS >= vectors:
@@ -223,13 +194,29 @@ def log_sums_kernel(
     queries, first, last = load_tile(
         query, positions, vectors, tile, kv_head, query_row, query_head, GROUP, D, PADDED, VECTORS
     )
-    result = log_sum(
-        queries, positions, tile, vectors, first, last, key + kv_head.to(tl.int64) * key_head, key_row, start,
-        stop, scale, cap, window, GROUP, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
+    begin, clear, whole, end = ranges(start, stop, first, last, window, WINDOW, BLOCK)
+    keys = key + kv_head.to(tl.int64) * key_head
+    top = tl.full([VECTORS], float("-inf"), tl.float32)
+    total = tl.zeros([VECTORS], tl.float32)
+    if WINDOW:
+        top, total = _gather(
+            top, total, queries, positions, tile, vectors, keys, key_row, begin, tl.minimum(clear, end), stop,
+            scale, cap, window, GROUP, True, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
+        )  # fmt: skip
+    top, total = _gather(
+        top, total, queries, positions, tile, vectors, keys, key_row, clear, whole, stop, scale, cap,
+        window, GROUP, False, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
     )  # fmt: skip
+    top, total = _gather(
+        top, total, queries, positions, tile, vectors, keys, key_row, whole, end, stop, scale, cap,
+        window, GROUP, True, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
+    )  # fmt: skip
+    above = tl.log2(tl.maximum(total, 1e-30))
+    if not SOFTCAP:
+        above = above / scale
     row, head, inside = place_in_tile(tile, kv_head, vectors, GROUP, VECTORS)
     place = (part * rows + row).to(tl.int64) * (KV_HEADS * GROUP) + head
-    tl.store(out + place, result, mask=inside)
+    tl.store(out + place, tl.where(total > 0.0, top + above, top), mask=inside)
 
 
 @triton.jit
@@ -237,21 +224,15 @@ def _add_tile(
     sums, known, query, positions, tile, vectors, kv_head, key, lse, start, stop, scale, cap, window,
     query_head, query_row, key_row, lse_head, lse_row, GROUP: tl.constexpr, D: tl.constexpr,
     PADDED: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    LSE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Add one tile's weights to the sums of the keys ``start..stop``."""
     queries, first, last = load_tile(
         query, positions, vectors, tile, kv_head, query_row, query_head, GROUP, D, PADDED, VECTORS
     )
     row, head, inside = place_in_tile(tile, kv_head, vectors, GROUP, VECTORS)
-    if LSE:
-        place = row.to(tl.int64) * lse_row + head.to(tl.int64) * lse_head
-        base = tl.load(lse + place, mask=inside, other=float("inf"))
-    else:
-        base = log_sum(
-            queries, positions, tile, vectors, first, last, key, key_row, start, stop, scale, cap, window,
-            GROUP, WINDOW, SOFTCAP, D, PADDED, BLOCK, VECTORS, UPCAST,
-        )  # fmt: skip
+    place = row.to(tl.int64) * lse_row + head.to(tl.int64) * lse_head
+    base = tl.load(lse + place, mask=inside, other=float("inf"))
     # Past the end, and where a row sees nothing of the span: no weight at all.
     base = tl.where(inside & (base != float("-inf")), base, float("inf"))
     begin, clear, whole, end = ranges(start, stop, first, last, window, WINDOW, BLOCK)
@@ -277,12 +258,11 @@ def columns_kernel(
     query, key, positions, spans, lse, out, scale, cap, window, cuts, tokens, rows, query_head, query_row,
     key_head, key_row, lse_span, lse_head, lse_row, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
-    LSE: tl.constexpr, ONCE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    ONCE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Sums of weights per key into ``out[slot, kv_head]``, zeros before; tiles are dealt to the slots.
 
-    Programs that share keys are neighbours: the first of them brings the keys into the L2 cache. Without
-    LSE each program finds the log-sum-exps of its keys first.
+    Programs that share keys are neighbours: the first of them brings the keys into the L2 cache.
     """
     slot, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = part // cuts
@@ -296,7 +276,7 @@ def columns_kernel(
             _add_tile(
                 sums, 0, query, positions, slot, vectors, kv_head, keys, own, start, stop, scale, cap, window,
                 query_head, query_row, key_row, lse_head, lse_row, GROUP, D, PADDED, VECTORS, BLOCK, False,
-                LSE, WINDOW, SOFTCAP, UPCAST,
+                WINDOW, SOFTCAP, UPCAST,
             )  # fmt: skip
     else:
         for tile in tl.range(slot, tl.cdiv(vectors, VECTORS), tl.num_programs(0), num_stages=1):
@@ -304,28 +284,6 @@ def columns_kernel(
             _add_tile(
                 sums, known, query, positions, tile, vectors, kv_head, keys, own, start, stop, scale, cap,
                 window, query_head, query_row, key_row, lse_head, lse_row, GROUP, D, PADDED, VECTORS, BLOCK,
-                True, LSE, WINDOW, SOFTCAP, UPCAST,
+                True, WINDOW, SOFTCAP, UPCAST,
             )  # fmt: skip
             tl.debug_barrier()  # the next tile reads what other threads of this program have stored
-
-
-@triton.jit(do_not_specialize=["rows"])
-def deviation_kernel(
-    new, old, positions, rows, out, new_head, new_row, old_head, old_row, HEADS: tl.constexpr,
-    D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    at = tl.load(positions + row, mask=inside, other=0)
-    dim = tl.arange(0, PADDED)
-    mask = inside[:, None]
-    if D != PADDED:
-        mask = mask & (dim < D)[None, :]
-    to_new = new + row.to(tl.int64)[:, None] * new_row + dim[None, :]
-    to_old = old + at.to(tl.int64)[:, None] * old_row + dim[None, :]
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    for head in tl.range(HEADS):
-        a = tl.load(to_new + head * new_head, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(to_old + head * old_head, mask=mask, other=0.0).to(tl.float32)
-        acc += (a - b) * (a - b)
-    tl.store(out + row, tl.sum(acc, 1), mask=inside)

@@ -21,8 +21,8 @@ from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.factory import open_store
 from ragcachekit.store.memory import HostStore
+from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 
 BATCH = 16

@@ -69,7 +69,7 @@ class Reply:
 
     ``sources`` are ``file#number`` of the prompt's chunks, in order; ``hit`` is that of the query cache,
     ``distance`` that of its nearest question; ``retrieval_ms`` includes embedding; ``report`` is
-    :class:`~ragcachekit.GenerateReport` as plain data.
+    :class:`~ragcachekit.reports.GenerateReport` as plain data.
     """
 
     text: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import RLock
@@ -23,7 +23,7 @@ from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
-    from ragcachekit.store.disk_check import BadEntry
+    from ragcachekit.store.disk import BadEntry
 
 DAMAGED = "(damaged)"
 
@@ -56,12 +56,12 @@ def stats(cache: ContentDir = None) -> None:
 
 def verify(cache: ContentDir = None) -> None:
     """Read every entry and list the damaged ones; changes nothing. Ends with 1 if there are any."""
-    from ragcachekit.store import disk_check
+    from ragcachekit.store import disk
 
     bad = repairable = False
     for tier in _content(cache)[1]:
         with _reading() as progress:
-            found = disk_check.verify(tier, progress)
+            found = disk.verify(tier, progress)
         _list("damaged", found.damaged)
         _list("unreadable", found.unreadable)
         damaged = len(found.damaged)
@@ -80,11 +80,11 @@ def verify(cache: ContentDir = None) -> None:
 
 def repair(cache: ContentDir = None) -> None:
     """Drop damaged entries and what interrupted writes left."""
-    from ragcachekit.store import disk_check
+    from ragcachekit.store import disk
 
     for tier in _content(cache)[1]:
         with _reading() as progress:
-            done = disk_check.repair(tier, progress)
+            done = disk.repair(tier, progress)
         _list("dropped", done.damaged)
         typer.echo(
             f"{_name(tier)}: dropped {len(done.damaged)} damaged entries and {done.orphans} files of "
@@ -114,7 +114,7 @@ def clear(
 
 def usage(tier: Path) -> dict[str, list[int]]:
     """Sizes of the entries in a tier's folder by namespace, read from their headers."""
-    from ragcachekit.store.disk_files import entry_files
+    from ragcachekit.store.disk_folder import entry_files
     from ragcachekit.store.entry import EntryDamaged, read_key
 
     sizes = defaultdict[str, list[int]](list)
@@ -133,7 +133,7 @@ def usage(tier: Path) -> dict[str, list[int]]:
 def tiers_in(folder: CacheFolder) -> list[Path]:
     """Folders of disk tiers: each chunk store, followed by the tree in its folder."""
     from ragcachekit.prefix_tree.disk import FOLDER
-    from ragcachekit.store.disk_check import is_disk_tier
+    from ragcachekit.store.disk import is_disk_tier
 
     try:
         return [
@@ -161,15 +161,16 @@ def _content(cache: str | None) -> tuple[CacheFolder, list[Path]]:
     return folder, tiers
 
 
-def _forget(tier: Path, namespaces: Iterable[str]) -> int:
-    """Delete the entries of these namespaces and all damaged ones; returns their number."""
+def _forget(tier: Path, namespaces: Collection[str]) -> int:
+    """Delete the entries of these namespaces, damaged ones if DAMAGED is among them; returns their number."""
     from ragcachekit.prefix_tree.disk import Dropped, TreeDisk
-    from ragcachekit.store.disk import DiskStore
+    from ragcachekit.store.disk import DiskStore, repair
 
     with closing(DiskStore(tier, sys.maxsize)) as store:  # any smaller budget would evict on opening
         # A tree informs processes that hold some of it in memory.
         tree = TreeDisk(store, RLock(), lambda *_: Dropped([], 0, None)) if _is_tree(tier) else None
-        return sum((tree or store).forget(namespace, None) for namespace in namespaces)
+        gone = sum((tree or store).forget(namespace, None) for namespace in namespaces)
+    return gone + (len(repair(tier).damaged) if DAMAGED in namespaces else 0)
 
 
 def _is_tree(tier: Path) -> bool:

@@ -16,7 +16,7 @@ from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport
-from ragcachekit.store.factory import open_store
+from ragcachekit.store.tiered import open_store
 
 FULL = PolicyAndEncoder("full", "none")
 """Reads no cache, and so has no encoder."""

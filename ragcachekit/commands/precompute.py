@@ -137,7 +137,7 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
     longer than the model's context.
     """
     from ragcachekit.store.base import NullStore
-    from ragcachekit.store.factory import open_store
+    from ragcachekit.store.tiered import open_store
 
     corpus = settings.read_corpus() if dry else settings.checked_corpus()
     with ExitStack() as stack:

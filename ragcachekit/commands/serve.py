@@ -52,9 +52,6 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Further requests get 503.")] = 256,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer; then 504.")] = 600.0,
     max_body_mb: Annotated[int, typer.Option(min=1, help="Size of a request; else 413.")] = 32,
-    public_metrics: Annotated[
-        bool, typer.Option("--public-metrics", help="With --keys: let everybody read /metrics.")
-    ] = False,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
 ) -> None:
@@ -62,11 +59,11 @@ def serve(
 
     SIGTERM and Ctrl-C let running answers end. A second one, a second later or more, ends them.
     """
-    from ragcachekit.server.keys import ApiKeys, check_exposure
+    from ragcachekit.server.keys import ApiKeys, Tenant, check_exposure
 
     check_exposure(host, keys, no_keys)
     if keys is not None:
-        ApiKeys(keys)
+        ApiKeys(keys, Tenant("", namespace))
     if disk_gb is not None and cache is None:
         raise RagCacheError("--disk-gb needs --cache, the folder that keeps KV on disk")
     quiet_loading()
@@ -82,7 +79,6 @@ def serve(
         folder.path / "contexts" if folder else None,
         timeout=timeout,
         max_body_bytes=max_body_mb << 20,
-        public_metrics=public_metrics,
     )
     store = StoreConfig(
         host_bytes=int(host_gb * 1e9),
@@ -108,7 +104,7 @@ def serve(
             app = create_app(rag, config, metrics=_metrics(rag))
             where = f"[{host}]" if ":" in host else host
             note(f"{config.model_name} at http://{where}:{bound.getsockname()[1]}/v1; Ctrl-C stops it")
-            serve_app(app, bound)
+            serve_app(app, bound, timeout)
 
 
 def add(

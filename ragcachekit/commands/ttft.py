@@ -27,7 +27,7 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.check import tolerance_for
 from ragcachekit.model.weights import load_model
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.base import KVStore, Tier
+from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
@@ -189,8 +189,8 @@ def open_engines(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
 
-        def open_tier(kind: str) -> Tier:
-            store: Tier
+        def open_tier(kind: str) -> KVStore:
+            store: KVStore
             if kind == "disk":
                 store = DiskStore(folder / "kv", _BYTES)
             elif kind == "gpu":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -32,16 +31,10 @@ CHUNK, PROMPT = 24, 48
 """Tokens of the check's chunk and prompt: beyond the windows of test models, cheap for real ones."""
 
 
-@dataclass(frozen=True)
-class Admission:
-    """A passed check: the largest differences found, relative to the largest value of a tensor.
+class Admission(NamedTuple):
+    """A passed check: the largest difference and the allowed one, relative to a tensor's largest value."""
 
-    ``offset_diff``: K and V of a chunk linked at several offsets. ``link_diff``: logits, K and V of a partly
-    linked prompt, and the next token's logits.
-    """
-
-    offset_diff: float
-    link_diff: float
+    difference: float
     tolerance: float
 
 
@@ -55,29 +48,18 @@ def admit(model: Any, rope: Rope) -> Admission:
             "(without device_map='auto')"
         )
     install(model)
-    tolerance = tolerance_for(model.dtype)
-    vocab = model.config.get_text_config().vocab_size
+    tolerance, vocab = tolerance_for(model.dtype), model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
     try:
         offset = _check_offsets(model, rope, ids[:CHUNK], tolerance)
-        linked = _check_link(model, rope, ids, tolerance)
-    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
+        return Admission(max(offset, _check_link(model, rope, ids, tolerance)), tolerance)
+    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError, ModelNotSupported) as error:
         uninstall(model)
-        raise ModelNotSupported(
-            f"{type(model).__name__} cannot run a linked forward{_bypass(model)}: {error}"
-        ) from error
-    except ModelNotSupported as error:
-        uninstall(model)
-        raise ModelNotSupported(f"{error}{_bypass(model)}") from error
-    return Admission(offset, linked, tolerance)
-
-
-def _bypass(model: Any) -> str:
-    if getattr(model, "_supports_attention_backend", False):
-        return ""
-    return (
-        " (its attention does not go through the interface of transformers, where linked rows are attended)"
-    )
+        known = isinstance(error, ModelNotSupported)
+        why = str(error) if known else f"{type(model).__name__} cannot run a linked forward: {error}"
+        if not getattr(model, "_supports_attention_backend", False):
+            why += "; its attention does not go through the interface of transformers"
+        raise ModelNotSupported(why) from error
 
 
 def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:
@@ -128,21 +110,18 @@ def _check_link(model: Any, rope: Rope, ids: list[int], tolerance: float) -> flo
     ).logits[0]
     if any(getattr(layer, "rows", True) for layer in inputs.cache.layers):
         raise ModelNotSupported("a layer never updated its cache: it shares KV with another layer")
-    worst = 0.0
+    pairs = [(logits, ordinary[list(rows)], "logits of the linked forward")]
     for index, (ours, theirs) in enumerate(zip(inputs.cache.layers, own.layers, strict=True)):
-        worst = max(worst, compare(ours.keys, theirs.keys, tolerance, f"layer {index}: linked keys"))
-        worst = max(worst, compare(ours.values, theirs.values, tolerance, f"layer {index}: linked values"))
-    worst = max(worst, compare(logits, ordinary[list(rows)], tolerance, "logits of the linked forward"))
+        pairs.append((ours.keys.clone(), theirs.keys.clone(), f"layer {index}: linked keys"))
+        pairs.append((ours.values.clone(), theirs.values.clone(), f"layer {index}: linked values"))
     following = {
         "input_ids": torch.tensor([[ids[0]]], device=device),
         "position_ids": torch.tensor([[len(ids)]], device=device),
         "use_cache": True,
     }
-    after = model(past_key_values=inputs.cache, **following).logits
-    return max(
-        worst,
-        compare(after, model(past_key_values=own, **following).logits, tolerance, "the next token's logits"),
-    )
+    after, expected = (model(past_key_values=cache, **following).logits for cache in (inputs.cache, own))
+    pairs.append((after, expected, "the next token's logits"))
+    return max(compare(ours, theirs, tolerance, what) for ours, theirs, what in pairs)
 
 
 def _exact_piece(cache: DynamicCache, rope: Rope, start: int, stop: int, length: int) -> Piece:

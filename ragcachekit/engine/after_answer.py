@@ -82,7 +82,8 @@ class AfterAnswer:
         if generated.token_ids:  # else cancelled before the first token
             with CancelScope(call.cancel):
                 self._parts.shadow.follow(plan, answer, first, call.options, call.stop)
-                self._parts.loads.learn(generated)
+                self._parts.loads.learn(plan.kept, len(plan.rows), generated.prefill)
+                self._parts.loads.follow(plan.skipped, plan.report.loaded_bytes)
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
         attempt(self._feed_auto, plan)
 

@@ -101,21 +101,12 @@ class Chunks:
             self._warn(f"encode: {lost} of {len(todo)} entries {NOT_KEPT}")
         return [item.key.chunk_id for item in items]
 
-    def tune(
-        self,
-        texts: Iterable[str] | None,
-        prompts: Iterable[PromptLike] | None,
-        system: str | None,
-        namespace: str,
-        progress: bool,
-    ) -> TuneReport:
+    def tune(self, prompts: Iterable[PromptLike] | None, namespace: str, progress: bool) -> TuneReport:
         """Choose encoder and policy of ``auto`` now."""
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
-        given = None if texts is None else strings(texts, "texts")
-        before = None if system is None else self._parser.system_ids(system)
         asked = None if prompts is None else [self._check_prompt(prompt, namespace) for prompt in prompts]
-        return self._parts.auto.tune(given, asked, before, namespace, progress)
+        return self._parts.auto.tune(asked, namespace, progress)
 
     def forget(
         self, namespace: str, ids: Iterable[str] | None = None, texts: Iterable[str] | None = None

@@ -19,7 +19,6 @@ from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.engine.admission import admit_once
-from ragcachekit.engine.load_path import LoadPath, load_config
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
@@ -28,6 +27,8 @@ from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
+from ragcachekit.plan.load_planner import LoadPath
+from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
@@ -40,8 +41,8 @@ from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
-from ragcachekit.store.factory import open_store
 from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 
 
@@ -137,9 +138,10 @@ class EngineComponents:
         opened: ExitStack,
     ) -> None:
         self.forgets, layout = ForgetEpochs(), KVLayout.of(model)
-        cost = PrefillCost(model, fingerprint=self.fingerprint, folder=folder, context=rope.context)
+        cost = PrefillCost(model, context=rope.context)
         self.store = _store(settings, cost, opened)
-        self.loads = LoadPath(self.store, load_config(settings.load), cost=cost, layout=layout)
+        load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
+        self.loads = loads = LoadPath(self.store, load, cost)
         opened.callback(self.loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
         self.parser = PromptParser(tokenizer)
@@ -153,7 +155,7 @@ class EngineComponents:
             encoder=settings.encoder,
             neighbours=near if isinstance(near, Mapping) else {settings.namespace: near},
             same_source=settings.companions == "same-source",
-            fetch=self.loads.fetch,
+            fetch=lambda: Fetch(loads.source, loads.planner, layout=layout),
             tree=self.tree,
             layout=layout,
         )
@@ -191,8 +193,11 @@ class EngineComponents:
 
         check = PolicyCheck(model, rope, self.planner, private)
         wait, given = self.active.wait_for_none, settings.encoder
-        parts = self.parser, self.planner, check, self.background, wait
+        parts = self.planner, check, self.background, wait
         self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
+        auto = isinstance(self.policy, Auto)
+        resolve = self.auto.resolve if auto else partial(self.budgets.resolve, self.policy)
+        resolve(settings.namespace)  # warns now of what there is to warn of
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
         """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from itertools import groupby
 from typing import NamedTuple
 from uuid import uuid4
@@ -17,9 +18,12 @@ from rich.console import Console
 from rich.text import Text as RichText
 
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
+from ragcachekit.plots import MeasuredPolicy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.registry import is_inside_word
 from ragcachekit.prompt.segments import Segmentation
+from ragcachekit.quality.auto import AutoPolicies
+from ragcachekit.quality.budget import Budgets
 from ragcachekit.reports import LinkReport, Report
 from ragcachekit.reports.base import folded_html, shorten
 from ragcachekit.types import Chunk, Prompt
@@ -98,24 +102,20 @@ class PromptView(Report):
     def __rich__(self) -> RichText:
         text = RichText()
         for how, count in self.tokens.items():
-            text.append(f" {how} {count} ", style=_style(how)).append(" ")
+            text.append(f" {how} {count} ", style=f"#1b1b1b on {COLOURS[how]}").append(" ")
         text.append("\n")
         for number, pieces in _by_segment(self.pieces):
             if number:
                 text.append(f"[{number} {pieces[0].source}]", style="bold")
             for piece in pieces:
-                text.append(piece.text, style=_style(piece.how))
+                text.append(piece.text, style=f"#1b1b1b on {COLOURS[piece.how]}")
         return text.append("\n".join(["", *self._why()]), style="italic")
 
     def _repr_html_(self) -> str:
-        legend = " ".join(_span(how, f" {how} {count} ") for how, count in self.tokens.items())
-        body = "".join(
-            (f"<sup><b>[{number} {html.escape(pieces[0].source)}]</b></sup>" if number else "")
-            + "".join(_span(p.how, p.text, f"{_label(number)}: {p.tokens} tokens {p.how}") for p in pieces)
-            for number, pieces in _by_segment(self.pieces)
-        )
-        why = "".join(f"<div><i>{html.escape(line)}</i></div>" for line in self._why())
-        shown = f"<div>{legend}</div><div style='white-space:pre-wrap'>{body}</div>{why}"
+        console = Console(file=StringIO(), record=True, force_jupyter=False)
+        console.print(self, soft_wrap=True)
+        pre = "<pre style='white-space:pre-wrap'>{code}</pre>"
+        shown = console.export_html(inline_styles=True, code_format=pre)
         return shown + folded_html(str(self.report), self.report)
 
     def _legend(self) -> str:
@@ -170,15 +170,6 @@ def _by_segment(pieces: Sequence[PromptPiece]) -> Iterator[tuple[int, list[Promp
 
 def _label(number: int) -> str:
     return f"chunk {number}" if number else "text"
-
-
-def _style(how: str) -> str:
-    return f"#1b1b1b on {COLOURS[how]}"
-
-
-def _span(how: str, text: str, title: str = "") -> str:
-    title = f" title='{html.escape(title)}'" if title else ""
-    return f"<span{title} style='background:{COLOURS[how]};color:#1b1b1b'>{html.escape(text)}</span>"
 
 
 # -- documents that are not found ------------------------------------------------------------------
@@ -353,3 +344,23 @@ def _notes(parser: PromptParser, prompt: PromptLike, real: Segmentation, whole: 
     elif not isinstance(prompt, str | Prompt):
         yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
     yield from real.notes
+
+
+# -- what was measured -------------------------------------------------------------------------------
+
+
+def measured_policies(
+    budgets: Budgets, auto: AutoPolicies, checked: Callable[[str | None], str], namespace: str | None
+) -> tuple[Sequence[MeasuredPolicy], str]:
+    """The points of a calibration, or of the check of ``auto``, and the name of their loss; for plots."""
+    namespace = checked(namespace)
+    record, tuned = budgets.record(namespace), auto.record(namespace)
+    if record is not None:
+        points = [MeasuredPolicy(p.policy, p.ratio, p.loss) for p in record.curve]
+        return points, f"{record.quality}, on {record.encoder}"
+    if tuned is not None:
+        rows = [MeasuredPolicy(f"{r.policy} on {r.encoder}", r.ratio, r.kl) for r in tuned.rows]
+        return rows, "KL to full, nats per token"
+    raise ValueError(
+        f"nothing was measured for namespace {namespace!r}: call rag.tune(), or run ragcachekit calibrate"
+    )

@@ -30,7 +30,7 @@ from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, che
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
-from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, prompt_view
+from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, measured_policies, prompt_view
 from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.engine.scheduler import Scheduler
@@ -49,7 +49,7 @@ from ragcachekit.generate.options import (
 from ragcachekit.model.weights import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
-from ragcachekit.plots import MeasuredPolicy, Plots
+from ragcachekit.plots import Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import open_policy
@@ -89,9 +89,9 @@ class RagCache:
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
         :class:`PrecedingChunks` or your own; a mapping gives one per namespace.
     companions : {"any", "same-source"}
-        Which chunks a chunk may be encoded after. "same-source": only those that are known to be of its own
-        document, by the ``sources`` of :meth:`register` and :meth:`encode`, or through a
-        retriever; else the text before the chunks alone. For corpora to which strangers add documents.
+        Which chunks a chunk may be encoded after. "same-source": only those of its own document, by the
+        ``sources`` of :meth:`register` and :meth:`encode` or through a retriever. For corpora to which
+        strangers add documents.
     store : StoreConfig or KVStore, optional
         Storage of chunk KV; default 4 GiB of host memory. A store that was passed in is not closed.
     namespace : str
@@ -119,10 +119,8 @@ class RagCache:
     ------
     ModelNotSupported
         If linking on this model would not give what the model computes; names the layer.
-    ValueError
-        For unknown policies or encoders, a model in training mode.
-    TypeError
-        For an argument of another type.
+    ValueError, TypeError
+        For unknown policies or encoders, a model in training mode, arguments of another type.
     """
 
     def __init__(
@@ -144,7 +142,6 @@ class RagCache:
         self.queue = Scheduler(queue, runner, parts.active)
         self._template_noted = self._closed = False
         self._process = os.getpid()
-        self._resolve(parts.policy, self.namespace)  # warns now of what there is to warn of
 
     @classmethod
     def from_pretrained(
@@ -162,56 +159,14 @@ class RagCache:
 
     # -- prompts -----------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompt: PromptLike,
-        *,
-        namespace: str | None = None,
-        policy: str | SelectionPolicy | None = None,
-        tools: Tools | None = None,
-        stop: str | Sequence[str] | None = None,
-        cancel: Event | None = None,
-        deadline: float | None = None,
-        **options: Any,
-    ) -> Answer:
-        """Answer one prompt: ``submit(...).result()``, after room in a full queue.
+    def generate(self, prompt: PromptLike, **options: Any) -> Answer:
+        """Answer one prompt: ``submit(prompt, wait=True, **options).result()``.
 
-        Parameters
-        ----------
-        tools : sequence of mapping, optional
-            JSON schemas of functions, for the chat template; see :attr:`renders_tools`.
-        stop : str or sequence of str, optional
-            Text ends before the first of these.
-        cancel : threading.Event, optional
-            Ends the prefill before its next layer, and generation after its token; the answer has the tokens
-            up to then. See also :class:`ragcachekit.CancelScope`.
-        deadline : float, optional
-            As for :meth:`submit`.
-        **options
-            For ``model.generate``: ``max_new_tokens`` (or ``max_tokens``; default 256), ``do_sample``, ...
-            ``seed`` makes sampled answers repeatable.
-
-        Raises
-        ------
-        ValueError
-            For an option that neither generate nor the model takes; it names the nearest one.
-        RuntimeError
-            In the engine's own thread, as in a streamer or a callback.
-        PromptTooLong, GenerationNotSupported, Closed, DeadlineExceeded, EngineError
-            See :meth:`Request.result`.
+        RuntimeError in the engine's own thread, as in a streamer or a callback; other errors are those of
+        :meth:`submit` and :meth:`Request.result`.
         """
         self.queue.refuse_own_thread()
-        return self.submit(
-            prompt,
-            namespace=namespace,
-            policy=policy,
-            tools=tools,
-            stop=stop,
-            cancel=cancel,
-            deadline=deadline,
-            wait=True,
-            **options,
-        ).result()
+        return self.submit(prompt, **{"wait": True, **options}).result()
 
     def stream(self, prompt: PromptLike, **options: Any) -> AnswerStream:
         """As :meth:`generate`, as an iterator over text; ``.answer`` has the rest at the end."""
@@ -253,54 +208,67 @@ class RagCache:
         """Queue one prompt; it is answered together with others, token by token.
 
         Of waiting requests those with more of their prompt cached come first, and namespaces get equal shares
-        of the computed tokens (:class:`ragcachekit.QueueConfig`). Other arguments are those of
-        :meth:`generate`. Beam search runs alone; the report has a note.
+        of the computed tokens (:class:`ragcachekit.QueueConfig`). Beam search runs alone; the report has a
+        note.
 
         Parameters
         ----------
+        prompt : str, messages or Prompt
+            Messages are those of chat templates, as dicts or LangChain messages.
+        namespace, policy : optional
+            Instead of the engine's own.
+        tools : sequence of mapping, optional
+            JSON schemas of functions, for the chat template; see :attr:`renders_tools`.
+        stop : str or sequence of str, optional
+            Text ends before the first of these.
+        cancel : threading.Event, optional
+            Ends the prefill before its next layer, and generation after its token; the answer has the tokens
+            up to then. See also :class:`ragcachekit.CancelScope`.
         deadline : float, optional
             Seconds from now. A request without an answer by then fails with ``DeadlineExceeded``; a running
             one ends after its token.
         wait : bool or float
             Whether, or for how many seconds, to wait for room in a full queue.
+        **options
+            For ``model.generate``: ``max_new_tokens`` (or ``max_tokens``; default 256), ``do_sample``, ...
+            ``seed`` makes sampled answers repeatable.
 
         Raises
         ------
+        ValueError
+            For an option that neither generate nor the model takes; it names the nearest one.
         QueueFull
             If ``max_waiting`` requests wait already.
         PromptTooLong, GenerationNotSupported, Closed
         """
-        started_at = time.perf_counter()
+        started_at, parts, defaults = time.perf_counter(), self.components, self.model.generation_config
         if streamer is not None:
             options["streamer"] = streamer
         check_options(options, self.model, "cancel", "deadline", "wait")
+        check_deadline(deadline)
+        if not isinstance(wait, bool):
+            check_number("wait", wait, "True, False or seconds")
         observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed:
             stop = stop_strings(stop)
             request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
-            if not self._template_noted and self.components.parser.lacks_template(prompt):
+            if not self._template_noted and parts.parser.lacks_template(prompt):
                 self._template_noted = True
                 request = request.with_note(NO_TEMPLATE)
-            parser, context = self.components.parser, self.components.rope.context
-            _ = parser.tokens if stop else None  # stop strings are text
-            options = filled_options(options, len(request.token_ids), pad=parser.pad, context=context)
+            _ = parts.parser.tokens if stop else None  # stop strings are text
+            tokens, context = len(request.token_ids), parts.rope.context
+            options = filled_options(options, tokens, pad=parts.parser.pad, context=context)
             raise_if_cancelled()
-            check_deadline(deadline)
-            if not isinstance(wait, bool):
-                check_number("wait", wait, "True, False or seconds")
             left = inf if deadline is None else deadline - (time.perf_counter() - started_at)
-            defaults = self.model.generation_config
             if streamer is None and not uses_beams(options, defaults):
                 streamer = TokenQueue()
-            tokens = streamer if isinstance(streamer, TokenQueue) else None
             counted = None if streamer is None else RequestStreamer(streamer)
-            estimator = self.components.planner.estimator(request)
-            room = self.components.planner.context - estimator.tokens
+            room = parts.planner.context - tokens
             call = GenerateCall(
                 prompt=request,
                 options={**options, "streamer": counted},
                 stop=stop,
-                estimator=estimator,
+                estimator=parts.planner.estimator(request),
                 new_tokens=min(effective(options, defaults, "max_new_tokens") or room, room),
                 submitted_at=started_at,
                 deadline=time.monotonic() + left,
@@ -309,8 +277,9 @@ class RagCache:
                 streamer=counted,
                 observed=observed,
             )
-            detokenizer = Detokenizer(self.components.parser.decode, stop)
-            handle = Request(call, tokens, detokenizer, self.queue.cancel, self.queue.refuse_own_thread)
+            read = streamer if isinstance(streamer, TokenQueue) else None
+            detokenizer = Detokenizer(parts.parser.decode, stop)
+            handle = Request(call, read, detokenizer, self.queue.cancel, self.queue.refuse_own_thread)
             try:
                 self.queue.submit(handle, wait)
             except KeyboardInterrupt:  # which may come when it waits already
@@ -318,23 +287,18 @@ class RagCache:
                 raise
             return handle
 
-    def link(
-        self,
-        prompt: PromptLike,
-        *,
-        namespace: str | None = None,
-        policy: str | SelectionPolicy | None = None,
-        tools: Tools | None = None,
-    ) -> LinkedPrompt:
+    def link(self, prompt: PromptLike, **options: Any) -> LinkedPrompt:
         """Link a prompt for a generate call or a loop of your own; it is used once.
+
+        Options are ``namespace``, ``policy`` and ``tools``, as for :meth:`submit`.
 
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
+        request = self.prepare(prompt, **options)
         with self.components.active:
             linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
-        self.components.loads.follow(plan)
+        self.components.loads.follow(plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
         return linked
 
@@ -438,9 +402,10 @@ class RagCache:
         sources: Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[str]:
-        """Register chunks and compute their KV now, except what is stored already.
+        """Register chunks and compute their KV now, except what is stored already; returns their ids.
 
-        What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what depends on it.
+        What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what depends on it. What
+        was encoded before a cancellation is kept.
 
         Parameters
         ----------
@@ -456,20 +421,12 @@ class RagCache:
         progress : bool
             Show a progress bar over tokens.
 
-        Returns
-        -------
-        list of str
-            Chunk ids of all texts, in order.
-
         Raises
         ------
-        Cancelled
-            In a cancelled :class:`ragcachekit.CancelScope`; what was encoded before is kept.
         ValueError
             For an empty chunk, one longer than the model's context, a missing ``system``, or a ``prompt``
             without chunks or beside a ``system``.
-        ModelChanged
-            If the model changed since this object was made.
+        ModelChanged, Cancelled
         """
         return self.chunks.encode(texts, self._checked(namespace), system, prompt, sources, progress)
 
@@ -480,13 +437,13 @@ class RagCache:
         texts: Iterable[str] | None = None,
         namespace: str | None = None,
     ) -> int:
-        """Drop the KV of chunks and texts, and KV that was computed after them, from all tiers.
+        """Drop the KV of chunks and texts, and KV that was computed after them; returns the entries dropped.
 
         A text is forgotten wherever it was: as a chunk, as a part of one, in a question, in the text before
-        the first chunk, in an earlier turn. Whitespace in and around it does not count. Chunks that merely
-        hold it stay registered. KV of which it is unknown whether it holds the text is dropped, too.
+        the first chunk, in an earlier turn. Whitespace does not count. KV of which it is unknown whether it
+        holds the text is dropped, too, and so are cached search results with such a chunk. Chunks that merely
+        hold it stay registered.
 
-        Cached search results that contain such a chunk are dropped too, in every retriever of this engine.
         Delete the document from its index first: what a search finds is registered again. Work that began
         before this returns stores no forgotten chunk. Another process on the same disk folder keeps its own
         host memory; its knowledge tree follows at its next request in the namespace.
@@ -498,14 +455,9 @@ class RagCache:
             encodes it again.
         texts : iterable of str, optional
             Texts, long or short. Chunks among them are unregistered as well, in every form a chain may give
-            them. A blank text is ignored.
+            them.
         namespace : str, optional
             With neither ids nor texts, all of it is dropped.
-
-        Returns
-        -------
-        int
-            Entries dropped.
 
         Raises
         ------
@@ -516,43 +468,33 @@ class RagCache:
 
     def tune(
         self,
-        texts: Iterable[str] | None = None,
-        *,
         prompts: Iterable[PromptLike] | None = None,
-        system: str | None = None,
+        *,
         namespace: str | None = None,
         progress: bool = False,
     ) -> TuneReport:
         """Choose encoder and policy for ``policy="auto"`` now, by at most a minute of measuring.
 
         Prompts are continued by a full prefill and under every candidate. The one whose next tokens differ
-        least is chosen and recorded in the cache folder, for this model and namespace. Give ``prompts`` that
-        are like those to come, or call it after some were answered: what else it has to measure on are
-        sentences of chunks that the model continues, which it may read in another way than questions.
+        least is chosen and recorded in the cache folder, for this model and namespace.
 
         Parameters
         ----------
-        texts : iterable of str, optional
-            Chunk texts to make prompts of; default are the namespace's registered ones, where no prompt with
-            two chunks or more was answered.
         prompts : iterable, optional
-            Prompts as for :meth:`generate`, each with two chunks or more; default are the last 16 answered.
-        system : str, optional
-            Text before a prompt's first chunk, as the model sees it; default is the last one used in the
-            namespace.
+            Prompts as for :meth:`generate`, like those to come, each with two chunks or more; default are the
+            last 16 answered.
         progress : bool
             Show a progress bar over prompts.
 
         Raises
         ------
         ValueError
-            For fewer than two chunks, an unknown ``system``, or the encoder ``in-prompt``.
+            Without a prompt of two chunks and text after them, or for the encoder ``in-prompt``.
         RagCacheError
             If not even one prompt could be measured in a minute.
         PromptTooLong, ModelChanged, Cancelled
         """
-        namespace = self._checked(namespace)
-        return self.chunks.tune(texts, prompts, system, namespace, progress)
+        return self.chunks.tune(prompts, self._checked(namespace), progress)
 
     def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
         """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.
@@ -583,7 +525,9 @@ class RagCache:
     @property
     def plot(self) -> Plots:
         """Pictures: ``time``, ``tokens`` and ``tiers`` of the last requests, ``quality`` of a calibration."""
-        return Plots(lambda: self.reports, self._measured)
+        parts = self.components
+        measured = partial(measured_policies, parts.budgets, parts.auto, self._checked)
+        return Plots(lambda: self.reports, measured)
 
     @property
     def renders_tools(self) -> bool:
@@ -611,10 +555,7 @@ class RagCache:
         return frozenset(whole_id(key.chunk_id) for key in self.components.store.memory_keys())
 
     def add_observer(self, observer: Observer) -> None:
-        """Call an observer at every request and at every lookup of this engine's query caches, once.
-
-        TypeError for another type.
-        """
+        """Call an observer at every request and every lookup of this engine's query caches, once."""
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
@@ -689,19 +630,6 @@ class RagCache:
         ]
         named = {"policy": self.policy, "encoder": self.encoder, "namespace": self.namespace}
         return [("model", model), *named.items(), ("tiers", "; ".join(tiers) or "none")]
-
-    def _measured(self, namespace: str | None) -> tuple[Sequence[MeasuredPolicy], str]:
-        namespace = self._checked(namespace)
-        record, tuned = self.components.budgets.record(namespace), self.components.auto.record(namespace)
-        if record is not None:
-            points = [MeasuredPolicy(p.policy, p.ratio, p.loss) for p in record.curve]
-            return points, f"{record.quality}, on {record.encoder}"
-        if tuned is not None:
-            rows = [MeasuredPolicy(f"{r.policy} on {r.encoder}", r.ratio, r.kl) for r in tuned.rows]
-            return rows, "KL to full, nats per token"
-        raise ValueError(
-            f"nothing was measured for namespace {namespace!r}: call rag.tune(), or run ragcachekit calibrate"
-        )
 
 
 def _planned_since(begun: float, plan: LinkPlan) -> LinkPlan:

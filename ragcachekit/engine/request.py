@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from math import inf
 from threading import Event
 from traceback import clear_frames
@@ -19,7 +18,6 @@ from ragcachekit.config import SECONDS_OR_NONE, check_deadline, check_number
 from ragcachekit.errors import Cancelled, EngineError
 from ragcachekit.observers import ObservedRequest, attempt
 from ragcachekit.reports import Answer
-from ragcachekit.reports.base import text_html
 from ragcachekit.threads import Condition
 
 if TYPE_CHECKING:  # importing this file, as astream does, should not import torch
@@ -239,15 +237,6 @@ class AnswerStream:
     def answer(self) -> Answer:
         """The whole answer with its report; waits for the end of generation."""
         return self._request.result()
-
-    def display(self) -> Answer:
-        """Show the text in a notebook as it is generated; returns the answer. ImportError without IPython."""
-        notebook: Any = import_module("IPython.display")
-        shown, text = notebook.display(notebook.HTML(""), display_id=True), ""
-        for piece in self:
-            text += piece
-            shown.update(notebook.HTML(text_html(text)))
-        return self.answer
 
     def cancel(self) -> None:
         """Stop before the next layer of the prefill, or after the current token; generated text stays."""

@@ -15,7 +15,7 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.policies.craft import Impact
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
-from ragcachekit.store.load import AnyKV
+from ragcachekit.store.loader import AnyKV
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")

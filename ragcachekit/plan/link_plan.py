@@ -16,12 +16,12 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.plan.encodings import VariantPool, Wanted
 from ragcachekit.plan.lookup import Fetch, PrefixMatch, keys_for
 from ragcachekit.policies.base import ExactPolicy, PlacedChunk, SelectionPolicy
-from ragcachekit.prefix_tree.base import BLOCK, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import BLOCK, Root, Step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import KVStore, NullStore
-from ragcachekit.store.load import AnyKV, LoadingKV
+from ragcachekit.store.loader import AnyKV, LoadingKV
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey
 
 log = logging.getLogger(__name__)

@@ -1,22 +1,31 @@
-"""Choice between loading a chunk's KV and computing its rows: measured reads against measured prefills."""
+"""Reading entries of slow tiers for prompts, or computing their rows: measured reads against prefills."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ragcachekit.model.prefill_profile import PrefillProfile
+from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
+from ragcachekit.config import LoadConfig
+from ragcachekit.model.prefill_profile import PrefillCost, PrefillProfile
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
-from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.loader import Loader, LoadingKV
+from ragcachekit.types import KVKey
+
+MEMORY_TIERS = ("gpu", "host", "null")
+"""Tiers whose entries need no loading."""
 
 MIN_READS = 8
 """Reads before a tier's speed is trusted; until then everything is loaded, which measures it."""
 
 TIE = 0.01
 """Relative difference below which times are equal; then the choice that computes more, as it is exact."""
+
+MAX_JOBS = 64  # prefetches that may wait; further ones are dropped
 
 _FADING = 0.99  # weight of a read relative to the next one: about a hundred reads count
 _MAX_SLOWER = 8.0  # longest time that counts, relative to the expected one: a read that hung predicts little
@@ -61,7 +70,7 @@ class Candidate:
     @classmethod
     def of(cls, kv: LoadingKV, uses: Sequence[RowCost]) -> Candidate:
         """From an opened entry and all its uses in a prompt."""
-        spared, recomputed = (sum(getattr(use, name) for use in uses) for name in ("spared", "recomputed"))
+        spared, recomputed = sum(use.spared for use in uses), sum(use.recomputed for use in uses)
         return cls(kv.tier, kv.layers - kv.ready, kv.nbytes / kv.layers, kv.layers, spared, recomputed)
 
 
@@ -155,3 +164,74 @@ class LoadPlanner:
 def pipelined(load: float, compute: float, layers: int) -> float:
     """Seconds of a prefill that computes layer by layer while later layers load."""
     return max(compute + load / layers, load + compute / layers)
+
+
+class LoadPath:
+    """Loads of one engine: ``source`` is a loader if the store has slow tiers, else the store itself."""
+
+    def __init__(self, store: KVStore, config: LoadConfig, cost: PrefillCost) -> None:
+        self.cost = cost
+        self.source: KVStore | Loader = store
+        self.planner: LoadPlanner | None = None
+        self._worker = BackgroundWorker()
+        self._jobs: JobQueue[Callable[[], object]] = self._worker.queue(lambda job: job(), MAX_JOBS)
+        self._measured = False
+        if all(record.tier in MEMORY_TIERS for record in store.stats()):
+            return
+        if config.when == "auto":
+            self.planner = LoadPlanner()
+        self.source = Loader(
+            store,
+            threads=config.threads,
+            deadline=config.deadline,
+            bytes_in_flight=config.bytes_in_flight,
+            observe=self.planner.observe_read if self.planner is not None else lambda *_: None,
+        )
+
+    def prefetch(self, find: Callable[[], Iterable[KVKey]]) -> None:
+        """Find keys and load those in slow tiers, both in the background."""
+        loader = self.source
+        if isinstance(loader, Loader):
+            self._jobs.submit(lambda: loader.prefetch(find()))
+
+    def hidden(self, keys: Callable[[], Iterable[KVKey]], rows: Callable[[], tuple[int, int]]) -> bool:
+        """Whether a prefill of ``rows()``, cached and computed, need not wait for what is being loaded."""
+        if self.planner is None or not isinstance(self.source, Loader):
+            return True
+        coming = [Candidate.of(kv, ()) for kv in self.source.coming(keys())]
+        return not coming or self.planner.hides(coming, *rows())
+
+    def learn(self, kept: int, computed: int, seconds: float | None) -> None:
+        """Record how long a prefill over ``kept`` rows took, if that is known and it waited for no loads."""
+        if self.planner is not None and seconds is not None:
+            self.planner.observe_prefill(kept, computed, seconds)
+
+    def follow(self, skipped: Sequence[KVKey], loaded_bytes: int) -> None:
+        """Load what was computed instead, which keeps the measured speed current; measure prefills once."""
+        if skipped:
+            self.prefetch(lambda: skipped)
+        loaded = self.planner is not None and self.planner.profile is None and loaded_bytes
+        if (loaded or self.cost.needed) and not self._measured:
+            self._measured = self._jobs.submit(self.measure)
+
+    def measure(self) -> None:
+        """Measure how long prefills take, in the caller's thread."""
+        self.cost.measure()
+        if self.planner is not None:
+            self.planner.profile = self.cost.profile
+
+    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
+        """Drop loads of forgotten chunks; to be called after ``store.forget`` with the same arguments."""
+        if isinstance(self.source, Loader):
+            self.source.forget(namespace, chunk_ids)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for all prefetches; False if ``timeout`` seconds did not suffice."""
+        reads = [self.source.flush] if isinstance(self.source, Loader) else []
+        return flush_all([self._worker.flush, *reads], timeout)
+
+    def close(self) -> None:
+        """End the threads and drop running reads."""
+        if isinstance(self.source, Loader):
+            self.source.close()  # first: a prefetch may wait for it
+        self._worker.close()

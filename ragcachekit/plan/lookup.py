@@ -14,20 +14,15 @@ from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, misfit
 from ragcachekit.plan.encodings import VariantPool, Wanted, weight_at
 from ragcachekit.plan.load_planner import Candidate, LoadPlanner, RowCost
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.prefix_tree.base import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import BLOCK, Match, Root, Step, blocks_of, text_step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.deadlines import LookupBudget
-from ragcachekit.store.load import Hit, LoadingKV
-from ragcachekit.store.loader import Loader
+from ragcachekit.store.loader import Hit, Loader, LoadingKV
 from ragcachekit.types import Ids, KVKey, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
-
-MEMORY_TIERS = ("gpu", "host")
-"""Tiers whose entries need no loading."""
 
 RENEW_ABOVE = 0.25
 """A chunk whose best variant costs more is encoded again in the present context."""
@@ -53,9 +48,8 @@ class Entry:
 class Fetch:
     """Look-ups for one prompt, each done once for all of its plans.
 
-    Together they wait at most three deadlines for a remote service; later ones are misses. A bare store
-    reads everything during the look-up. Without a ``planner`` everything found is used. KV of another
-    ``layout`` is a miss, and deleted from the store.
+    A bare store reads everything during the look-up. Without a ``planner`` everything found is used. KV of
+    another ``layout`` is a miss, and deleted from the store.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class Fetch:
         layout: KVLayout | None = None,
     ) -> None:
         self._store, self._planner, self._layout = store, planner, layout
-        self._budget = LookupBudget()
         self._known: dict[KVKey, Hit | None] = {}
         self._lost: frozenset[KVKey] = frozenset()
 
@@ -116,19 +109,17 @@ class Fetch:
         return tuple(kv.key for kv in skipped)
 
     def _look(self, key: KVKey, tokens: int, weight: float) -> Hit | None:
-        with self._budget.held():
-            if isinstance(self._store, Loader):
-                hit = self._store.open(key, weight)
-            else:
-                found = self._store.get(key, weight)
-                hit = Hit(found.kv, found.tier) if found is not None else None
+        if isinstance(self._store, Loader):
+            hit = self._store.open(key, weight)
+        else:
+            found = self._store.get(key, weight)
+            hit = Hit(found.kv, found.tier) if found is not None else None
         reason = misfit(key, hit.kv, tokens, self._layout) if hit is not None else None
         if hit is None or reason is None:
             return hit
         log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
         try:
-            with self._budget.held():
-                self._store.discard(key)
+            self._store.discard(key)
         except Exception:  # a user's own store may fail, or lack this method
             log.warning("the entry could not be dropped", exc_info=True)
         return None
@@ -259,13 +250,14 @@ def match_prefix(
     root, match = place[0], _match(tree, *place, layout)
     found = tree.turns.longest(root, token_ids) if not root.regime else None
     if found is not None:
-        stop = _not_inside_a_chunk(min(found.tokens, len(token_ids) - 1), segments)
-        middle = min(max(found.turn.exact, match.tokens), stop)
+        turn, tokens = found
+        stop = _not_inside_a_chunk(min(tokens, len(token_ids) - 1), segments)
+        middle = min(max(turn.exact, match.tokens), stop)
         for start, end, exact in ((match.tokens, middle, True), (middle, stop, False)):
             if start < end:
                 name = chunk_id(token_ids[start:end], root.namespace)
-                past.append(TurnRows(found.turn.rows(start, end), name, exact))
-        ids = found.turn.members | ids if past else ids
+                past.append(TurnRows(turn.rows(start, end), name, exact))
+        ids = turn.members | ids if past else ids
     return PrefixMatch(match, (time.perf_counter() - started_at) * 1e3, tuple(past), ids, epoch)
 
 

@@ -26,9 +26,8 @@ from ragcachekit.plan.link_plan import (
     miss_reason,
     plain_plan,
 )
-from ragcachekit.plan.load_planner import RowCost, row_cost_of
+from ragcachekit.plan.load_planner import MEMORY_TIERS, RowCost, row_cost_of
 from ragcachekit.plan.lookup import (
-    MEMORY_TIERS,
     TURN,
     Entry,
     Fetch,
@@ -38,8 +37,8 @@ from ragcachekit.plan.lookup import (
     path_of,
 )
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
-from ragcachekit.prefix_tree.base import Root
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,15 +10,16 @@ from dataclasses import replace
 from hashlib import blake2b
 from threading import RLock
 from typing import NamedTuple
+from uuid import uuid4
 
 import torch
 
 from ragcachekit.errors import StoreError
-from ragcachekit.files import NO_FOLLOW, open_regular
+from ragcachekit.files import read_regular, replace_file
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
-from ragcachekit.prefix_tree.base import Path, Reused, Root, fault, key_of
+from ragcachekit.prefix_tree.nodes import Path, Reused, Root, fault, key_of
 from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
-from ragcachekit.store.disk_files import FolderBusy, FolderLock, LockFailed
+from ragcachekit.store.disk_folder import FolderLock, LockFailed
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey
 
@@ -35,9 +35,6 @@ _SECONDS_TO_WRITE = 5.0
 
 _SECONDS_TO_FORGET = 60.0
 """Longest wait of a ``forget`` for a writer; then it continues, and raises StoreError at the end."""
-
-_MAX_LOGGED = 1 << 20
-"""Bytes at which a file of the log is started anew."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -110,9 +107,7 @@ class TreeDisk:
     def apply_forgets(self, namespace: str) -> None:
         """Forget what other processes on the same disk have forgotten; the lock is held."""
         if self._log is not None and self._log.changed(namespace):
-            self._drop(
-                namespace, None, None
-            )  # which ids is not written down: all of it can be computed again
+            self._drop(namespace, None, None)  # ids are not written down: all of it can be computed again
 
     def write(self) -> None:
         """Write the queue. Writes and forgets exclude each other, across processes too."""
@@ -167,19 +162,19 @@ class TreeDisk:
 
 
 class ForgetLog:
-    """One file per namespace, which every ``forget`` makes a byte longer. Not thread safe.
+    """One file per namespace, which every ``forget`` replaces. Not thread safe.
 
-    ``forget`` holds the folder's lock while it deletes and makes the file longer, a writer while it looks and
+    ``forget`` holds the folder's lock while it deletes and replaces the file, a writer while it looks and
     writes: in either order, forgotten entries are gone afterwards.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self._lock = FolderLock(folder / "lock")
-        self._seen: dict[str, tuple[int, int]] = {}  # size and time of a namespace's file
+        self._seen: dict[str, bytes] = {}  # content of a namespace's file
 
     def changed(self, namespace: str) -> bool:
-        """Whether others forgot something since the last call; never the first time. Costs one ``stat``."""
+        """Whether others forgot something since the last call; never the first time."""
         state, seen = self._state(namespace), self._seen.get(namespace)
         self._seen[namespace] = state
         return seen is not None and seen != state
@@ -188,13 +183,10 @@ class ForgetLog:
     def writing(self) -> Iterator[bool]:
         """Exclude other writers and forgets; False if that fails, and nothing must be written."""
         with ExitStack() as held:
-            try:
-                held.enter_context(self._lock.held(_SECONDS_TO_WRITE))
-                may_write = True
-            except LockFailed as error:
+            error = self._try(held, _SECONDS_TO_WRITE)
+            if error is not None:
                 _LOG.warning("the tree is not written to the disk: %s", error)
-                may_write = False
-            yield may_write
+            yield error is None
 
     @contextmanager
     def forgetting(self, namespace: str) -> Iterator[None]:
@@ -203,46 +195,45 @@ class ForgetLog:
         The note comes last, as others may still read entries while they are being deleted. StoreError, after
         all else, if the wait for a writer timed out: it may write forgotten entries again.
         """
-        late: FolderBusy | None = None
         with ExitStack() as held:
-            try:
-                held.enter_context(self._lock.held(_SECONDS_TO_FORGET))
-            except FolderBusy as error:
-                late = error
-            except LockFailed as error:
+            error = self._try(held, _SECONDS_TO_FORGET)
+            if error is not None and not error.busy:
                 _LOG.warning("other processes do not wait while something is forgotten: %s", error)
             try:
                 yield
             finally:
                 try:
                     self._note(namespace)
-                except OSError as error:
-                    _LOG.warning("other processes are not told what was forgotten: %s", error)
-        if late is not None:
+                except OSError as failed:
+                    _LOG.warning("other processes are not told what was forgotten: %s", failed)
+        if error is not None and error.busy:
             raise StoreError(
                 "another process has been writing to the tree's folder all the time and may write what was "
-                f"forgotten; forget again when it goes on or has ended: {late}"
-            ) from late
+                f"forgotten; forget again when it goes on or has ended: {error}"
+            ) from error
+
+    def _try(self, held: ExitStack, seconds: float) -> LockFailed | None:
+        """Hold the folder's lock; why that failed."""
+        try:
+            held.enter_context(self._lock.held(seconds))
+        except LockFailed as error:
+            return error
+        return None
 
     def _note(self, namespace: str) -> None:
-        before, flags = self._state(namespace), os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW
-        with open_regular(self._path(namespace), flags) as file:
-            if os.fstat(file.fd).st_size >= _MAX_LOGGED:
-                os.ftruncate(file.fd, 0)
-            os.write(file.fd, b".")
-            os.fsync(file.fd)
+        before, note = self._state(namespace), uuid4().hex
+        replace_file(self._path(namespace), note)
         if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
-            self._seen[namespace] = self._state(namespace)
+            self._seen[namespace] = note.encode()
 
     def _path(self, namespace: str) -> pathlib.Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
 
-    def _state(self, namespace: str) -> tuple[int, int]:
+    def _state(self, namespace: str) -> bytes:
         try:
-            status = os.stat(self._path(namespace))
+            return read_regular(self._path(namespace))
         except OSError:
-            return 0, 0
-        return status.st_size, status.st_mtime_ns
+            return b""
 
 
 def _may_hold(sums: Mapping[str, torch.Tensor], texts: ForgottenTexts) -> bool:

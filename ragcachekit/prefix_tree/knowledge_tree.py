@@ -1,29 +1,163 @@
-"""The knowledge tree: exact KV of prompt beginnings, over GPU and host memory and a disk below."""
+"""The knowledge tree: exact KV of prompt beginnings, in GPU and host memory and on a disk; past turns."""
 
 from __future__ import annotations
 
 import pathlib
 import weakref
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from threading import RLock
+from threading import Lock, RLock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Cost, Match, Node, Path, Root, check_exact, documents_first, key_of
-from ragcachekit.prefix_tree.conversations import Turns
 from ragcachekit.prefix_tree.disk import FOLDER, Dropped, TreeDisk
-from ragcachekit.prefix_tree.levels import Levels, MemoryTier
-from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.prefix_tree.nodes import (
+    Cost,
+    Levels,
+    Match,
+    MemoryTier,
+    Node,
+    Path,
+    Root,
+    documents_first,
+    fault,
+    key_of,
+)
+from ragcachekit.store.base import Counters, KVStore, StoreStats
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import MISS, Access, EvictionPolicy, Lru, open_eviction
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import refuse_after_fork
+
+MIN_TOKENS = 16
+"""Shortest common beginning that counts as a continued conversation."""
+
+_Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """KV of one turn. Rows from ``exact`` on are approximate, and stay so when reused."""
+
+    root: Root
+    token_ids: tuple[int, ...]  # prompt and answer, as far as there is KV of them
+    kv: ChunkKV  # of these tokens, rotated from position 0 on
+    exact: int  # rows from the start that equal those of an ordinary prefill
+    members: frozenset[str]  # ids of the prompt's segments; ``forget`` of any of them drops the turn
+
+    def rows(self, start: int, stop: int) -> ChunkKV:
+        """View of some of its rows."""
+        return ChunkKV(
+            tuple(k[:, start:stop] for k in self.kv.keys),
+            tuple(v[:, start:stop] for v in self.kv.values),
+            start,
+        )
+
+
+class Turns:
+    """Turns within a byte budget, evicted least recently used first. Thread safe.
+
+    Separate from the tree, as a turn may hold approximate rows. ``budget`` is in bytes; 0 keeps none. A
+    look-up compares the prompt with every turn: no index, as KV of a turn takes megabytes.
+    """
+
+    def __init__(self, budget: int) -> None:
+        if budget < 0:
+            raise ValueError(f"turns_bytes must be >= 0, got {budget}")
+        self.budget = budget
+        self.epoch = 0  # number of ``forget`` calls; a turn begun before one is not kept after it
+        self._turns: OrderedDict[int, tuple[Turn, _Tokens]] = OrderedDict()
+        self._nbytes = 0
+        self._number = 0
+        self._lock = Lock()
+        self._counters = Counters("tree:turns")
+
+    def longest(self, root: Root, token_ids: Sequence[int]) -> tuple[Turn, int] | None:
+        """The turn with the longest beginning in common, and its tokens; None below ``MIN_TOKENS``.
+
+        Of several, the latest.
+        """
+        if not self.budget:
+            return None
+        asked = np.array(token_ids, np.int64)
+        with self._lock:
+            turns = ((n, known) for n, (turn, known) in self._turns.items() if turn.root == root)
+            tokens, best = max(((_common(known, asked), n) for n, known in turns), default=(0, 0))
+            self._counters.count("hits" if tokens >= MIN_TOKENS else "misses")
+            if tokens < MIN_TOKENS:
+                return None
+            self._turns.move_to_end(best)
+            return self._turns[best][0], tokens
+
+    def keep(self, turn: Turn, epoch: int) -> bool:
+        """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
+        tokens = np.array(turn.token_ids, np.int64)
+        with self._lock:
+            if epoch != self.epoch:
+                return False
+            if turn.kv.nbytes > self.budget:
+                self._counters.count("failed_writes")
+                return False
+            for number, (other, known) in list(self._turns.items()):
+                if other.root == turn.root and _common(known, tokens) == len(known):
+                    self._remove(number)
+            while self._nbytes + turn.kv.nbytes > self.budget:
+                self._remove(next(iter(self._turns)))
+                self._counters.count("evictions")
+            self._number += 1
+            self._turns[self._number] = (turn, tokens)
+            self._nbytes += turn.kv.nbytes
+            return True
+
+    def forget(
+        self,
+        namespace: str,
+        chunk_ids: frozenset[str] | None = None,
+        texts: ForgottenTexts | None = None,
+    ) -> int:
+        """Drop turns whose prompt had one of these segments or texts; no ids drop the namespace's."""
+        with self._lock:
+            self.epoch += 1
+            before = len(self._turns)
+            for number, (turn, _) in list(self._turns.items()):
+                named = chunk_ids is None or not chunk_ids.isdisjoint(turn.members)
+                if turn.root.namespace == namespace and (
+                    named or (texts is not None and texts.begin_in(turn.token_ids))
+                ):
+                    self._remove(number)
+            return before - len(self._turns)
+
+    def stats(self) -> tuple[StoreStats, ...]:
+        """One record; none where no turns are kept."""
+        if not self.budget:
+            return ()
+        with self._lock:
+            entries, nbytes = len(self._turns), self._nbytes
+        return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self.budget),)
+
+    def clear(self) -> None:
+        """Drop all turns."""
+        with self._lock:
+            self._turns.clear()
+            self._nbytes = 0
+
+    def _remove(self, number: int) -> None:
+        self._nbytes -= self._turns.pop(number)[0].kv.nbytes
+
+
+def _common(one: _Tokens, other: _Tokens) -> int:
+    """Length of the longest common beginning."""
+    least = min(len(one), len(other))
+    differ = one[:least] != other[:least]
+    return int(differ.argmax()) if differ.any() else least
 
 
 class KnowledgeTree:
@@ -34,23 +168,14 @@ class KnowledgeTree:
     to the disk. Thread safe. The disk is written in :meth:`insert` and :meth:`close`, outside the lock that
     look-ups take.
 
-    Parameters
-    ----------
-    gpu_bytes, host_bytes : int
-        Budgets; 0 leaves a tier out.
-    device : torch.device or str
-        Where ``gpu_bytes`` are.
-    disk : KVStore, optional
-        Holds what was evicted from memory; the tree closes it. Forgets of other trees on the same folder,
-        also in other processes, apply to this one too.
-    policy : callable
-        Makes one eviction policy per tier.
-    cost : callable, optional
-        Estimated seconds of a prefill of (cached, new) tokens; default: the number of new ones.
-    keep_first : int, optional
-        Keep only so many documents of each prompt: later ones rarely recur in the same order.
-    turns_bytes : int
-        Budget of :attr:`turns`, the last turns of conversations, which :meth:`match` never finds.
+    - ``gpu_bytes``, ``host_bytes``: Budgets, on ``device`` and on the host; 0 leaves a tier out.
+    - ``disk``: Holds what was evicted from memory; the tree closes it. Forgets of other trees on the same
+      folder, also in other processes, apply to this one too.
+    - ``policy``: Makes one eviction policy per tier.
+    - ``cost``: Estimated seconds of a prefill of (cached, new) tokens; default: the number of new ones.
+    - ``keep_first``: Keep only so many documents of each prompt: later ones rarely recur in the same order.
+    - ``turns_bytes``: Budget of :attr:`turns`, the last turns of conversations, which :meth:`match` never
+    finds.
     """
 
     def __init__(
@@ -116,7 +241,13 @@ class KnowledgeTree:
         ValueError, and nothing is inserted, for KV that is not exactly that step's (quantised, other position
         or length).
         """
-        check_exact(match, kvs)
+        steps, start = match.path[len(match) :], match.tokens
+        if len(kvs) > len(steps):
+            raise ValueError(f"{len(kvs)} KVs for the {len(steps)} steps that the tree did not have")
+        for step, kv in zip(steps, kvs, strict=False):
+            if reason := fault(kv, step, start):
+                raise ValueError(f"not the exact KV of this step: {reason}")
+            start += step.tokens
         seconds = self._cost(match.tokens, new) if self._cost is not None else float(new)
         missed = Access(False, seconds, new) if new else MISS
         with self._lock:

@@ -9,11 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-DEFAULT_MAX_CHUNKS = 100_000
-DEFAULT_MIN_CHARS = 16
-
-_BASE_BUDGET = 100_000
-_BUDGET_PER_CHAR = 8
+_BASE_BUDGET, _BUDGET_PER_CHAR = 100_000, 8
 _JOINER = "\u200d"
 
 
@@ -48,30 +44,18 @@ class ChunkRegistry:
 
     ``max_chunks`` is the limit per namespace (a text with outer whitespace counts twice, see :func:`forms`),
     ``min_chars`` the shortest text registered, outer whitespace aside: shorter ones are found everywhere.
-
-    Examples
-    --------
-    >>> registry = ChunkRegistry()
-    >>> registry.add("acme", ["Berlin is the capital of Germany.", "Berlin"])
-    1
-    >>> registry.find("acme", "Context: Berlin is the capital of Germany.").found
-    (Match(start=9, end=42),)
     """
 
-    def __init__(self, max_chunks: int = DEFAULT_MAX_CHUNKS, min_chars: int = DEFAULT_MIN_CHARS) -> None:
-        self.max_chunks = max_chunks
-        self.min_chars = min_chars
+    def __init__(self, max_chunks: int = 100_000, min_chars: int = 16) -> None:
+        self.max_chunks, self.min_chars = max_chunks, min_chars
         self._lock = threading.Lock()
         self._namespaces: dict[str, _Namespace] = {}
-        self._refused: set[str] = set()  # namespaces that were given shorter texts
 
     def add(self, namespace: str, texts: Sequence[str]) -> int:
         """Register chunk texts; known ones count as used now. Returns how many are long enough."""
         taken = [text for text in texts if len(text.strip()) >= self.min_chars]
-        with self._lock:
-            if len(taken) < len(texts):
-                self._refused.add(namespace)
-            if taken:
+        if taken:
+            with self._lock:
                 registered = self._namespaces.setdefault(namespace, _Namespace(self.min_chars))
                 for text in taken:
                     registered.put(text, self.max_chunks)
@@ -81,7 +65,6 @@ class ChunkRegistry:
         """Forget texts and their stripped forms; with None, the whole namespace."""
         with self._lock:
             if texts is None:
-                self._refused.discard(namespace)
                 self._namespaces.pop(namespace, None)
             elif known := self._namespaces.get(namespace):
                 for text in texts:
@@ -108,21 +91,16 @@ class ChunkRegistry:
 
     def nothing_found(self, namespace: str) -> str:
         """Why a prompt has no chunk of the namespace, and what to do."""
-        with self._lock:
-            refused = namespace in self._refused
         if self.texts(namespace):
-            why = (
+            return (
                 f"no chunk registered in namespace {namespace!r} occurs verbatim in the prompt: cut, in "
                 "another case, re-wrapped, or with a word that runs on, a chunk is not recognised; put the "
                 "texts into the prompt as they are (LangChain: format_docs), or register what the chain makes"
             )
-        else:
-            why = (
-                f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
-                "encode or register, or mark the chunks in the prompt"
-            )
-        short = f"; texts shorter than {self.min_chars} characters were not registered, mark those"
-        return why + (short if refused else "")
+        return (
+            f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
+            f"encode or register, or mark the chunks in the prompt (as always below {self.min_chars} characters)"
+        )
 
 
 class _Namespace:

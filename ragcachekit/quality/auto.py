@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Event, Lock, RLock
+from threading import Event, RLock
 from typing import Any
 
 from ragcachekit.background import BackgroundWorker
@@ -21,19 +20,15 @@ from ragcachekit.plan.planner import MODEL_CHANGED, Planner
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.prompt.parser import PromptParser
-from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.check import (
     MAX_PROMPTS,
     MIN_PROMPTS,
     CheckPrompt,
     PolicyCheck,
-    Results,
     candidates,
     choice,
     means,
-    probes,
 )
 from ragcachekit.quality.records import (
     STANDALONE,
@@ -49,8 +44,7 @@ from ragcachekit.types import Ids
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64  # namespaces whose check may wait
-MAX_TEXTS = 2048  # chunks that a check draws from: those registered or found last
-MAX_TOKENS = 1 << 20  # of all kept prompts together
+MAX_TOKENS = 1 << 20  # of all kept prompts; beyond, those of the namespace that was idle longest go
 
 CHANGING = "auto: the text before the first chunk changes with the prompts, so chunks are encoded alone"
 UNKNOWN = (
@@ -70,20 +64,10 @@ class _Namespace:
 class AutoPolicies:
     """Encoder and policy of ``auto`` per namespace: the default, then the choice of a check. Thread safe.
 
-    The resolved policy carries its encoder, so that a request has one pair throughout.
-
-    Parameters
-    ----------
-    folder : pathlib.Path
-        The cache folder, where records are.
-    fingerprint : str
-    encoder : str or None
-        The one that the user gave: then only the policy is chosen.
-    parser : PromptParser
-    planner : Planner
-    check : PolicyCheck
-    wait_until_idle : callable
-        Blocks a background check until no request runs or the event, which it is given, is set.
+    The resolved policy carries its encoder, so that a request has one pair throughout. ``folder`` has the
+    records. ``encoder`` is the one that the user gave, if any: then only the policy is chosen.
+    ``wait_until_idle`` blocks a background check until no request runs or the event, which it is given, is
+    set.
     """
 
     def __init__(
@@ -91,20 +75,18 @@ class AutoPolicies:
         folder: Path,
         fingerprint: str,
         encoder: str | None,
-        parser: PromptParser,
         planner: Planner,
         check: PolicyCheck,
         worker: BackgroundWorker,
         wait_until_idle: Callable[[Event], object],
     ) -> None:
         self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
-        self._parser, self._planner, self._check = parser, planner, check
-        self._wait_until_idle = wait_until_idle
+        self._planner, self.check = planner, check
+        self._worker, self._wait_until_idle = worker, wait_until_idle
         self._policies = self._open(candidates(encoder, bool(planner.companions)))
         self._lock = RLock()
         self._namespaces: dict[str, _Namespace] = {}
-        self._seen = SeenPrompts()
-        self._worker = worker
+        self._seen: dict[str, list[CheckPrompt]] = {}
         self._jobs = worker.queue(self._check_in_background, MAX_WAITING)
 
     def _open(self, pairs: Iterable[PolicyAndEncoder]) -> dict[PolicyAndEncoder, SelectionPolicy]:
@@ -112,12 +94,10 @@ class AutoPolicies:
         out: dict[PolicyAndEncoder, SelectionPolicy] = {}
         for pair in pairs:
             policy: Any = open_policy(pair.policy)
-            if self._encoder is None:
-                policy = replace(policy, encoder=pair.encoder)
-                with suppress(ValueError):
+            with suppress(ValueError):
+                if self._encoder is None:
+                    policy = replace(policy, encoder=pair.encoder)
                     self._planner.encodings(policy)
-                    out[pair] = policy
-            else:
                 out[pair] = policy
         return out
 
@@ -154,44 +134,41 @@ class AutoPolicies:
             known = self._of(namespace)
             if not known.used or self._encoder == IN_PROMPT:
                 return
-            self._seen.observe(namespace, CheckPrompt(request.segments, request.texts))
-            if background and not known.checked and len(self._seen.of(namespace)) >= MAX_PROMPTS:
+            prompt = CheckPrompt(request.segments, request.texts)
+            if not prompt.is_informative:
+                return
+            others = [other for other in self._seen.pop(namespace, []) if other != prompt]
+            self._seen[namespace] = seen = [prompt, *others][:MAX_PROMPTS]
+            while sum(one.size for prompts in self._seen.values() for one in prompts) > MAX_TOKENS:
+                del self._seen[next(iter(self._seen))]
+            if background and not known.checked and len(seen) >= MAX_PROMPTS:
                 known.checked = self._jobs.submit(namespace)
 
-    def tune(
-        self,
-        texts: Sequence[str] | None,
-        prompts: Iterable[CheckPrompt] | None,
-        system: Ids | None,
-        namespace: str,
-        progress: bool,
-    ) -> TuneReport:
+    def seen(self, namespace: str) -> tuple[CheckPrompt, ...]:
+        """The last different prompts that tell something, the last one first; in memory only."""
+        with self._lock:
+            return tuple(self._seen.get(namespace, ()))
+
+    def tune(self, prompts: Sequence[CheckPrompt] | None, namespace: str, progress: bool) -> TuneReport:
         """Check now and use the result; errors as :meth:`ragcachekit.RagCache.tune`."""
         if self._encoder == IN_PROMPT:
             raise ValueError("the encoder in-prompt has nothing to check: its chunks are exact at first")
+        found = self.seen(namespace) if prompts is None else [p for p in prompts if p.is_informative]
+        if not found:
+            raise ValueError("tune needs prompts with two chunks and text after them: give prompts=[...]")
         with self._lock:
             known = self._of(namespace)
             known.checked = True
-        seen = self._seen.of(namespace) if texts is None else ()
-        found = [prompt for prompt in (seen if prompts is None else prompts) if prompt.is_informative]
-        if prompts is not None and not found:
-            raise ValueError("none of the prompts has two chunks and text after them")
-        system = self._planner.last_prompts.last(namespace) if system is None else system
-        if not found:
-            if system is None:
-                raise ValueError("tune needs system=, the text before the first chunk: no prompt had one yet")
-            if texts is None:
-                texts = self._parser.registry.texts(namespace)[-MAX_TEXTS:]
-            found = self._from_texts(texts, system)
-        return self._run_check(found, system or (), namespace, known, progress=progress)
+        system = self._planner.last_prompts.last(namespace) or ()
+        return self._run_check(found, system, namespace, known, progress=progress)
 
     def forget(self, namespace: str, everything: bool, within: ForgottenTexts | None = None) -> None:
         """Drop the prompts of a namespace, and (``everything``) what was measured on it.
 
         The latter also where it was measured after a text that ``within`` finds.
         """
-        self._seen.forget(namespace)
         with self._lock:
+            self._seen.pop(namespace, None)
             report = self._of(namespace).report if within is not None else None
             if report is not None and within is not None and within.within(report.system):
                 self._planner.last_prompts.forget(namespace)  # which may have it from the record
@@ -219,27 +196,13 @@ class AutoPolicies:
         changing = self._encoder is None and self._planner.last_prompts.changing(namespace)
         if not changing and (report is not None or not known.encoded_alone):
             return default if report is None else report.pair, ()
-        best = report.standalone if report is not None else None
-        best = best or next((pair for pair in self._policies if pair.encoder == STANDALONE), default)
-        return best, (CHANGING if changing else UNKNOWN,)
-
-    def _from_texts(self, texts: Sequence[str], system: Ids) -> list[CheckPrompt]:
-        """Prompts after ``system`` in which the model continues a sentence of one chunk."""
-        tokens, out = self._parser.tokens, list[CheckPrompt]()
-        separator = tokens.blank_line()
-        for probe in probes([texts], MAX_PROMPTS):
-            chunks = {self._parser.chunk_ids(text): text for text in probe.chunks}
-            segments = [TokenSegment(system, False)] if system else []
-            for number, ids in enumerate(chunks):
-                between = [TokenSegment(separator, False)] if number else []
-                segments += [*between, TokenSegment(ids, True)]
-            segments.append(TokenSegment(separator + tokens.plain(probe.beginning), False))
-            out.append(CheckPrompt(tuple(segments), chunks))
-        return out
+        alone = report.standalone if report is not None else None
+        alone = alone or next((pair for pair in self._policies if pair.encoder == STANDALONE), default)
+        return alone, (CHANGING if changing else UNKNOWN,)
 
     def _check_in_background(self, namespace: str) -> None:
         with self._lock:
-            known, prompts = self._of(namespace), self._seen.of(namespace)
+            known, prompts = self._of(namespace), self.seen(namespace)
             system = self._planner.last_prompts.last(namespace)
             if system is None or not prompts:  # forgotten meanwhile
                 known.checked = False
@@ -264,14 +227,26 @@ class AutoPolicies:
             if background:
                 self._wait_until_idle(self._worker.closed)
 
-        results, seconds = self._check.run(prompts, self._policies, namespace, wait=wait, progress=progress)
+        results, seconds = self.check.run(prompts, self._policies, namespace, wait=wait, progress=progress)
         measured, needed = max(map(len, results.values())), max(1, min(MIN_PROMPTS, len(prompts)))
         if measured < needed:
             raise RagCacheError(
                 f"the check of policy='auto' decided nothing: within a minute it measured {measured} prompts "
                 f"that fit the model's context, and needs {needed}"
             )
-        report = self._report(results, seconds, system, namespace)
+        rows = (
+            TuneRow(p.encoder, p.policy, *means(found), len(found)) for p, found in results.items() if found
+        )
+        report = TuneReport(
+            fingerprint=self._fingerprint,
+            namespace=namespace,
+            encoder=choice(results).encoder,
+            policy=choice(results).policy,
+            rows=tuple(rows),
+            seconds=round(seconds, 1),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            system=system,
+        )
         with self._lock:
             known.report = report
             if self._namespaces.get(namespace) is known:  # else forgotten meanwhile
@@ -280,58 +255,3 @@ class AutoPolicies:
                 except OSError as error:
                     log.warning("the record of policy='auto' could not be stored: %s", error)
         return report
-
-    def _report(self, results: Results, seconds: float, system: Ids, namespace: str) -> TuneReport:
-        chosen = choice(results)
-        return TuneReport(
-            fingerprint=self._fingerprint,
-            namespace=namespace,
-            encoder=chosen.encoder,
-            policy=chosen.policy,
-            rows=tuple(
-                TuneRow(pair.encoder, pair.policy, *means(found), len(found))
-                for pair, found in results.items()
-                if found
-            ),
-            seconds=round(seconds, 1),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
-            system=system,
-        )
-
-
-class SeenPrompts:
-    """The last different prompts of each namespace that are informative, in memory only. Thread safe.
-
-    At most :data:`~ragcachekit.quality.check.MAX_PROMPTS` each. Beyond :data:`MAX_TOKENS`, those of the
-    namespace that had no prompt for the longest time are dropped.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._tokens = Lock(), 0
-        self._seen: OrderedDict[str, list[CheckPrompt]] = OrderedDict()
-
-    def observe(self, namespace: str, prompt: CheckPrompt) -> None:
-        """Keep a prompt."""
-        if not prompt.is_informative:
-            return
-        with self._lock:
-            old = self._seen.pop(namespace, [])
-            self._seen[namespace] = new = [*(other for other in old if other != prompt), prompt]
-            del new[:-MAX_PROMPTS]
-            self._tokens += _tokens(new) - _tokens(old)
-            while self._tokens > MAX_TOKENS:
-                self._tokens -= _tokens(self._seen.popitem(last=False)[1])
-
-    def of(self, namespace: str) -> tuple[CheckPrompt, ...]:
-        """The kept prompts, the last one first."""
-        with self._lock:
-            return tuple(reversed(self._seen.get(namespace, ())))
-
-    def forget(self, namespace: str) -> None:
-        """Drop the prompts of a namespace."""
-        with self._lock:
-            self._tokens -= _tokens(self._seen.pop(namespace, []))
-
-
-def _tokens(prompts: list[CheckPrompt]) -> int:
-    return sum(len(prompt.token_ids) for prompt in prompts)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Budget
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.quality.records import FULL, Calibration, read_calibration
+from ragcachekit.quality.records import FULL, read_calibration
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +34,12 @@ class ResolvedPolicy:
 class Budgets:
     """Calibrated policies of one model and encoder, from records in the cache ``folder``. Thread safe.
 
-    A namespace's record is read once: a new calibration applies to objects made afterwards.
+    ``record`` reads that of a namespace, once: a new calibration applies to objects made afterwards.
     """
 
     def __init__(self, folder: Path, fingerprint: str, encoder: str) -> None:
-        self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
-        self._lock = threading.RLock()
-        self._records: dict[str, Calibration | None] = {}
+        self._encoder, self._lock = encoder, threading.Lock()
+        self.record = cache(partial(read_calibration, folder, fingerprint))
         self._resolved: dict[tuple[str, float], ResolvedPolicy] = {}
 
     def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
@@ -54,13 +54,6 @@ class Budgets:
             if key not in self._resolved:
                 self._resolved[key] = self._resolve(policy, namespace)
             return self._resolved[key]
-
-    def record(self, namespace: str) -> Calibration | None:
-        """The namespace's record, if there is one."""
-        with self._lock:
-            if namespace not in self._records:
-                self._records[namespace] = read_calibration(self._folder, self._fingerprint, namespace)
-            return self._records[namespace]
 
     def _resolve(self, budget: Budget, namespace: str) -> ResolvedPolicy:
         record, found, why = self.record(namespace), FULL, None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +41,7 @@ CANDIDATES = (
 """What the check measures; of two equally good ones, the one whose encoder is named first is cheaper."""
 
 NEIGHBOUR_CANDIDATES = tuple(
-    PolicyAndEncoder(policy, "similar:1") for policy in ("reuse", "impact:0.1", "deep:0.1")
+    PolicyAndEncoder(name, "similar:1") for name in ("impact:0.1", "reuse", "deep:0.1")
 )
 """Measured as well where neighbours are known."""
 
@@ -57,7 +55,7 @@ MAX_PROMPTS, MIN_PROMPTS = 16, 3
 """Prompts of one check at most, and before a candidate is dropped for its KL."""
 
 MAX_SECONDS = 60.0
-"""Time budget of one check; a prompt that would not end within it is dropped."""
+"""Time budget of one check; the prompt that runs when it ends is dropped."""
 
 ANSWER_TOKENS = 8
 """Tokens that the full prefill generates, and every candidate is measured on."""
@@ -68,26 +66,16 @@ WORSE = 2.0
 NEAR, NEGLIGIBLE = 1.05, 0.001
 """Candidates within this multiple of the least KL, or this many nats, count as equally good."""
 
-CHUNKS = 4
-"""Chunks per probe: one and its predecessor in the document, among random others."""
-
-MIN_CHARS, MAX_CHARS = 24, 400
-"""Length of the sentence that a probe cuts in half."""
-
-_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
-_NO_LIMIT = 1 << 60  # bytes of the private store, which holds one prompt's chunks
-
 
 def candidates(encoder: str | None, neighbours: bool) -> tuple[PolicyAndEncoder, ...]:
     """What to measure, the default first: over ``encoder`` alone if one is given.
 
     ``neighbours``: whether chunks have known neighbours.
     """
-    pairs = (DEFAULT, *CANDIDATES, *(NEIGHBOUR_CANDIDATES if neighbours else ()))
+    near = NEIGHBOUR_CANDIDATES if neighbours else ()
+    pairs = (*near[:1], DEFAULT, *CANDIDATES, *near)
     if encoder is not None:
         pairs = tuple(PolicyAndEncoder(pair.policy, encoder) for pair in pairs)
-    elif neighbours:
-        pairs = (PolicyAndEncoder(DEFAULT.policy, NEIGHBOUR_CANDIDATES[0].encoder), *pairs)
     return tuple(dict.fromkeys(pairs))
 
 
@@ -99,9 +87,9 @@ class CheckPrompt:
     texts: Mapping[Ids, str] = field(default_factory=dict, compare=False)
 
     @property
-    def token_ids(self) -> Ids:
-        """The whole prompt."""
-        return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
+    def size(self) -> int:
+        """Tokens of the whole prompt."""
+        return sum(len(segment.token_ids) for segment in self.segments)
 
     @property
     def is_informative(self) -> bool:
@@ -136,7 +124,7 @@ class PolicyCheck:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model, self._rope, self._planner = model, rope, planner
-        self._encoder_over, self._clock = encoder_over, clock
+        self._encoder_over, self.clock = encoder_over, clock
 
     def run(
         self,
@@ -153,10 +141,10 @@ class PolicyCheck:
         forward and may block. All results are empty if not even one prompt was measured within
         :data:`MAX_SECONDS`. Raises Cancelled in a cancelled scope.
         """
-        timer = _Timer(self._clock, wait)
+        timer = _Timer(self.clock, wait)
         results: dict[PolicyAndEncoder, list[Measured]] = {pair: [] for pair in policies}
         longest = self._planner.context - ANSWER_TOKENS
-        fitting = (prompt for prompt in prompts if len(prompt.token_ids) <= longest)
+        fitting = (prompt for prompt in prompts if prompt.size <= longest)
         chosen = islice(fitting, MAX_PROMPTS)
         for prompt in tqdm(chosen, total=MAX_PROMPTS, unit="prompt", disable=not progress):
             try:
@@ -176,12 +164,13 @@ class PolicyCheck:
         timer: _Timer,
     ) -> dict[PolicyAndEncoder, Measured]:
         """All ``policies`` on one prompt, over encodings in a private store."""
-        ids = torch.tensor([prompt.token_ids], device=self._model.device)
+        tokens = [token for segment in prompt.segments for token in segment.token_ids]
+        ids = torch.tensor([tokens], device=self._model.device)
         full = Continuation(self._model, {"input_ids": ids}, timer.before_forward)
         answer, rows = full.greedy(ANSWER_TOKENS, end_tokens({}, self._model.generation_config))
         # What follows the last token of the answer was not computed.
         reference, out = Reference((answer[:-1],), (rows,)), dict[PolicyAndEncoder, Measured]()
-        with closing(HostStore(_NO_LIMIT)) as store:
+        with closing(HostStore(1 << 60)) as store:
             encoder = self._encoder_over(store)
             for pair, policy in policies.items():
                 asked = store, prompt.segments, prompt.texts, policy, namespace
@@ -211,13 +200,10 @@ def contenders(results: Results) -> list[PolicyAndEncoder]:
     """Candidates that took part in every prompt and may still be chosen; all of them before the first."""
     most = max(map(len, results.values()))
     left = {pair: means(found) for pair, found in results.items() if len(found) == most}
-    if not most:
-        return list(left)
     cheap = {pair: mean for pair, mean in left.items() if mean.ratio <= MAX_RATIO} or left
-    if most < MIN_PROMPTS:
-        return list(cheap)
     least = min(mean.kl for mean in cheap.values())
-    return [pair for pair, mean in cheap.items() if mean.kl <= max(WORSE * least, least + NEGLIGIBLE)]
+    near = max(WORSE * least, least + NEGLIGIBLE)
+    return [pair for pair, mean in cheap.items() if most < MIN_PROMPTS or mean.kl <= near]
 
 
 def choice(results: Results) -> PolicyAndEncoder:
@@ -249,15 +235,10 @@ class _OutOfTime(Exception):
 
 
 class _Timer:
-    """Counts the seconds of forwards against the budget, and waits between them.
-
-    A forward may take as long as the longest one so far: none begins that would not end in time.
-    """
+    """Counts the seconds of forwards against the budget, and waits between them."""
 
     def __init__(self, clock: Callable[[], float], wait: Callable[[], object]) -> None:
-        self._clock, self._wait, self._waited = clock, wait, 0.0
-        self._started_at = clock()
-        self._last = self._longest = 0.0
+        self._clock, self._wait, self._waited, self._started_at = clock, wait, 0.0, clock()
 
     @property
     def seconds(self) -> float:
@@ -265,49 +246,9 @@ class _Timer:
         return self._clock() - self._started_at - self._waited
 
     def before_forward(self) -> None:
-        """Wait; raises _OutOfTime if a forward would end after the budget."""
-        now = self.seconds
-        self._longest, self._last = max(self._longest, now - self._last), now
-        if now + self._longest > MAX_SECONDS:
+        """Wait; raises _OutOfTime once the budget is spent."""
+        if self.seconds > MAX_SECONDS:
             raise _OutOfTime
         started_at = self._clock()
         self._wait()
         self._waited += self._clock() - started_at
-
-
-class Probe(NamedTuple):
-    """Chunk texts in prompt order, and a sentence of one of them, cut in half."""
-
-    chunks: tuple[str, ...]
-    beginning: str
-    rest: str
-
-
-def probes(documents: Sequence[Sequence[str]], number: int, seed: int = 0) -> list[Probe]:
-    """At most ``number`` probes, each about another chunk; ValueError for fewer than two different chunks.
-
-    ``documents`` are lists of chunks. The other chunks of a prompt are those of other probes where there are
-    enough, so that few have to be encoded.
-    """
-    rng = random.Random(seed)
-    places = [(texts, at) for texts in documents for at, text in enumerate(texts) if text.strip()]
-    pool = list(dict.fromkeys(texts[at].strip() for texts, at in places))
-    if len(pool) < 2:
-        raise ValueError(f"at least two chunks are needed to make prompts of, got {len(pool)}")
-    rng.shuffle(places)
-    groups = [[text.strip() for text in texts[max(0, at - 1) : at + 1]] for texts, at in places[:number]]
-    asked = list(dict.fromkeys(text for group in groups for text in group if text))
-    pool = asked if len(asked) >= CHUNKS else pool
-    return [_probe(list(dict.fromkeys(filter(None, group))), pool, rng) for group in groups]
-
-
-def _probe(group: list[str], pool: Sequence[str], rng: random.Random) -> Probe:
-    others = [text for text in pool if text not in group]
-    others = rng.sample(others, min(CHUNKS - len(group), len(others)))
-    place = rng.randint(0, len(others))
-    text = group[-1]
-    found = [part for part in _SENTENCE.split(text) if MIN_CHARS <= len(part) <= MAX_CHARS]
-    sentence = rng.choice(found) if found else text[:MAX_CHARS]
-    half = (len(sentence) + 1) // 2
-    half = max(sentence.rfind(" ", 0, half), 0) or half
-    return Probe((*others[:place], *group, *others[place:]), sentence[:half], sentence[half:].strip())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -141,7 +140,17 @@ def write_record(path: Path, record: TuneReport | Calibration) -> None:
 
 def read_calibration(folder: Path, fingerprint: str, namespace: str) -> Calibration | None:
     """The stored calibration, or None; an invalid one counts as none and is logged."""
-    return _read(calibration_path(folder, fingerprint, namespace), fingerprint, namespace, _calibration)
+
+    def parse(found: dict[str, Any]) -> Calibration:
+        record = Calibration(**found | {"curve": tuple(CurvePoint(**point) for point in found["curve"])})
+        for point in record.curve:
+            policy = open_policy(point.policy)
+            if isinstance(policy, Budget | Auto) or policy.encoder not in (None, record.encoder):
+                raise ValueError(f"{point.policy} is no policy that chunks encoded {record.encoder} can have")
+        record.cheapest(record.budget)
+        return record
+
+    return _read(calibration_path(folder, fingerprint, namespace), fingerprint, namespace, parse)
 
 
 def read_choice(
@@ -150,9 +159,12 @@ def read_choice(
     """The stored report over exactly these ``pairs``, or None; an invalid one is logged."""
 
     def parse(found: dict[str, Any]) -> TuneReport:
-        report = _tune_report(found)
-        if {row.pair for row in report.rows} != set(pairs):
+        rows, system = (TuneRow(**row) for row in found["rows"]), tuple(found["system"])
+        report = TuneReport(**found | {"rows": tuple(rows), "system": system})
+        if report.pair not in pairs or {row.pair for row in report.rows} != set(pairs):
             raise ValueError("its candidates are not those of this version")
+        if not all(type(token) is int and token >= 0 for token in system):
+            raise ValueError("its system text is no list of token ids")
         return report
 
     return _read(path, fingerprint, namespace, parse)
@@ -176,28 +188,3 @@ def _read(path: Path, fingerprint: str, namespace: str, parse: Callable[[dict[st
         log.warning("the record %s is not used: %s", path, error)
         return None
     return record
-
-
-def _calibration(found: dict[str, Any]) -> Calibration:
-    curve = tuple(CurvePoint(**point) for point in found.pop("curve"))
-    record = Calibration(**found, curve=curve)
-    if not all(math.isfinite(point.ratio + point.upper) for point in curve):
-        raise ValueError("its curve is not finite")
-    for name in (point.policy for point in curve):
-        policy = open_policy(name)
-        if isinstance(policy, Budget | Auto) or policy.encoder not in (None, record.encoder):
-            raise ValueError(f"{name} is no policy that chunks encoded {record.encoder} can have")
-    record.cheapest(record.budget)
-    return record
-
-
-def _tune_report(found: dict[str, Any]) -> TuneReport:
-    rows = tuple(TuneRow(**row) for row in found.pop("rows"))
-    report = TuneReport(**{**found, "rows": rows, "system": tuple(found["system"])})
-    if report.pair not in {row.pair for row in rows}:
-        raise ValueError("its choice was not measured")
-    if not all(math.isfinite(row.kl + row.ratio) for row in rows):
-        raise ValueError("its rows are not finite")
-    if not all(type(token) is int and token >= 0 for token in report.system):
-        raise ValueError("its system text is no list of token ids")
-    return report

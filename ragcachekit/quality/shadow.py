@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import logging
+import random
 import threading
 import time
 from collections import Counter, deque
@@ -31,11 +30,9 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 32  # shadow prefills that may wait; further ones are dropped, and counted
 
+_FIRST_TOKEN = dict.fromkeys(("temperature", "top_k", "top_p", "max_time", "seed"))
+_FIRST_TOKEN |= {"max_new_tokens": 1, "do_sample": False}
 _USER_CODE = ("stopping_criteria", "logits_processor", "prefix_allowed_tokens_fn")
-_SAMPLING = (
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_h"),
-    *("epsilon_cutoff", "eta_cutoff", "max_time"),
-)
 
 
 class _Tally:
@@ -92,7 +89,7 @@ class Shadow:
         self.config = config
         self._model, self._rope, self._decode, self._unchanged = model, rope, decode, unchanged
         self._lock = threading.Lock()
-        self._seen = 0
+        self._random = random.Random(config.seed)
         self._tallies: dict[str, _Tally] = {}
         self._jobs = worker.queue(self._work, MAX_WAITING, pause)
 
@@ -109,10 +106,10 @@ class Shadow:
         if self.config.share == 0:
             return None
         with self._lock:
-            number, self._seen = self._seen, self._seen + 1
+            drawn = self._random.random() < self.config.share
         config = options.get("generation_config")
         own = any(options.get(name) or getattr(config, name, None) for name in _USER_CODE)
-        return FirstScores() if not own and is_drawn(self.config.seed, number, self.config.share) else None
+        return FirstScores() if drawn and not own else None
 
     def follow(
         self,
@@ -130,7 +127,13 @@ class Shadow:
         if first is None or first.log_probs is None or not answer.report.link.approximate_tokens:
             return
         try:
-            job = self._job(tally, plan, answer, first.log_probs, options, stop)
+            asked = {name: value for name, value in options.items() if name != "streamer"}
+            changing = [effective(asked, self._model.generation_config, o) for o in ("max_time", "do_sample")]
+            whole = answer.report.finish_reason != "cancelled" and not any(changing)
+            if not whole:  # one token, without chance: other requests draw from the same random numbers
+                asked, stop = asked | _FIRST_TOKEN, ()
+            namespace, ids, compared = plan.report.namespace, plan.token_ids, answer if whole else None
+            job = _Job(namespace, tally, ids, first.log_probs, compared, asked, tuple(stop))
             if self.config.when == "after":
                 self._work(job)
             elif not self._jobs.submit(job):
@@ -165,28 +168,6 @@ class Shadow:
         with self._lock:
             for name in list(self._tallies) if namespace is None else [namespace]:
                 self._tallies.pop(name, None)
-
-    def _job(
-        self,
-        tally: _Tally,
-        plan: LinkPlan,
-        answer: Answer,
-        log_probs: torch.Tensor,
-        options: Mapping[str, Any],
-        stop: Sequence[str],
-    ) -> _Job:
-        defaults = self._model.generation_config
-        cut = answer.report.finish_reason == "cancelled" or effective(options, defaults, "max_time")
-        whole = not cut and not effective(options, defaults, "do_sample")
-        return _Job(
-            plan.report.namespace,
-            tally,
-            plan.token_ids,
-            log_probs,
-            answer if whole else None,
-            _greedy(options, None if whole else 1),
-            tuple(stop) if whole else (),
-        )
 
     def _work(self, job: _Job) -> None:
         if not self._unchanged():
@@ -243,23 +224,3 @@ class Shadow:
     def _tally(self, namespace: str) -> _Tally:
         with self._lock:
             return self._tallies.setdefault(namespace, _Tally(self.config.window))
-
-
-def is_drawn(seed: int, number: int, share: float) -> bool:
-    """Whether request ``number`` (from 0) is shadowed."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
-
-
-def _greedy(options: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """The options without sampling and streamer, and with at most ``tokens`` new tokens if given."""
-    out = {name: value for name, value in options.items() if name not in (*_SAMPLING, "streamer")}
-    if (config := copy.deepcopy(out.get("generation_config"))) is not None:
-        for name in _SAMPLING:
-            setattr(config, name, None)
-        config.do_sample = False
-        if tokens:
-            out.pop("max_new_tokens", None)
-            config.max_new_tokens = tokens
-        return {**out, "generation_config": config}
-    return {**out, "do_sample": False, **({"max_new_tokens": tokens} if tokens else {})}

@@ -12,7 +12,8 @@ from uuid import uuid4
 import torch
 from transformers import LogitsProcessor
 
-from ragcachekit import Answer, ToolCall, ToolCallReader
+from ragcachekit import Answer, ToolCallReader
+from ragcachekit.generate.tool_calls import ToolCall
 from ragcachekit.server.errors import stopping
 
 CACHE_HEADER = "x-ragcachekit-cache"
@@ -34,11 +35,6 @@ class Logprobs(LogitsProcessor):  # type: ignore[misc]
         self._complete(int(input_ids[0, -1]))
         self._last = scores[0].float().log_softmax(-1)
         return scores
-
-    @property
-    def pending(self) -> bool:
-        """Whether entries were not taken."""
-        return self._taken < len(self.entries)
 
     def take(self) -> list[dict[str, Any]]:
         """The entries since the last call, as in chat completions."""
@@ -75,17 +71,6 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode()) if whole else None}
 
 
-def text_logprobs(entries: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """Entries as in text completions; the first token is ``offset`` characters after the answer's start."""
-    tokens = [entry["token"] for entry in entries]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [{o["token"]: o["logprob"] for o in entry["top_logprobs"]} for entry in entries],
-        "text_offset": [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))],
-    }
-
-
 @dataclass(frozen=True)
 class Form:
     """The form of one response: that of chat or of text completions."""
@@ -112,35 +97,32 @@ class Choice:
     def __init__(self, form: Form, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> None:
         self._form, self.index, self._parallel = form, index, parallel
         self._reader = ToolCallReader(tools)
-        self._given = 0
         self.logprobs: Logprobs | None = None
 
-    def start(self) -> dict[str, Any] | None:
+    def start(self) -> list[dict[str, Any]]:
         """The first event of a streamed chat answer."""
-        return self._delta({"role": "assistant", "content": ""}) if self._form.chat else None
+        return [self._event({"role": "assistant", "content": ""})] if self._form.chat else []
 
-    def push(self, text: str) -> dict[str, Any] | None:
+    def push(self, text: str) -> list[dict[str, Any]]:
         """The event of a new piece of text, unless it may belong to a tool call."""
         text = self._reader.push(text)
-        return self._piece(text) if text else None
+        return [self._event({"content": text})] if text else []
 
     def end(self, answer: Answer) -> list[dict[str, Any]]:
         """The last events of a stream: what is left, and why it ended."""
         text, calls, reason = self._rest(answer)
-        events = [self._piece(text)] if text or (self.logprobs and self.logprobs.pending) else []
+        events = [self._event({"content": text})] if text else []
         if calls:
-            events.append(self._delta({"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]}))
-        return [*events, self._delta({}, reason)]
+            events.append(self._event({"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]}))
+        return [*events, self._event({}, reason)]
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """The choice of a response that is not streamed."""
         text, calls, reason = self._rest(answer)
-        if not self._form.chat:
-            return {**self._shown("text", text, reason), "logprobs": self._logprobs(text)}
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
-        return {**self._shown("message", message, reason), "logprobs": self._logprobs(text)}
+        return self._shown({"message": message} if self._form.chat else {"text": text}, reason)
 
     def _rest(self, answer: Answer) -> tuple[str, list[dict[str, Any]], str]:
         reason = answer.report.finish_reason
@@ -153,25 +135,14 @@ class Choice:
         calls = self._reader.calls if self._parallel else self._reader.calls[:1]
         return text, [_called(call) for call in calls], "tool_calls" if calls else reason
 
-    def _piece(self, text: str) -> dict[str, Any]:
-        logprobs = self._logprobs(text)
-        return self._delta({"content": text} if self._form.chat else text, logprobs=logprobs)
+    def _event(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        shown = {"delta": delta} if self._form.chat else {"text": delta.get("content", "")}
+        return self._form.body([self._shown(shown, reason)], chunk=True)
 
-    def _delta(self, delta: Any, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        name, delta = ("delta", delta) if self._form.chat else ("text", delta or "")
-        return self._form.body([{**self._shown(name, delta, reason), "logprobs": logprobs}], chunk=True)
-
-    def _shown(self, name: str, value: Any, reason: str | None) -> dict[str, Any]:
-        return {"index": self.index, name: value, "finish_reason": reason}
-
-    def _logprobs(self, text: str) -> dict[str, Any] | None:
-        given, self._given = self._given, self._given + len(text)
-        if self.logprobs is None:
-            return None
-        entries = self.logprobs.take()
-        if self._form.chat:
-            return {"content": entries, "refusal": None}
-        return text_logprobs(entries, given)
+    def _shown(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        entries = self.logprobs.take() if self.logprobs is not None else []
+        logprobs = {"content": entries, "refusal": None} if entries else None
+        return {"index": self.index, **shown, "finish_reason": reason, "logprobs": logprobs}
 
 
 def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ragcachekit import RagCache, to_thread
 from ragcachekit.server import completions, context_routes
@@ -22,15 +19,12 @@ from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError, add_handlers
 from ragcachekit.server.keys import ApiKeys, Tenant, Usage
-from ragcachekit.server.middleware import Activity, BodyLimit, Gate
+from ragcachekit.server.middleware import BodyLimit, Gate
 
 log = logging.getLogger(__name__)
 
-LINGER_SECONDS = 10
-"""How long a stop waits for clients to take the rest of answers that have ended."""
-
-SAME_SIGNAL_SECONDS = 1.0
-"""A signal this soon after the first is the same one: wrappers signal the group and forward it, too."""
+FLUSH_SECONDS = 30.0
+"""How long a stop waits for background work, as writes to disk."""
 
 Metrics = Callable[[], tuple[bytes, str]]
 """Makes the text of ``/metrics`` and its content type."""
@@ -64,7 +58,7 @@ def create_app(
     """
     if rag.tokenizer is None:
         raise ValueError("the server needs a tokenizer; give one when making the RagCache")
-    config, activity = config or ServerConfig(), Activity()
+    config = config or ServerConfig()
     keys = ApiKeys(config.keys, Tenant("open", rag.namespace))
     model = completions.ServedModel(rag, config)
     contexts = ContextStore(rag, config.contexts, timeout=config.timeout)
@@ -77,24 +71,20 @@ def create_app(
         finally:
             sweeps.cancel()
             await asyncio.wait((sweeps,))
-            if not await to_thread(rag.flush, config.flush_timeout):
-                log.warning("background work was not done within %g s; it is dropped", config.flush_timeout)
+            if not await to_thread(rag.flush, FLUSH_SECONDS):
+                log.warning("background work was not done within %g s; it is dropped", FLUSH_SECONDS)
 
     # Without the pages that would load scripts from elsewhere.
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)
-    app.state.activity = activity
 
     def may_see_all(request: Request) -> bool:
         """Whether a request may see numbers about all tenants."""
-        host = request.client.host if request.client else ""
-        return config.public_metrics or keys.allows(host, request.headers)
+        return keys.allows(request.client.host if request.client else "", request.headers)
 
     @app.get("/health")
-    async def health(request: Request) -> Response:
-        found: dict[str, Any] = {"status": "stopping" if activity.stopping else "ok"}
-        if may_see_all(request):
-            found |= {"waiting": rag.queue.waiting, "running": rag.queue.running}
-        return JSONResponse(found, 503 if activity.stopping else 200)
+    async def health(request: Request) -> dict[str, Any]:
+        numbers = {"waiting": rag.queue.waiting, "running": rag.queue.running}
+        return {"status": "ok", **(numbers if may_see_all(request) else {})}
 
     if metrics is not None:
 
@@ -109,38 +99,16 @@ def create_app(
     app.include_router(completions.router(model, contexts))
     app.include_router(context_routes.router(contexts, model.name))
     app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant, Usage())
-    app.add_middleware(Gate, activity, 4 * config.heartbeat)
+    app.add_middleware(Gate, 4 * config.heartbeat)
     return app
 
 
-class GracefulServer(uvicorn.Server):
-    """After SIGTERM or SIGINT it refuses new requests with 503, and exits with 0 once none runs any more.
+def serve(app: FastAPI, bound: socket.socket, timeout: float) -> None:
+    """Serve an application at a bound socket until SIGTERM or SIGINT, which then ends the process.
 
-    A second signal, a second later or more, ends it at once.
+    Answers that run may end before, within ``timeout`` seconds.
     """
-
-    def __init__(self, config: uvicorn.Config, activity: Activity) -> None:
-        super().__init__(config)
-        self._activity, self._stopped_at = activity, 0.0
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start to stop."""
-        now = time.monotonic()
-        if not self._activity.stopping:
-            self._activity.stopping, self._stopped_at = True, now
-        elif now - self._stopped_at >= SAME_SIGNAL_SECONDS:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Whether to exit; called every tenth of a second."""
-        idle = self._activity.stopping and not self._activity.running
-        return idle or await super().on_tick(counter)
-
-
-def serve(app: FastAPI, bound: socket.socket) -> None:
-    """Serve an application of :func:`create_app` at a bound socket until a signal comes; blocks."""
     config = uvicorn.Config(
-        app, log_level="warning", server_header=False, timeout_graceful_shutdown=LINGER_SECONDS
+        app, log_level="warning", server_header=False, timeout_graceful_shutdown=int(timeout)
     )
-    GracefulServer(config, app.state.activity).run([bound])
+    uvicorn.Server(config).run([bound])

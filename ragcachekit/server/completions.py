@@ -103,7 +103,7 @@ async def _complete(
         grant.expect(job.expected_tokens)
         if body.stream:
             streams = [await stack.enter_async_context(stream) for stream in job.streams()]
-            return EventStream(job, streams, stack.pop_all(), grant, request.scope)
+            return EventStream(job, streams, stack.pop_all(), grant, model.config.heartbeat)
         answers = await while_connected(request.receive, job.answers())
         if answers is None:
             return Response(status_code=CLIENT_GONE)
@@ -128,8 +128,7 @@ class CompletionJob:
     """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
 
     def __init__(self, model: ServedModel, tenant: Tenant, body: Completion, context: Context | None) -> None:
-        self._model, self._body = model, body
-        self.copies, most = body.n or 1, model.config.max_choices
+        self._model, self.body, self.copies = model, body, body.n or 1
         self._tools: list[dict[str, Any]] = []
         documents, system = list(map(document_text, body.documents)), None
         if context is not None:
@@ -140,24 +139,14 @@ class CompletionJob:
         else:
             assert isinstance(body, TextRequest)
             self._prompts = self._texts(body.prompt, [*([system] if system else []), *documents])
-        count = len(self._prompts) * self.copies
+        count, most = len(self._prompts) * self.copies, model.config.max_choices
         if count > most:
             raise invalid(f"Invalid 'n': at most {most} answers.", "n")
-        self._options = self._shared_options(tenant, body)
+        self._options = self._shared_options(tenant)
         parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
         self.form = form = Form(isinstance(body, ChatRequest), body.model)
         self.choices = [Choice(form, n, self._tools, parallel) for n in range(count)]
         self.expected_tokens = self.copies * sum(map(self._size, self._prompts))
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return bool(self._body.stream_options and self._body.stream_options.include_usage)
-
-    @property
-    def heartbeat(self) -> float:
-        """Seconds of silence in a stream."""
-        return self._model.config.heartbeat
 
     async def answers(self) -> list[Answer]:
         """All answers; the first error ends the others."""
@@ -178,7 +167,7 @@ class CompletionJob:
         return [answers[at : at + self.copies] for at in range(0, len(answers), self.copies)]
 
     def _submissions(self) -> list[tuple[Any, dict[str, Any]]]:
-        submissions, top = [], _top_logprobs(self._body)
+        submissions, top = [], _top_logprobs(self.body)
         for choice in self.choices:
             options = dict(self._options)
             if (seed := options.get("seed")) is not None:
@@ -214,51 +203,46 @@ class CompletionJob:
         return [{"role": "system", "content": system}, *messages]
 
     def _texts(self, given: Any, documents: Sequence[str]) -> list[Any]:
-        single = isinstance(given, str) or (given and isinstance(given[0], int))
+        single, vocab = (
+            isinstance(given, str) or (given and isinstance(given[0], int)),
+            self._model.vocab_size,
+        )
         prompts: list[Any] = [given] if single else given
         for prompt in prompts or [""]:
-            ids = () if isinstance(prompt, str) else prompt
-            if not prompt or not all(0 <= token < self._model.vocab_size for token in ids):
-                message = f"Invalid prompt: it needs text, or token ids below {self._model.vocab_size}."
-                raise invalid(message, "prompt")
+            if not prompt or (not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocab):
+                raise invalid(f"Invalid prompt: it needs text, or token ids below {vocab}.", "prompt")
         return [text_prompt(prompt, documents) for prompt in prompts]
 
-    def _shared_options(self, tenant: Tenant, body: Completion) -> dict[str, Any]:
+    def _shared_options(self, tenant: Tenant) -> dict[str, Any]:
+        """Options of generate; the model's own where the request says nothing."""
+        body, config = self.body, self._model.config
         most = (isinstance(body, ChatRequest) and body.max_completion_tokens) or body.max_tokens
         options: dict[str, Any] = {
             "namespace": tenant.partition(body.cache_salt, body.prompt_cache_key),
-            "deadline": self._model.config.timeout,
+            "deadline": config.timeout,
             "wait": False,
             "stop": body.stop,
-            "max_new_tokens": most or self._model.config.default_tokens,
-            **_sampling(body),
+            "max_new_tokens": most or config.default_tokens,
         }
         if self._model.max_tokens is not None:
             options["max_length"] = self._model.max_tokens
         if self._tools:
             options["tools"] = self._tools
+        if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
+            return {**options, "do_sample": False}
+        if body.seed is not None:
+            options["seed"] = body.seed
+        if body.temperature is not None or body.top_p is not None:
+            options |= {"do_sample": True, "top_k": 0, "temperature": 1.0, "top_p": 1.0}
+            given = {"temperature": body.temperature, "top_p": body.top_p}
+            options |= {name: value for name, value in given.items() if value is not None}
         return options
-
-
-def _sampling(body: Completion) -> Mapping[str, Any]:
-    """Options of generate; the model's own where the request says nothing."""
-    if body.temperature is None and body.top_p is None:
-        return {} if body.seed is None else {"seed": body.seed}
-    if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        "top_k": 0,
-        "seed": body.seed,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-    }
 
 
 def _top_logprobs(body: Completion) -> int | None:
     """How many alternatives each token's log probability has; None without any."""
     if not isinstance(body, ChatRequest):
-        return body.logprobs if isinstance(body, TextRequest) else None
+        return None
     if body.top_logprobs and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
@@ -268,7 +252,7 @@ class EventStream(StreamingResponse):
     """The answers of ``streams``, which were entered, as server-sent events.
 
     ``stack`` is left in the end; the tokens that were computed are charged to ``grant``, however the stream
-    ends. ``scope`` is the request's.
+    ends.
     """
 
     def __init__(
@@ -277,46 +261,44 @@ class EventStream(StreamingResponse):
         streams: list[AsyncAnswerStream],
         stack: AsyncExitStack,
         grant: Grant,
-        scope: Scope,
+        heartbeat: float,
     ) -> None:
+        self._job, self._streams, self._stack, self._grant = job, streams, stack, grant
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(self._events(), headers=headers, media_type="text/event-stream")
-        self._job, self._streams, self._stack = job, streams, stack
-        self._grant, self._scope = grant, scope
+        super().__init__(self._lines(heartbeat), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
         async with self._stack:
             try:
                 await super().__call__(scope, receive, send)
             finally:
                 self._grant.charge(sum(stream.tokens for stream in self._streams))
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        choices, queue = self._job.choices, asyncio.Queue[tuple[int, str | Exception | None]]()
-        pumps = [asyncio.create_task(_pump(n, stream, queue)) for n, stream in enumerate(self._streams)]
+    async def _lines(self, heartbeat: float) -> AsyncIterator[bytes]:
+        job, streams, queue = self._job, self._streams, asyncio.Queue[tuple[int, str | Exception | None]]()
+        pumps = [asyncio.create_task(_pump(n, stream, queue)) for n, stream in enumerate(streams)]
         try:
-            for choice in choices:
-                if (event := choice.start()) is not None:
+            for choice in job.choices:
+                for event in choice.start():
                     yield _data(event)
             going = len(pumps)
             while going:
                 try:
-                    async with asyncio.timeout(self._job.heartbeat):
+                    async with asyncio.timeout(heartbeat):
                         number, piece = await queue.get()
                 except TimeoutError:
                     yield _HEARTBEAT
                     continue
                 if isinstance(piece, Exception):
                     raise piece
-                if piece is None:
-                    going -= 1
-                    for event in choices[number].end(self._streams[number].answer):
-                        yield _data(event)
-                elif (event := choices[number].push(piece)) is not None:
+                going -= piece is None
+                choice = job.choices[number]
+                for event in choice.end(streams[number].answer) if piece is None else choice.push(piece):
                     yield _data(event)
-            if self._job.wants_usage:
-                answers = [stream.answer for stream in self._streams]
-                yield _data(self._job.form.body([], usage_of(self._job.by_prompt(answers)), chunk=True))
+            if job.body.stream_options and job.body.stream_options.get("include_usage"):
+                prompts = job.by_prompt([stream.answer for stream in streams])
+                yield _data(job.form.body([], usage_of(prompts), chunk=True))
             yield b"data: [DONE]\n\n"
         except Exception as error:
             yield _data(api_error(error, self._scope).body())

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ragcachekit.config import WHOLE, check_number
 
-_SECONDS = ("timeout", "heartbeat", "flush_timeout")
-
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -21,12 +19,9 @@ class ServerConfig:
     - ``timeout``: Seconds from a request to the end of its answer; then 504.
     - ``heartbeat``: Seconds of silence after which a stream gets an empty comment. A client that takes
       nothing for four times as long is gone.
-    - ``flush_timeout``: Seconds that a stop waits for background work, as writes to disk.
     - ``max_body_bytes``: Largest body of a request; larger ones are refused with 413.
     - ``max_choices``: Most answers of one request (``n`` times its prompts); each takes a place in the queue.
     - ``default_tokens``: Most tokens of an answer by default; the model's context ends any.
-    - ``public_metrics``: Whether ``/metrics`` and the queue's numbers in ``/health`` need no key. Without
-      ``keys``, and on the server's machine, they never do.
     """
 
     model_name: str | None = None
@@ -37,11 +32,9 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
     max_choices: int = 32
     default_tokens: int = 1024
-    flush_timeout: float = 30.0
-    public_metrics: bool = False
 
     def __post_init__(self) -> None:
-        for name in _SECONDS:
+        for name in ("timeout", "heartbeat"):
             check_number(name, getattr(self, name), positive=True)
         for name in ("max_body_bytes", "max_choices", "default_tokens"):
             check_number(name, getattr(self, name), WHOLE, kinds=Integral, positive=True)

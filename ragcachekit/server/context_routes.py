@@ -16,7 +16,6 @@ from ragcachekit.server.contexts import PREFIX, Context, ContextStore
 from ragcachekit.server.errors import ApiError, invalid, parsed
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
 
-MAX_PER_PAGE = 1000
 HOUR = 3600.0
 MAX_LIFETIME = 10 * 365 * 24 * HOUR
 
@@ -116,7 +115,8 @@ def router(store: ContextStore, model: str) -> APIRouter:
 
     @routes.get("")
     async def list_all(request: Request) -> Response:
-        return _page(await asyncio.to_thread(store.all, request.state.tenant), request)
+        found = await asyncio.to_thread(store.all, request.state.tenant)
+        return JSONResponse({"cachedContents": list(map(_described, found))})
 
     @routes.get("/{key}")
     async def get(request: Request, key: str) -> Response:
@@ -125,8 +125,7 @@ def router(store: ContextStore, model: str) -> APIRouter:
     @routes.patch("/{key}")
     async def update(request: Request, key: str) -> Response:
         change = await parsed(request, Change)
-        mask = request.query_params.get("updateMask", "ttl")
-        if {name.strip() for name in mask.split(",")} - {"ttl", "expireTime", "expire_time"}:
+        if {*request.query_params.get("updateMask", "ttl").split(",")} - {"ttl", "expireTime", "expire_time"}:
             raise invalid("Only 'ttl' or 'expireTime' can be changed.", "updateMask", None)
         if change.ttl is None and change.expire_time is None:
             raise invalid("Missing required parameter: 'ttl' or 'expireTime'.", "ttl", None)
@@ -142,15 +141,3 @@ def router(store: ContextStore, model: str) -> APIRouter:
 
 def _whole(context: Context) -> Response:
     return JSONResponse({**_described(context), "chunkIds": context.chunk_ids})
-
-
-def _page(contexts: list[Context], request: Request) -> Response:
-    size, token = request.query_params.get("pageSize", "100"), request.query_params.get("pageToken", "")
-    if not size.isdecimal() or not 0 < int(size[:9]) <= MAX_PER_PAGE:
-        raise invalid(f"Invalid value for 'pageSize': 1 to {MAX_PER_PAGE}.", "pageSize")
-    places = {f"{one.created:017.6f}-{one.name.removeprefix(PREFIX)}": one for one in contexts}
-    after = sorted(place for place in places if place > token)
-    page: dict[str, Any] = {"cachedContents": [_described(places[place]) for place in after[: int(size)]]}
-    if len(after) > int(size):
-        page["nextPageToken"] = after[int(size) - 1]
-    return JSONResponse(page)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import os
 import re
@@ -13,17 +12,19 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import NoReturn
 
+from pydantic import TypeAdapter
+
 from ragcachekit import CancelScope, RagCache, to_thread
 from ragcachekit.background import Backoff
-from ragcachekit.files import parse_json, read_regular, replace_file
+from ragcachekit.files import read_regular, replace_file
 from ragcachekit.server.errors import ApiError, invalid
 from ragcachekit.server.keys import Tenant
-from ragcachekit.store.disk_files import claim_folder
+from ragcachekit.store.disk_folder import claim_folder
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class Context:
             raise ApiError(404, message, param="chunk_ids", code="chunk_not_found") from None
 
 
+_CONTEXT = TypeAdapter(Context)
+
+
 class ContextFiles:
     """Contexts by owner and name, in memory, or as JSON files in a folder that processes may share.
 
@@ -106,11 +110,11 @@ class ContextFiles:
             status = path.stat()
             stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
             if known is None or known[0] != stamp:
-                known = self._known[owner][name] = stamp, _context(read_regular(path))
+                known = self._known[owner][name] = stamp, _CONTEXT.validate_json(read_regular(path))
             return known[1]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError) as error:
             log.warning("the cached content %s cannot be read: %r", path, error)
             return None
 
@@ -127,7 +131,7 @@ class ContextFiles:
         if (path := self._path(owner, context.name)) is None:
             self._known[owner][context.name] = None, context
         else:
-            replace_file(path, json.dumps(asdict(context)))
+            replace_file(path, _CONTEXT.dump_json(context).decode())
             self.get(owner, context.name)  # here, in the caller's thread, not at its next use
 
     def remove(self, owner: str, name: str) -> None:
@@ -149,12 +153,6 @@ class ContextFiles:
 
     def _path(self, owner: str, name: str) -> Path | None:
         return self._folder and self._folder / owner / f"{name.removeprefix(PREFIX)}.json"
-
-
-def _context(text: bytes) -> Context:
-    values = parse_json(text)
-    given = {field.name: values[field.name] for field in fields(Context)}
-    return Context(**{**given, "chunks": tuple(given["chunks"]), "chunk_ids": tuple(given["chunk_ids"])})
 
 
 class ContextStore:
@@ -193,9 +191,8 @@ class ContextStore:
     ) -> Context:
         """Encode chunks and store them under a new name; cancelled, it stores nothing.
 
-        ``lifetime`` gives the time of expiry from that of the creation. ``charge`` is called with the number
-        of tokens before any is computed; both may raise an ApiError. ApiError 400 for chunks that cannot be
-        encoded, 429 beyond the tenant's contexts or their tokens, 504 after ``timeout``.
+        ``lifetime`` gives the time of expiry from that of the creation, and ``charge`` is called with the
+        number of tokens before any is computed. ApiError 400, 429 beyond the tenant's limits, or 504.
         """
         now = self._clock()
         lifetime(now)

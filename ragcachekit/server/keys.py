@@ -86,31 +86,23 @@ class _KeyFile(BaseModel):
 
 
 class ApiKeys:
-    """The tenants of API keys. Thread safe.
+    """The tenants of API keys; without a file every request is ``open_tenant``'s. Thread safe.
 
-    The file is read again when it has changed. If it cannot be read then, that is logged, and the keys that
-    were read before stay valid.
-
-    Parameters
-    ----------
-    file : path, optional
-        JSON as :func:`add_key` writes it. None: every request is ``open_tenant``'s, with any key or none.
-        RagCacheError if it cannot be read, is not of that form, or others may write to it.
+    RagCacheError for a file that is not as :func:`add_key` writes it, or that others may write to. It is read
+    again when it has changed. If it cannot be read then, that is logged, and the keys from before stay valid.
     """
 
-    def __init__(self, file: Path | None = None, open_tenant: Tenant | None = None) -> None:
-        self._file, self._lock = file, Lock()
-        self._open = open_tenant or Tenant("open", "default")
+    def __init__(self, file: Path | None, open_tenant: Tenant) -> None:
+        self._file, self._lock, self._open = file, Lock(), open_tenant
         self._stamp: object = None
         self._tenants: dict[str, Tenant] = {}
         if file is not None:
             self._stamp, self._tenants = _stamp(file), _tenants(file)
 
     def tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant of a request's key, by its headers' lower-case names; ApiError 401 without a valid one.
+        """The tenant of a request's key; ApiError 401 without a valid one.
 
-        Keys are read from ``Authorization: Bearer KEY`` and from the headers of Google's, Anthropic's and
-        Azure's clients. A key in the URL is not read: URLs are written to logs.
+        A key in the URL is not read, as Google's clients could send it: URLs are written to logs.
         """
         if self._file is None:
             return self._open
@@ -151,11 +143,10 @@ class ApiKeys:
 
 
 def add_key(file: Path, name: str, namespace: str | None = None, limits: Limits | None = None) -> str:
-    """Add a key to a file, which is made with mode 0600 if it is missing, and return it.
+    """Add a key to a file, which is made if it is missing, and return it; the file holds its SHA-256.
 
-    The file holds the key's SHA-256 alone. A slow hash would add nothing: nobody guesses 256 random bits.
-
-    ``namespace`` defaults to ``name``. RagCacheError for a name that exists, a bad name, namespace or file.
+    A slow hash would add nothing: nobody guesses 256 random bits. ``namespace`` defaults to ``name``.
+    RagCacheError for a name that exists, a bad name, namespace or file.
     """
     key = f"rck-{secrets.token_urlsafe(32)}"  # the prefix lets scanners for secrets find it
     with FileLock(f"{file}.lock", mode=0o600):
@@ -257,13 +248,7 @@ class Usage:
 
     @contextmanager
     def admit(self, tenant: Tenant) -> Iterator[Grant]:
-        """Count one request, and let it run until the block ends.
-
-        Raises
-        ------
-        ApiError
-            429 with ``Retry-After`` beyond a limit; the request then counts nothing.
-        """
+        """Count one request, and let it run until the block ends; ApiError 429 beyond a limit."""
         account, most = self._accounts[tenant.name], tenant.limits.parallel
         if most is not None and account.running >= most:
             raise _refusal(f"{tenant.name!r} may have {most} requests at once.", "requests", 1.0)
@@ -284,13 +269,7 @@ class Grant:
         self._tenant, self._account, self._clock, self._charged = tenant, account, clock, 0
 
     def expect(self, tokens: int) -> None:
-        """Charge the tokens that are known before the answer.
-
-        Raises
-        ------
-        ApiError
-            429 as for :meth:`Usage.admit`; without ``Retry-After`` for more than a minute's tokens.
-        """
+        """Charge the tokens that are known before the answer; ApiError 429 beyond a limit."""
         self.check("tokens", tokens)
         self.charge(tokens)
 
@@ -309,12 +288,9 @@ class Grant:
             account.used[each] = 0.0 if most is None else max(0.0, account.used[each] - minutes * most)
         if (limit := limits[kind]) is None:
             return
-        if amount > limit:
-            message = f"Request too large for {name!r}: limit {limit} {kind} per minute, not {amount}."
-            raise _refusal(message, kind, None)
         if (wait := (account.used[kind] + amount - limit) * MINUTE / limit) > _ROUNDING:
             message = f"Rate limit reached for {name!r}: {limit} {kind} per minute, requested {amount}."
-            raise _refusal(f"{message} Please try again in {wait:.3g} s.", kind, wait)
+            raise _refusal(message, kind, wait if amount <= limit else None)  # waiting would not help
 
 
 def _refusal(message: str, kind: str, wait: float | None) -> ApiError:

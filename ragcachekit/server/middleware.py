@@ -13,13 +13,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcachekit.server.errors import ApiError, api_path, overloaded, response, stopping
+from ragcachekit.server.errors import ApiError, api_path, overloaded, response
 from ragcachekit.server.keys import Tenant, Usage
 
 log = logging.getLogger(__name__)
-
-MAX_HEADER_BYTES = 32 << 10
-"""Bytes of all headers together."""
 
 BODY_SECONDS = 60.0
 """Time in which a body must arrive."""
@@ -38,22 +35,10 @@ _Result = TypeVar("_Result")
 class BodyLimit:
     """ASGI middleware that authenticates requests and reads their bodies, or refuses them.
 
-    It refuses missing or wrong keys (401), requests beyond a key's limits (429), large bodies (413) and
-    headers (431), and bodies that arrive too slowly (408) or find no room beside others (503). The tenant is
-    ``request.state.tenant`` afterwards, and what it may use ``request.state.grant``. Other paths than
-    ``/v1...`` pass.
-
-    Parameters
-    ----------
-    app : ASGI application
-    max_bytes : int
-        Of a body.
-    tenant : callable
-        The tenant of a request's headers, or ApiError; :meth:`.ApiKeys.tenant`.
-    usage : Usage, optional
-        Counts requests; None: they are not limited here.
-    seconds : float
-        Time in which a body must arrive.
+    It refuses missing or wrong keys (401), requests beyond a key's limits (429), large bodies (413), and
+    bodies that arrive too slowly (408) or find no room beside others (503). The tenant is
+    ``request.state.tenant`` afterwards, and what it may use ``request.state.grant``, where ``usage`` counts
+    requests. Other paths than ``/v1...`` pass.
     """
 
     def __init__(
@@ -76,7 +61,7 @@ class BodyLimit:
         with ExitStack() as stack:
             stack.callback(self._release, body)
             try:
-                request.state.tenant = tenant = self._authenticated(request)
+                request.state.tenant = tenant = self._tenant(request.headers)
                 if self._usage is not None:
                     request.state.grant = stack.enter_context(self._usage.admit(tenant))
                 await self._read(request, parts, body)
@@ -87,12 +72,6 @@ class BodyLimit:
                     await self._drain(parts)
                 return await response(error, scope)(scope, receive, send)
             return await self._app(scope, _replay(bytes(body), receive), send)
-
-    def _authenticated(self, request: Request) -> Tenant:
-        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEADER_BYTES:
-            message = f"The request's headers have more than {MAX_HEADER_BYTES} bytes."
-            raise ApiError(431, message, code="headers_too_large")
-        return self._tenant(request.headers)
 
     async def _read(self, request: Request, parts: AsyncIterator[bytes], body: bytearray) -> None:
         message = f"The request's body has more than {self._max_bytes} bytes."
@@ -138,27 +117,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-class Activity:
-    """How many requests of the API run, and whether new ones are refused."""
-
-    def __init__(self) -> None:
-        self.running, self.stopping = 0, False
-
-
 class Gate:
-    """ASGI middleware that counts the API's requests, names them, and refuses new ones while stopping.
+    """ASGI middleware that names the API's requests, and ends those whose client takes nothing for a time."""
 
-    A request whose client takes nothing for ``send_timeout`` seconds ends.
-    """
-
-    def __init__(self, app: ASGIApp, activity: Activity, send_timeout: float) -> None:
-        self._app, self._activity, self._send_timeout = app, activity, send_timeout
+    def __init__(self, app: ASGIApp, send_timeout: float) -> None:
+        self._app, self._send_timeout = app, send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if api_path(scope) is None:
             return await self._app(scope, receive, send)
-        if self._activity.stopping:
-            return await response(stopping(), scope)(scope, receive, send)
         name = f"req_{uuid4().hex}"
 
         async def named(message: Message) -> None:
@@ -170,13 +137,10 @@ class Gate:
             except TimeoutError:
                 raise _Stalled from None
 
-        self._activity.running += 1
         try:
             await self._app(scope, receive, named)
         except _Stalled:
             log.warning("%s: its client read nothing for %g s", name, self._send_timeout)
-        finally:
-            self._activity.running -= 1
 
 
 class _Stalled(Exception):

@@ -11,10 +11,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     Json,
-    Tag,
 )
 from pydantic_core import PydanticCustomError
 
@@ -22,10 +20,8 @@ from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.prompt.segments import marked
 from ragcachekit.server.errors import invalid
 
-MARKER = "{documents}"
-"""Where documents go in a text; without it, they go before the last user message's text."""
-
 BETWEEN = "\n\n"
+"""After each document."""
 
 Block = dict[str, Any]
 
@@ -52,22 +48,6 @@ Some = Annotated[list[_Item], Field(fail_fast=True, max_length=1 << 12)]
 Ids = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
 
 
-def _kind(prompt: object) -> str:
-    if not isinstance(prompt, list):
-        return "str"
-    first = prompt[0] if prompt else ""
-    return "list[int]" if isinstance(first, int) else "list[list]" if isinstance(first, list) else "list[str]"
-
-
-AnyPrompt = Annotated[
-    Annotated[str, Tag("str")]
-    | Annotated[Some[str], Tag("list[str]")]
-    | Annotated[Ids, Tag("list[int]")]
-    | Annotated[Some[Ids], Tag("list[list]")],
-    Discriminator(_kind),
-]
-
-
 class TextPart(BaseModel):
     """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
@@ -92,19 +72,16 @@ class RefusalPart(BaseModel):
 Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
-class CalledFunction(BaseModel):
-    """Name and arguments of a call, which come as JSON in a string."""
-
-    name: str
-    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
-
-
 class Called(BaseModel):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier answer; its arguments come as JSON in a string."""
+
+    class Function(BaseModel):
+        name: str
+        arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")] = {}
 
     type: Literal["function"] = "function"
     id: str
-    function: CalledFunction
+    function: Function
 
 
 class Message(BaseModel):
@@ -117,16 +94,13 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-class Function(BaseModel):
-    """A function's JSON schema."""
-
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class Tool(BaseModel):
-    """A tool that the model may call."""
+    """A function that the model may call, with its JSON schema."""
+
+    class Function(BaseModel):
+        name: Annotated[str, Field(min_length=1)]
+        description: str | None = None
+        parameters: dict[str, Any] | None = None
 
     type: Literal["function"]
     function: Function
@@ -141,12 +115,6 @@ class Document(BaseModel):
     title: str | None = None
 
 
-class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
-
-    include_usage: bool | None = None
-
-
 class Completion(BaseModel):
     """What both kinds of requests have in common; unknown arguments are refused."""
 
@@ -156,7 +124,7 @@ class Completion(BaseModel):
     n: Positive | None = None
     stop: str | Stops[str] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -200,8 +168,8 @@ class ChatRequest(Completion):
 class TextRequest(Completion):
     """The body of ``/v1/completions``; a prompt is a text or token ids."""
 
-    prompt: AnyPrompt
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    prompt: str | Ids | Some[str] | Some[Ids]
+    logprobs: Annotated[Any, _only(None)] = None
     echo: Annotated[Any, _only(None, False)] = None
     suffix: Annotated[Any, _only(None, "")] = None
     best_of: Annotated[Any, _only(None, 1)] = None
@@ -218,22 +186,23 @@ def document_text(document: str | Document) -> str:
 
 
 def chat_prompt(messages: Sequence[Message], documents: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages for the engine, with the documents among them as chunks; ApiError 400 without a place."""
+    """Messages for the engine, with the documents before the last user message's text; ApiError 400."""
     plain = [_message(number, message) for number, message in enumerate(messages)]
-    if documents:
-        _place(plain, documents)
+    chunks = [block for document in documents for block in (marked(document), _text(BETWEEN))]
+    asked = [message for message in plain if message["role"] == "user"]
+    if chunks and not asked:
+        raise invalid("Documents need a user message.", "documents")
+    if chunks:
+        asked[-1]["content"] = [*chunks, *_blocks(asked[-1]["content"])]
     return plain
 
 
 def text_prompt(prompt: str | Sequence[int], documents: Sequence[str]) -> str | Prompt:
-    """A prompt of a text, or of token ids, with the documents before it or at its marker."""
+    """A prompt of a text, or of token ids, after the documents."""
     if isinstance(prompt, str) and not documents:
         return prompt
     chunks = [segment for document in documents for segment in (Chunk(document), Text(BETWEEN))]
-    if not isinstance(prompt, str):
-        return Prompt([*chunks, Text(token_ids=tuple(prompt))])
-    before, found, after = prompt.partition(MARKER)
-    return Prompt([Text(before), *chunks[:-1], Text(after)] if found else [*chunks, Text(prompt)])
+    return Prompt([*chunks, Text(prompt) if isinstance(prompt, str) else Text(token_ids=tuple(prompt))])
 
 
 def size_of(prompt: Any) -> tuple[int, int, int]:
@@ -262,24 +231,6 @@ def _block(part: TextPart | RefusalPart) -> Block:
     if isinstance(part, RefusalPart):
         return _text(part.refusal)
     return marked(part.text) if part.is_chunk else _text(part.text)
-
-
-def _place(messages: list[dict[str, Any]], documents: Sequence[str]) -> None:
-    """Put documents at the last marker, else before the last user message's content."""
-    chunks = [block for document in documents for block in (marked(document), _text(BETWEEN))]
-    for message in reversed(messages):
-        blocks = _blocks(message["content"])
-        for at, block in enumerate(blocks):
-            if MARKER in block["text"] and "chunk" not in block:
-                before, _, after = block["text"].partition(MARKER)
-                inside = [_text(before), *chunks[:-1], _text(after)]
-                message["content"] = [*blocks[:at], *inside, *blocks[at + 1 :]]
-                return
-    for message in reversed(messages):
-        if message["role"] == "user":
-            message["content"] = [*chunks, *_blocks(message["content"])]
-            return
-    raise invalid(f"Documents need a user message, or the text {MARKER} in a message.", "documents")
 
 
 def _blocks(content: Any) -> list[Block]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol, runtime_checkable
 
 import torch
 
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, TensorShape
 from ragcachekit.reports import Report
 from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey, whole_id
@@ -25,66 +24,43 @@ class Found:
     tier: str
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer."""
+
 Evicted = Sequence[tuple[KVKey, ChunkKV]]
 """Entries that a tier evicted."""
 
 
-@runtime_checkable
-class LayerSource(Protocol):
+@dataclass(frozen=True, eq=False)
+class LayerSource:
     """A hit whose header is verified and whose layers are to be read one by one, by one thread at a time.
 
-    ``nbytes`` are to be read. ``start``, ``sums`` and ``quantised`` are as in
-    :class:`ragcachekit.model.kv.ChunkKV`. ``shapes`` has per layer the dtype and shape of keys and of values,
-    as :meth:`layer` returns them. The opener closes it.
+    - ``nbytes``: To be read.
+    - ``shapes``: Per layer the dtype and shape of keys and of values, as ``layer`` returns them.
+    - ``layer``: Called with 0, 1, and so on; returns verified keys and values. Raises EntryDamaged if a byte
+      was altered (the entry has then been dropped) and OSError if it cannot be read.
+    - ``finished``: Called when all layers were read: counts the hit; faster tiers may keep the KV.
+    - ``close``: Closes files; allowed at any time, may be repeated. The opener calls it.
+    - ``start``, ``sums``, ``quantised``: As in :class:`ragcachekit.model.kv.ChunkKV`.
     """
 
     tier: str
     nbytes: int
-    tokens: int
-    layers: int
-    start: int | None
-    sums: Mapping[str, torch.Tensor]
-    quantised: str
-    shapes: tuple[tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]], ...]
+    shapes: tuple[tuple[TensorShape, TensorShape], ...]
+    layer: Callable[[int], Pair]
+    finished: Callable[[ChunkKV], object]
+    close: Callable[[], object]
+    start: int | None = None
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    quantised: str = ""
 
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Verified keys and values of the next layer (``number`` counts up from 0).
+    @property
+    def layers(self) -> int:
+        return len(self.shapes)
 
-        Raises
-        ------
-        EntryDamaged
-            If a byte was altered; the entry has been dropped.
-        OSError
-            If it cannot be read.
-        """
-        ...
-
-    def finished(self, kv: ChunkKV) -> None:
-        """Count the hit when all layers were read; faster tiers may keep ``kv``."""
-        ...
-
-    def close(self) -> None:
-        """Close files; allowed at any time, may be repeated."""
-        ...
-
-
-class WrappedSource:
-    """A :class:`LayerSource` that forwards to another one."""
-
-    def __init__(self, source: LayerSource) -> None:
-        self._source = source
-        self.tier, self.nbytes = source.tier, source.nbytes
-        self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
-        self.sums, self.quantised, self.shapes = source.sums, source.quantised, source.shapes
-
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._source.layer(number)
-
-    def finished(self, kv: ChunkKV) -> None:
-        self._source.finished(kv)
-
-    def close(self) -> None:
-        self._source.close()
+    @property
+    def tokens(self) -> int:
+        return self.shapes[0][0][1][1]
 
 
 @dataclass(frozen=True)
@@ -119,8 +95,14 @@ class KVStore:
     - All methods are thread safe.
     - ``nbytes`` never exceeds the budget after a call returns; a new entry never evicts itself
       (one larger than the budget, or than its namespace's quota, is not kept).
-    - An entry is not evicted from memory while a caller holds what ``get`` returned.
+
+    Stores of several tiers ask three more things of each: ``shared`` is True if other processes use the
+    medium, ``remote`` if a service may be slow, and :meth:`admit` and :meth:`drop` return more than
+    :meth:`put` and :meth:`forget`.
     """
+
+    shared = False
+    remote = False
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry under ``key``, or None.
@@ -136,16 +118,18 @@ class KVStore:
     def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
         """What was recorded with an entry, None if it is not there; reads no layer and counts no use."""
         opened = self.open(key, 0.0)
-        if isinstance(opened, Found):
-            return opened.kv.sums
-        if opened is None:
-            return None
-        opened.close()
-        return opened.sums
+        if isinstance(opened, LayerSource):
+            opened.close()
+            return opened.sums
+        return None if opened is None else opened.kv.sums
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Store ``kv`` under ``key``; True if it can now be read back. Idempotent."""
-        raise NotImplementedError
+        return self.admit(key, kv)[0]
+
+    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+        """As :meth:`put`, returning also evicted entries that a slower tier may keep."""
+        return self.put(key, kv), ()
 
     def __contains__(self, key: KVKey) -> bool:
         """Whether ``get`` would probably hit; reads no tensor and counts no access."""
@@ -177,6 +161,10 @@ class KVStore:
         ``None`` drops the whole namespace. Returns the number of dropped entries. Raises StoreError if some
         may be left.
         """
+        return len(self.drop(namespace, chunk_ids))
+
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        """As :meth:`forget`, returning the digests of the dropped keys, which several tiers may have."""
         raise NotImplementedError
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -185,27 +173,6 @@ class KVStore:
 
     def close(self) -> None:
         """Release files and threads; further calls are misses."""
-        raise NotImplementedError
-
-
-class Tier(KVStore):
-    """A store on one medium: ``shared`` with other processes or not, ``remote`` if a service may be slow."""
-
-    shared = False
-    remote = False
-
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        return self.admit(key, kv)[0]
-
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        """As :meth:`put`, returning also evicted entries that a slower tier may keep."""
-        raise NotImplementedError
-
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        return len(self.drop(namespace, chunk_ids))
-
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """As :meth:`forget`, returning the digests of the dropped keys, which several tiers may have."""
         raise NotImplementedError
 
 
@@ -253,7 +220,7 @@ class Counters:
 
 
 class NullStore(KVStore):
-    """Every ``get`` is a miss and every ``put`` is refused."""
+    """Every ``get`` is a miss and every ``put`` is refused, which is not counted as a failure."""
 
     def __init__(self) -> None:
         self._counters = Counters("null")
@@ -263,7 +230,6 @@ class NullStore(KVStore):
         return None
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Always False; not a failure, so not counted as one."""
         return False
 
     def __contains__(self, key: KVKey) -> bool:
@@ -272,8 +238,8 @@ class NullStore(KVStore):
     def discard(self, key: KVKey) -> None:
         return
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        return 0
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+        return frozenset()
 
     def stats(self) -> tuple[StoreStats, ...]:
         return (self._counters.stats(entries=0, nbytes=0, budget=0),)

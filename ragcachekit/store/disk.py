@@ -1,4 +1,4 @@
-"""The disk tier: one immutable file per entry, eviction by least recent use."""
+"""The disk tier: one immutable file per entry, eviction by least recent use; how a folder is verified."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import StoreError
 from ragcachekit.files import sync_folder
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Evicted, Found, LayerSource, StoreStats, Tier, concerns
-from ragcachekit.store.disk_files import (
-    NO_GROUP,
+from ragcachekit.store.base import Counters, Found, KVStore, LayerSource, Pair, StoreStats, concerns
+from ragcachekit.store.disk_folder import (
     SECONDS_TO_LOCK,
     SECONDS_TO_OPEN,
-    EntryFiles,
-    FolderBusy,
+    EntryFolder,
+    FolderLock,
     LockFailed,
     claim_folder,
     digest_of,
     entry_files,
     group_of,
     not_writable,
+    orphans,
 )
 from ragcachekit.store.entry import (
     EntryDamaged,
-    EntryFile,
+    EntryReader,
     encode_entry,
     entry_name,
     hashed,
@@ -44,19 +43,11 @@ from ragcachekit.types import KVKey
 _NO_SPACE = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _NO_WRITES = {*_NO_SPACE, errno.EROFS, errno.EIO}
 _SHARE_OF_FREE, _SHARE_OF_VOLUME = 2, 16
+_UNLIMITED = 1 << 62
 
 
-def takes_no_writes(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, means that the medium is full, read-only or failing."""
-    return _has_code(error, _NO_WRITES)
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, means that there is no space left."""
-    return _has_code(error, _NO_SPACE)
-
-
-def _has_code(error: BaseException | None, codes: set[int]) -> bool:
+def is_full(error: BaseException | None, codes: set[int] = _NO_SPACE) -> bool:
+    """Whether an error, or one of its causes, means that there is no space left (or has one of ``codes``)."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in codes:
             return True
@@ -71,58 +62,16 @@ def default_disk_bytes(folder: Path) -> int:
     the volume, and at least the folder's present content.
     """
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    taken = 0
     try:
         volume = shutil.disk_usage(existing)
-        for file in folder.glob("*.safetensors"):
-            with suppress(FileNotFoundError):  # another process evicted it just now
-                taken += file.stat().st_size
+        taken = sum(entry_files(folder).values()) if folder.is_dir() else 0
     except OSError:
         return DEFAULT_DISK_BYTES
     free, least = volume.free + taken, volume.total // _SHARE_OF_VOLUME
     return max(1, min(DEFAULT_DISK_BYTES, max(free // _SHARE_OF_FREE, least, taken)))
 
 
-Ended = Callable[[EntryDamaged | OSError | None], None]
-"""Called once with how reading an entry ended: None when all was read."""
-
-
-class DiskSource:
-    """A :class:`~ragcachekit.store.base.LayerSource` over one entry file; closes ``file``.
-
-    ``ended`` is called once: with None when all was read, or with the error that ended the reading. A source
-    that is closed early does not call it, and is neither a hit nor a miss.
-    """
-
-    tier: str = "disk"
-
-    def __init__(self, file: EntryFile, ended: Callable[[EntryDamaged | OSError | None], None]) -> None:
-        self._file, self._ended, self._over = file, ended, False
-        header = file.header
-        self.nbytes, self.layers, self.tokens = header.offsets[-1], len(header.layers), header.tokens
-        self.shapes, self.start, self.quantised = header.layers, header.start, header.quantised
-        self.sums: Mapping[str, torch.Tensor] = file.sums
-
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        try:
-            return self._file.layer(number)
-        except (EntryDamaged, OSError) as error:
-            self._end(error)
-            raise
-
-    def finished(self, kv: ChunkKV) -> None:
-        self._end(None)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _end(self, error: EntryDamaged | OSError | None) -> None:
-        if not self._over:
-            self._over = True
-            self._ended(error)
-
-
-class DiskStore(Tier):
+class DiskStore(KVStore):
     """Chunk KV in files that survive the process; several processes may share the folder.
 
     A read opens the file, verifies all of it, and sets its modification time: the order of use. A write goes
@@ -161,36 +110,73 @@ class DiskStore(Tier):
         self.folder = Path(path)
         self._budget = budget
         self._counters = Counters("disk")
-        self._files = EntryFiles(self.folder, budget, quotas or {}, self._counters)
+        self._files = EntryFolder(self.folder, budget, quotas or {}, self._counters)
         self._is_readable = self._writable = self._closed = False
         self._still_full = False
         self._undeleted: set[str] = set()  # names of forgotten entries whose files could not be deleted
         try:
             self._open(SECONDS_TO_OPEN)
         except (OSError, StoreError) as error:
-            if not takes_no_writes(error):
-                raise _not_opened(self.folder, error) from error
-            self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
+            if is_full(error, _NO_WRITES):
+                self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
+            elif isinstance(error, LockFailed) and error.busy:
+                raise StoreError(f"cannot open the cache folder {self.folder}: {error}") from error
+            elif isinstance(error, StoreError) and not isinstance(error, LockFailed):
+                raise
+            else:
+                raise not_writable(self.folder, error) from error
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
-        opened = self._opened(key)
-        if opened is None:
+        source = self._opened(key)
+        if source is None:
             return None
-        file, ended = opened
-        with file:
-            try:
-                kv = file.kv()
-            except (EntryDamaged, OSError) as error:
-                ended(error)
-                return None
+        entry, ended = source
+        try:
+            kv = entry.kv()
+        except (EntryDamaged, OSError) as error:
+            ended(error)
+            return None
+        finally:
+            entry.close()
         ended(None)
         return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
-        """The entry under ``key`` with its header verified, layers to be read one by one; or None."""
+        """The entry under ``key`` with its header verified, layers to be read one by one; or None.
+
+        One that is closed early is neither a hit nor a miss.
+        """
         opened = self._opened(key)
-        return None if opened is None else DiskSource(*opened)
+        if opened is None:
+            return None
+        entry, ended = opened
+        over: list[bool] = []
+
+        def end(error: EntryDamaged | OSError | None) -> None:
+            if not over:
+                over.append(True)
+                ended(error)
+
+        def layer(number: int) -> Pair:
+            try:
+                return entry.layer(number)
+            except (EntryDamaged, OSError) as error:
+                end(error)
+                raise
+
+        header = entry.header
+        return LayerSource(
+            "disk",
+            entry.nbytes,
+            header.layers,
+            layer,
+            lambda _: end(None),
+            entry.close,
+            header.start,
+            entry.sums,
+            header.quantised,
+        )
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
@@ -210,9 +196,6 @@ class DiskStore(Tier):
             self._counters.count("failed_writes")
         return kept
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        return self.put(key, kv), ()
-
     def __contains__(self, key: KVKey) -> bool:
         name = entry_name(key)
         return self._is_served(name) and os.path.exists(self._files.path(name))
@@ -224,41 +207,36 @@ class DiskStore(Tier):
             self._files.remove(entry_name(key))
 
     def keys(self) -> Iterator[KVKey]:
-        """Keys by the headers of the files, the latest first; unreadable files are skipped."""
-        with suppress(OSError):
-            for name in reversed(entry_files(self.folder)):
-                with suppress(OSError, EntryDamaged):
-                    yield read_key(self.folder / name)
+        """Keys of all entries, the most recently used first; every header is read."""
+        if not self._is_readable:
+            return
+        for name in reversed(entry_files(self.folder)):
+            with suppress(OSError, EntryDamaged):
+                yield read_key(self.folder / name)
 
     def evict(self, key: KVKey) -> None:
-        """Delete the entry under ``key`` and count an eviction."""
+        """Delete the entry under ``key``, and count an eviction."""
         if key in self and self._files.remove(entry_name(key)):
             self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """Delete the namespace's files that hold, or were encoded after, one of ``chunk_ids``.
+        """Delete entries; StoreError if some may be left, which are not served in this process.
 
-        Its files with a damaged header are deleted as well, and those of former versions of this library.
-
-        Raises
-        ------
-        StoreError
-            If the folder cannot be listed, a file not be read or deleted (Windows deletes no open file), or
-            another process keeps writing. All other files have been deleted, and this store returns nothing
-            from those that could not be; forget again.
+        Waits for puts under way in other processes, and goes on after a while.
         """
-        if self._closed or not self.folder.is_dir():
+        if not self._is_readable or (chunk_ids is not None and not chunk_ids):
             return frozenset()
-        busy: FolderBusy | None = None
+        busy = None
         try:
             self._files.wait_for_writers(SECONDS_TO_OPEN)
-        except FolderBusy as error:
-            busy = error
-        except LockFailed as error:  # nobody can lock the folder, and so write to it
-            self._counters.warn_once("lock", "cannot wait for other writers: %s", error)
-        dropped, failures, group = set(), list[OSError](), hashed(namespace)
+        except LockFailed as error:
+            if error.busy:
+                busy = error
+            else:  # nobody can lock the folder, and so write to it
+                self._counters.warn_once("lock", "cannot wait for other writers: %s", error)
+        dropped, failures = set(), list[OSError]()
         try:
-            for name in [name for name in entry_files(self.folder) if group_of(name) in (group, NO_GROUP)]:
+            for name in [name for name in entry_files(self.folder) if group_of(name) == hashed(namespace)]:
                 try:
                     if self._drops(name, namespace, chunk_ids):
                         dropped.add(digest_of(name))
@@ -297,14 +275,16 @@ class DiskStore(Tier):
     def _is_served(self, name: str) -> bool:
         return self._is_readable and name not in self._undeleted
 
-    def _opened(self, key: KVKey) -> tuple[EntryFile, Ended] | None:
-        """The open file of ``key`` and what is to be called with the outcome, or None and a counted miss."""
+    def _opened(
+        self, key: KVKey
+    ) -> tuple[EntryReader, Callable[[EntryDamaged | OSError | None], None]] | None:
+        """The open entry and what is to be called with the outcome (None: all read), or a counted miss."""
         name, file, seen = entry_name(key), None, None
         if self._is_served(name):
             try:
                 file = open_file(self._files.path(name))
                 seen = os.fstat(file.fd)
-                return EntryFile(file, key), partial(self._ended, name, seen)
+                return EntryReader.of_file(file, key), partial(self._ended, name, seen)
             except FileNotFoundError:
                 pass
             except BaseException as error:
@@ -374,9 +354,78 @@ class DiskStore(Tier):
         return True
 
 
-def _not_opened(folder: Path, error: OSError | StoreError) -> StoreError:
-    if isinstance(error, FolderBusy):
-        return StoreError(f"cannot open the cache folder {folder}: {error}")
-    if isinstance(error, StoreError) and not isinstance(error, LockFailed):
-        return error
-    return not_writable(folder, error)
+# -- verification and repair, while other processes may use the folder ----------------------------------
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and all bytes to read."""
+
+
+@dataclass(frozen=True)
+class BadEntry:
+    """An entry file that no read would return."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Result of reading all ``entries`` files, of ``nbytes`` together.
+
+    ``damaged`` includes files of other versions of this library; ``unreadable`` ones could not be read now.
+    ``orphans`` are temporary files of dead writers; 0 where the folder cannot be locked. After a repair
+    ``entries`` and ``nbytes`` are what is left.
+    """
+
+    entries: int
+    nbytes: int
+    damaged: tuple[BadEntry, ...]
+    unreadable: tuple[BadEntry, ...]
+    orphans: int
+
+
+def is_disk_tier(folder: Path) -> bool:
+    """Whether a folder holds entries of a disk tier."""
+    return folder.is_dir() and bool(entry_files(folder))
+
+
+def verify(folder: Path, progress: Progress | None = None) -> Verified:
+    """Read every entry whole; changes nothing. OSError if the folder cannot be listed."""
+    files = entry_files(folder)
+    total, done = sum(files.values()), 0
+    damaged, unreadable, gone, left = [], [], 0, 0
+    for name, nbytes in files.items():
+        try:
+            with open_file(folder / name) as file:
+                entry = EntryReader.of_file(file)
+                if entry_name(entry.header.key) != name:
+                    raise EntryDamaged("holds the entry of another key")
+                for number in range(len(entry.header.layers)):
+                    entry.layer(number)
+        except EntryDamaged as error:
+            damaged.append(BadEntry(name, str(error)))
+        except FileNotFoundError:  # another process evicted it just now
+            gone += 1
+        except OSError as error:
+            unreadable.append(BadEntry(name, str(error)))
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+    with suppress(LockFailed), FolderLock(folder / "lock").held(SECONDS_TO_LOCK):
+        left = len(orphans(folder))
+    return Verified(len(files) - gone, total, tuple(damaged), tuple(unreadable), left)
+
+
+def repair(folder: Path, progress: Progress | None = None) -> Verified:
+    """Delete damaged entries and orphans; StoreError if the folder cannot be used."""
+    claim_folder(folder)
+    try:
+        found = verify(folder, progress)
+        files = EntryFolder(folder, _UNLIMITED, {}, Counters("disk"))
+        deleted = tuple(bad for bad in found.damaged if files.remove(bad.name))
+        files.wait_for_writers(SECONDS_TO_OPEN)
+        entries, nbytes = files.content()
+    except (OSError, LockFailed) as error:
+        raise StoreError(f"cannot repair the cache folder {folder}: {error}") from error
+    return Verified(entries, nbytes, deleted, found.unreadable, found.orphans)

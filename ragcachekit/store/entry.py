@@ -22,10 +22,10 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ import torch
 
 from ragcachekit.errors import StoreError
 from ragcachekit.files import NO_FOLLOW, OpenFile, parse_json, read_into
-from ragcachekit.model.kv import ChunkKV, TensorShape
+from ragcachekit.model.kv import ChunkKV, TensorShape, nbytes_of
+from ragcachekit.store.base import Pair
 from ragcachekit.types import KVKey
 
-SCHEMA = "6"
+SCHEMA = "7"
 """Version of the format; entries of another one are misses."""
 
 DTYPES = {
@@ -56,16 +57,13 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN = 64
 _LENGTH_BYTES = 8
-_PROBE = 8192  # bytes of the first read: most headers
+_PROBE = 16384  # bytes of the first read: most headers
 _BATCH = 2 << 20  # bytes of layers that are read at once
 _MAX_HEADER = 100_000_000  # as the safetensors library
-_MAX_LAYERS = 1 << 16
 _MAX_ELEMENTS = 1 << 40  # with zeros in a shape counted as ones, so that strides do not overflow
-_METADATA = b'{"__metadata__":'
-_OPENING = _METADATA + b'{"crc32c":"'
+_OPENING = b'{"__metadata__":{"crc32c":"'
 _SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
 _NO_SEAL = b"00000000"
-_JSON = json.JSONDecoder()
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Read = Callable[[int, int], torch.Tensor]
@@ -86,21 +84,6 @@ def entry_name(key: KVKey) -> str:
     return f"{hashed(key.namespace)}-{key.digest()}.safetensors"
 
 
-def check_storable(kv: ChunkKV) -> None:
-    """Raise TypeError for KV of a dtype without a safetensors name."""
-    for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
-        if tensor.dtype not in _NAMES:
-            raise TypeError(
-                f"KV of {tensor.dtype} cannot be stored; cast it to one of {', '.join(map(str, _NAMES))}"
-            )
-
-
-def nbytes_of(spec: TensorShape) -> int:
-    """Bytes of a tensor of this dtype and shape."""
-    dtype, shape = spec
-    return math.prod(shape) * dtype.itemsize
-
-
 # -- header ----------------------------------------------------------------------------------------------
 
 
@@ -108,62 +91,64 @@ def nbytes_of(spec: TensorShape) -> int:
 class EntryHeader:
     """The header of an entry; ``start`` and ``quantised`` are those of :class:`ChunkKV`.
 
-    ``layers`` has per layer the dtype and shape of keys and of values, ``crcs`` the CRC32C of the bytes of
-    both. ``sums`` are name, dtype and shape, CRC32C.
+    ``layers`` has per layer the dtype and shape of keys and of values, ``sums`` those of each sum by its
+    name. ``crcs`` are the CRC32C of each layer's bytes, then of each sum's.
     """
 
     key: KVKey
     start: int | None
     quantised: str
     layers: tuple[tuple[TensorShape, TensorShape], ...]
+    sums: dict[str, TensorShape]
     crcs: tuple[int, ...]
-    sums: tuple[tuple[str, TensorShape, int], ...]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Start of each layer in bytes after the header, and the end of the last one."""
-        return tuple(accumulate((nbytes_of(k) + nbytes_of(v) for k, v in self.layers), initial=0))
+        """Start of each layer, then of each sum, in bytes after the header, and the end of the last one."""
+        layers = (nbytes_of(keys) + nbytes_of(values) for keys, values in self.layers)
+        return tuple(accumulate(chain(layers, map(nbytes_of, self.sums.values())), initial=0))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.offsets[-1] + sum(nbytes_of(spec) for _, spec, _ in self.sums)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the chunk."""
-        return self.layers[0][0][1][1]
+    def tensors(self) -> list[tuple[str, TensorShape]]:
+        """Names in the file, dtypes and shapes, in the order of their bytes."""
+        layers = [
+            (f"{side}.{number}", spec)
+            for number, pair in enumerate(self.layers)
+            for side, spec in zip("kv", pair, strict=True)
+        ]
+        return layers + [(f"sums.{name}", spec) for name, spec in self.sums.items()]
 
 
 def encode_entry(key: KVKey, kv: ChunkKV) -> list[memoryview]:
     """The bytes of an entry, in parts: the header, then each tensor. TypeError for a dtype without a name."""
-    check_storable(kv)
+    for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
+        if tensor.dtype not in _NAMES:
+            known = ", ".join(map(str, _NAMES))
+            raise TypeError(f"KV of {tensor.dtype} cannot be stored; cast it to one of {known}")
+    sums = dict(sorted(kv.sums.items()))
     layers = [(_bytes(k), _bytes(v)) for k, v in zip(kv.keys, kv.values, strict=True)]
-    sums = [(name, tensor, _bytes(tensor)) for name, tensor in sorted(kv.sums.items())]
-    header = EntryHeader(
-        key,
-        kv.start,
-        kv.quantised,
-        kv.shapes,
-        tuple(google_crc32c.extend(google_crc32c.value(keys), values) for keys, values in layers),
-        tuple((name, (t.dtype, tuple(t.shape)), google_crc32c.value(raw)) for name, t, raw in sums),
-    )
-    tensors = [raw for pair in layers for raw in pair] + [raw for *_, raw in sums]
-    return [memoryview(encode_header(header)), *(raw.data for raw in tensors)]
+    recorded = [_bytes(tensor) for tensor in sums.values()]
+    crcs = [google_crc32c.extend(google_crc32c.value(keys), values) for keys, values in layers]
+    crcs += map(google_crc32c.value, recorded)
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sums.items()}
+    header = EntryHeader(key, kv.start, kv.quantised, kv.shapes, specs, tuple(crcs))
+    return [memoryview(encode_header(header)), *(raw.data for raw in (*chain(*layers), *recorded))]
 
 
 def encode_header(header: EntryHeader) -> bytes:
     """Length prefix and JSON with its CRC, padded with spaces to whole cache lines."""
-    tensors = [
-        (f"{name}.{number}", spec)
-        for number, pair in enumerate(header.layers)
-        for name, spec in zip("kv", pair, strict=True)
-    ] + [(f"sums.{name}", spec) for name, spec, _ in header.sums]
-    ends = list(accumulate((nbytes_of(spec) for _, spec in tensors), initial=0))
-    fields: dict[str, Any] = {
-        "__metadata__": {"crc32c": _NO_SEAL.decode(), "schema": SCHEMA, "entry": _compact(_fields(header))}
+    key = header.key
+    entry = {
+        "key": [key.fingerprint, key.namespace, key.chunk_id, key.encoding, *key.context],
+        "start": header.start,
+        "quantised": header.quantised,
+        "crcs": struct.pack(f">{len(header.crcs)}I", *header.crcs).hex(),  # of the same length for all values
     }
-    for (name, (dtype, shape)), start, end in zip(tensors, ends, ends[1:], strict=False):
+    metadata = {"crc32c": _NO_SEAL.decode(), "schema": SCHEMA, "entry": _compact(entry)}
+    fields: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, (dtype, shape) in header.tensors:
+        start, end = end, end + nbytes_of((dtype, shape))
         fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = _compact(fields).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN)
@@ -175,17 +160,18 @@ def encode_header(header: EntryHeader) -> bytes:
 def decode_header(raw: bytes) -> EntryHeader:
     """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written.
 
-    Others who write to the folder can make a right CRC, so the content is checked as well.
+    Others who write to the folder can make a right CRC, so the content is checked as well: it has to be what
+    encoding it gives.
     """
     if raw[_SEAL] != _seal(raw):
         raise EntryDamaged("the header does not match its CRC")
     try:
-        meta, _ = _JSON.raw_decode(raw[_LENGTH_BYTES:].decode(), len(_METADATA))
-        if meta["schema"] != SCHEMA:
-            raise ValueError(f"schema {meta['schema']}, this version reads {SCHEMA}")
-        return _parsed(parse_json(meta["entry"]))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
+        header = _parsed(parse_json(raw[_LENGTH_BYTES:]))
+        if encode_header(header) != raw:
+            raise ValueError("fields in another form or order")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error) as error:
         raise EntryDamaged(f"a header of another schema: {error!r:.200}") from error
+    return header
 
 
 def read_header(read: Callable[[int, int], bytes], size: int) -> tuple[EntryHeader, int]:
@@ -195,10 +181,9 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> tuple[EntryHead
     end = _LENGTH_BYTES + length
     if end > size or not len(_OPENING) < length <= _MAX_HEADER:
         raise EntryDamaged(f"a header of {length} bytes in a file of {size}")
-    raw = first[:end] if end <= len(first) else read(0, end)
-    header = decode_header(raw)
-    if end + header.nbytes != size:
-        raise EntryDamaged(f"{size} bytes instead of {end + header.nbytes}")
+    header = decode_header(first[:end] if end <= len(first) else read(0, end))
+    if end + header.offsets[-1] != size:
+        raise EntryDamaged(f"{size} bytes instead of {end + header.offsets[-1]}")
     return header, end
 
 
@@ -208,56 +193,30 @@ def _seal(raw: bytes | bytearray) -> bytes:
     return b"%08x" % google_crc32c.extend(crc, bytes(raw[_SEAL.stop :]))
 
 
-def _fields(header: EntryHeader) -> dict[str, Any]:
-    key = header.key
-    runs = [(pair, len(list(same))) for pair, same in groupby(header.layers)]
-    return {
-        "key": [key.fingerprint, key.namespace, key.chunk_id, key.encoding, *key.context],
-        "start": header.start,
-        "quantised": header.quantised,
-        "layers": [[count, *_named(keys), *_named(values)] for (keys, values), count in runs],
-        "crcs": "".join(map(_hex, header.crcs)),  # entries of one shape have the same size
-        "sums": [[name, *_named(spec), _hex(crc)] for name, spec, crc in header.sums],
-    }
-
-
-def _named(spec: TensorShape) -> tuple[str, tuple[int, ...]]:
-    return _NAMES[spec[0]], spec[1]
-
-
-def _hex(crc: int) -> str:
-    return f"{crc:08x}"
-
-
 def _parsed(fields: Any) -> EntryHeader:
-    fingerprint, namespace, chunk_id, encoding, *context = fields["key"]
+    entry = parse_json(fields.pop("__metadata__")["entry"])
+    fingerprint, namespace, chunk_id, encoding, *context = entry["key"]
     key = KVKey(fingerprint, namespace, chunk_id, encoding, tuple(context))
     key.digest()  # of strings alone, without lone surrogates
-    layers: list[tuple[TensorShape, TensorShape]] = []
-    for count, keys, keys_shape, values, values_shape in fields["layers"]:
-        if not _is_count(count) or len(layers) + count > _MAX_LAYERS:
-            raise ValueError("a bad number of layers")
-        layers += [(_spec(keys, keys_shape), _spec(values, values_shape))] * count
+    specs = {name: _spec(field["dtype"], field["shape"]) for name, field in fields.items()}
+    layers = tuple((specs[name], specs[f"v.{name[2:]}"]) for name in specs if name.startswith("k."))
+    sums = {name[5:]: spec for name, spec in specs.items() if name.startswith("sums.")}
+    "".join(sums).encode()
+    crcs = struct.unpack(f">{len(layers) + len(sums)}I", bytes.fromhex(entry["crcs"]))
     shapes = {spec[1] for pair in layers for spec in pair}
     if {len(shape) for shape in shapes} != {3} or len({shape[1] for shape in shapes}) != 1:
         raise ValueError("no layers of [kv_heads, tokens, head_dim] with the same tokens")
-    sums = tuple((name, _spec(dtype, shape), int(crc, 16)) for name, dtype, shape, crc in fields["sums"])
-    names = [name for name, *_ in sums]
-    "".join(names).encode()
-    crcs = struct.unpack(f">{len(layers)}I", bytes.fromhex(fields["crcs"]))
-    start, quantised = fields["start"], fields["quantised"]
-    if names != sorted(set(names)):
-        raise ValueError("bad names of sums")
-    if not (start is None or _is_count(start)) or type(quantised) is not str:
-        raise ValueError("no start, or no kind of rounding")
-    return EntryHeader(key, start, quantised, tuple(layers), crcs, sums)
+    start, quantised = entry["start"], entry["quantised"]
+    if list(sums) != sorted(sums) or type(quantised) is not str or not (start is None or _is_count(start)):
+        raise ValueError("sums in another order, no start, or no kind of rounding")
+    return EntryHeader(key, start, quantised, layers, sums, crcs)
 
 
 def _is_count(number: object) -> bool:
     return type(number) is int and number >= 0  # True and 2.0 are equal to numbers, too
 
 
-def _spec(dtype: str, shape: Sequence[int]) -> TensorShape:
+def _spec(dtype: str, shape: Any) -> TensorShape:
     if not all(map(_is_count, shape)) or math.prod(n or 1 for n in shape) > _MAX_ELEMENTS:
         raise ValueError("a bad shape")
     return DTYPES[dtype], tuple(shape)
@@ -273,21 +232,30 @@ class EntryReader:
     if it is not that of ``key``; what ``read`` raises passes through.
     """
 
-    def __init__(self, read: Read, size: int, key: KVKey | None = None) -> None:
-        self._read = read
+    def __init__(
+        self, read: Read, size: int, key: KVKey | None = None, close: Callable[[], None] = lambda: None
+    ) -> None:
+        self._read, self.close = read, close
         self.header, self._start = read_header(lambda at, nbytes: read(at, nbytes).numpy().tobytes(), size)
         if key is not None and self.header.key != key:
             raise EntryDamaged("the entry of another key")
-        self.sums: dict[str, torch.Tensor] = {}
-        at = self._start + self.header.offsets[-1]
-        for name, spec, crc in self.header.sums:
-            raw = self._whole(at, nbytes_of(spec))
-            if google_crc32c.value(raw.numpy()) != crc:
-                raise EntryDamaged(f"{name} does not match its CRC")
-            self.sums[name] = _tensor(raw, spec)
-            at += len(raw)
+        layers = len(self.header.layers)
+        self.sums = {
+            name: _tensor(self._verified(number, number + 1)[0], spec)
+            for number, (name, spec) in enumerate(self.header.sums.items(), layers)
+        }
 
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @classmethod
+    def of_file(cls, file: OpenFile, key: KVKey | None = None) -> EntryReader:
+        """Over an open file, which may be deleted meanwhile; OSError if it cannot be read."""
+        return cls(lambda at, nbytes: _pread(file, at, nbytes), os.fstat(file.fd).st_size, key, file.close)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return self.header.offsets[len(self.header.layers)]
+
+    def layer(self, number: int) -> Pair:
         """Keys and values of one layer, in memory of their own."""
         return self._layers(number, number + 1)[0]
 
@@ -295,63 +263,43 @@ class EntryReader:
         """The whole entry."""
         header = self.header
         step = max(1, _BATCH // max(1, header.offsets[1]))  # small layers are read several at a time
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs: list[Pair] = []
         for first in range(0, len(header.layers), step):
             pairs += self._layers(first, min(first + step, len(header.layers)))
         keys, values = zip(*pairs, strict=True)
         return ChunkKV.checked(keys, values, header.start, self.sums, header.quantised)
 
-    def _layers(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        offsets, pairs = self.header.offsets, []
-        raw = self._whole(self._start + offsets[first], offsets[end] - offsets[first])
-        for number in range(first, end):
-            layer = raw[offsets[number] - offsets[first] : offsets[number + 1] - offsets[first]]
-            if google_crc32c.value(layer.numpy()) != self.header.crcs[number]:
-                raise EntryDamaged(f"layer {number} does not match its CRC")
-            keys, values = self.header.layers[number]
+    def _layers(self, first: int, end: int) -> list[Pair]:
+        pairs = []
+        for raw, (keys, values) in zip(
+            self._verified(first, end), self.header.layers[first:end], strict=True
+        ):
             middle = nbytes_of(keys)
-            pairs.append((_tensor(layer[:middle], keys), _tensor(layer[middle:], values)))
+            pairs.append((_tensor(raw[:middle], keys), _tensor(raw[middle:], values)))
         return pairs
 
-    def _whole(self, offset: int, nbytes: int) -> torch.Tensor:
-        raw = self._read(offset, nbytes)
-        if len(raw) != nbytes:
+    def _verified(self, first: int, end: int) -> list[torch.Tensor]:
+        """The bytes of some layers or sums, as views of one tensor."""
+        offsets, crcs = self.header.offsets[first : end + 1], self.header.crcs[first:end]
+        raw = self._read(self._start + offsets[0], offsets[-1] - offsets[0])
+        if len(raw) != offsets[-1] - offsets[0]:
             raise EntryDamaged("the entry ends early")
-        return raw
+        parts = [raw[at - offsets[0] : to - offsets[0]] for at, to in pairwise(offsets)]
+        for number, (part, crc) in enumerate(zip(parts, crcs, strict=True), first):
+            if google_crc32c.value(part.numpy()) != crc:
+                raise EntryDamaged(f"layer {number} does not match its CRC")
+        return parts
 
 
-class EntryFile(EntryReader):
-    """An entry file, open until :meth:`close`; one that is evicted meanwhile can be read to its end.
-
-    OSError if the file cannot be read; ``status`` is that of the file.
-    """
-
-    def __init__(self, file: OpenFile, key: KVKey | None = None) -> None:
-        self._file = file
-        super().__init__(self._pread, os.fstat(file.fd).st_size, key)
-
-    def close(self) -> None:
-        """Close the file; may be repeated."""
-        self._file.close()
-
-    def __enter__(self) -> EntryFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _pread(self, offset: int, nbytes: int) -> torch.Tensor:
-        try:
-            raw = torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError as error:  # of torch
-            raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes") from error
-        view, done = raw.numpy().data, 0
-        while done < nbytes:
-            got = read_into(self._file.fd, view[done:], offset + done)
-            if not got:
-                break
-            done += got
-        return raw[:done]
+def _pread(file: OpenFile, offset: int, nbytes: int) -> torch.Tensor:
+    try:
+        raw = torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:  # of torch
+        raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes") from error
+    view, done = raw.numpy().data, 0
+    while done < nbytes and (got := read_into(file.fd, view[done:], offset + done)):
+        done += got
+    return raw[:done]
 
 
 def open_file(path: Path | str) -> OpenFile:
@@ -369,7 +317,7 @@ def read_key(path: Path) -> KVKey:
     EntryDamaged if header, length or name are wrong, OSError if the file cannot be read.
     """
     with open_file(path) as file:
-        key = EntryFile(file).header.key
+        key = EntryReader.of_file(file).header.key
     if entry_name(key) != path.name:
         raise EntryDamaged(f"{path.name} holds the entry of another key")
     return key

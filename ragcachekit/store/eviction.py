@@ -1,12 +1,13 @@
-"""Eviction policies: a number per entry, and the lowest one is evicted first."""
+"""Eviction: policies give every entry a number, and the lowest one in the ranking is evicted first."""
 
 from __future__ import annotations
 
+import heapq
 import math
-import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Generic, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,70 +49,46 @@ class Record:
     frequency: float = 0.0  # accesses within the policy's window, as of the last access
     current: float = 0.0  # accesses in the bucket of the window with the number ``bucket``
     previous: float = 0.0  # accesses in the bucket before
-    bucket: float = 0
+    bucket: int = 0
     at: int = 0  # number of the last access, counted over all entries
     missed: int = 0  # misses of known cost
     cost: float = 0.0  # sum over these of seconds per new token
     weight: float = 0.0  # sum of the accesses' weights, as the policy ages it
     holds: int = 0
 
+    def count(self, access: Access, now: int, window: int | None) -> float:
+        """Set and return ``frequency`` for access number ``now`` of the tier.
 
-@runtime_checkable
-class EvictionPolicy(Protocol):
-    """Ranks the entries of one tier. Implementations promise:
+        Accesses of the tier are divided into buckets of ``window``; the bucket before counts by the share of
+        it that the window still covers. This is exact for even use and needs no list of times. A frequency is
+        that of the last access, as in RAGCache's Algorithm 1. None counts accesses since the entry came in.
+        """
+        if window is None:
+            self.frequency = self.frequency + access.times if access.hit else float(access.times)
+            return self.frequency
+        bucket, into = divmod(now, window)
+        if bucket != self.bucket:
+            self.previous = self.current if bucket == self.bucket + 1 else 0.0
+            self.current, self.bucket = 0.0, bucket
+        self.current += access.times
+        self.frequency = self.current + self.previous * (1 - into / window)
+        return self.frequency
+
+
+class EvictionPolicy:
+    """Ranks the entries of one tier, to which a policy object belongs. Implementations promise:
 
     - both methods take constant time and change nothing but ``record`` and the policy's own clock;
     - they are called under the tier's lock, with ``now`` growing by one per access.
-
-    A policy object belongs to one tier.
     """
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
         """Set ``record.priority``, and what it depends on, after an access."""
-        ...
+        raise NotImplementedError
 
     def evicted(self, record: Record) -> None:
         """Called when this entry had the lowest priority and was evicted; nothing by default."""
         return
-
-
-class Seconds(float):
-    """A window's length in seconds of the monotonic clock."""
-
-
-class Window:
-    """Counts an entry's accesses within the last ``length``, by two buckets.
-
-    Accesses of the tier, or time, are divided into buckets of that length. The bucket before counts by the
-    share of it that the window still covers. This is exact for even use and needs no list of times. A
-    frequency is that of the entry's last access, as in RAGCache's Algorithm 1.
-
-    Parameters
-    ----------
-    length : int, Seconds or None
-        Accesses of the tier, or a time, also from before the entry was evicted; None counts accesses since
-        the entry last came in.
-    """
-
-    def __init__(self, length: int | Seconds | None = None) -> None:
-        if length is not None and length < 1:
-            raise ValueError(f"a window must be at least 1 access or 1 second long, got {length}")
-        self._length = length
-
-    def count(self, record: Record, access: Access, now: int) -> float:
-        """Count access number ``now`` of the tier; sets and returns ``record.frequency``."""
-        if self._length is None:
-            record.frequency = record.frequency + access.times if access.hit else float(access.times)
-            return record.frequency
-        at = time.monotonic() if isinstance(self._length, Seconds) else now
-        bucket, into = divmod(at, self._length)
-        passed = bucket - record.bucket
-        if passed:
-            record.previous = record.current if passed == 1 else 0.0
-            record.current, record.bucket = 0.0, bucket
-        record.current += access.times
-        record.frequency = record.current + record.previous * (1 - into / self._length)
-        return record.frequency
 
 
 PGDSF_WINDOW = 10_000
@@ -129,31 +106,31 @@ class Lru(EvictionPolicy):
 
 
 class Lfu(EvictionPolicy):
-    """The entry with the fewest accesses in ``window`` is evicted first; of equal ones, the least recent.
+    """The entry with the fewest accesses is evicted first; of equal ones, the least recent.
 
-    ``window`` is as in :class:`~ragcachekit.store.eviction.Window`.
+    ``window`` is as in :meth:`Record.count`.
     """
 
-    def __init__(self, window: int | Seconds | None = None) -> None:
-        self._window = Window(window)
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        record.priority = self._window.count(record, access, now)
+        record.priority = record.count(access, now, self._window)
 
 
 class Gdsf(EvictionPolicy):
     """Priority = clock + frequency x cost / size, where cost / size is 1 (RAGCache sections 5.1 and 7.4).
 
     The clock is the highest priority that was evicted, so that old frequent use ends up below present use.
-    ``window`` is as in :class:`~ragcachekit.store.eviction.Window`.
+    ``window`` is as in :meth:`Record.count`.
     """
 
-    def __init__(self, window: int | Seconds | None = None) -> None:
-        self._window = Window(window)
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
         self.clock = 0.0
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        record.priority = self.clock + self._window.count(record, access, now)
+        record.priority = self.clock + record.count(access, now, self._window)
 
     def evicted(self, record: Record) -> None:
         self.clock = max(self.clock, record.priority)
@@ -167,14 +144,13 @@ class Pgdsf(Gdsf):
     the average of the known ones; where no cost is known, this is GDSF.
     """
 
-    def __init__(self, window: int | Seconds | None = PGDSF_WINDOW) -> None:
+    def __init__(self, window: int | None = PGDSF_WINDOW) -> None:
         super().__init__(window)
-        self._unit = 0.0
-        self._total = 0.0
+        self._unit = self._total = 0.0
         self._known = 0
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
-        frequency = self._window.count(record, access, now)
+        frequency = record.count(access, now, self._window)
         if not access.hit and access.seconds > 0 and access.new_tokens > 0:
             cost = access.seconds / access.new_tokens
             record.missed += 1
@@ -199,8 +175,6 @@ class FrequencyReuse(EvictionPolicy):
     """
 
     def __init__(self, half_life: int = HALF_LIFE) -> None:
-        if half_life < 1:
-            raise ValueError(f"the half-life of f_r must be at least 1 access, got {half_life}")
         self._half_life = half_life
 
     def accessed(self, record: Record, access: Access, now: int) -> None:
@@ -220,7 +194,6 @@ POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "pgdsf": Pgdsf,
     "f_r": FrequencyReuse,
 }
-_WITH_WINDOW = frozenset({"lfu", "gdsf", "pgdsf"})
 
 
 def weighs_cost(name: str) -> bool:
@@ -234,9 +207,8 @@ def open_eviction(name: str) -> EvictionPolicy:
     Parameters
     ----------
     name : str
-        ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` or ``f_r``; all but the first take a number behind a colon:
-        the window of the frequency in accesses of the tier (``pgdsf:20000``) or in seconds
-        (``pgdsf:600s``), for ``f_r`` its half-life in accesses.
+        ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` or ``f_r``; all but the first take a number after a colon:
+        the window of the frequency in accesses of the tier (``pgdsf:20000``), for ``f_r`` its half-life.
 
     Raises
     ------
@@ -250,9 +222,147 @@ def open_eviction(name: str) -> EvictionPolicy:
         return POLICIES[kind]()
     if kind == "lru":
         raise ValueError(f"eviction policy {name!r}: it takes no number; write 'lru'")
-    if kind in _WITH_WINDOW and number.endswith("s") and number[:-1].isdecimal():
-        return POLICIES[kind](Seconds(number[:-1]))
-    if not number.isdecimal():
-        unit = "accesses, nor of seconds such as 600s" if kind in _WITH_WINDOW else "accesses"
-        raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of {unit}")
+    if not number.isdecimal() or not int(number):
+        raise ValueError(f"eviction policy {name!r}: {number!r} is no whole number of accesses, at least 1")
     return POLICIES[kind](int(number))
+
+
+K = TypeVar("K", bound=Hashable)
+
+_REMEMBERED = 4096  # evicted entries at least; where a tier holds more, as many as it holds
+
+
+class Ranking(Generic[K]):
+    """The entries of a tier, their sizes and their order of eviction; O(log n) per operation, amortised.
+
+    Not thread safe. A held entry (with children in a tree) keeps its place but is skipped. An entry's record
+    survives its eviction for a while (RAGCache section 5.1 counts retrievals of documents, cached or not),
+    but not its removal. What concerns one group (a namespace over its quota) looks at every entry.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._live: dict[K, Record] = {}
+        self._past: OrderedDict[K, Record] = OrderedDict()
+        self._heap: list[tuple[float, int, K]] = []
+        self._now = 0
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, item: K) -> bool:
+        return item in self._live
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._live)
+
+    def nbytes_of(self, group: str) -> int:
+        """Bytes of one group's entries."""
+        return sum(record.nbytes for record in self._live.values() if record.group == group)
+
+    def record(self, item: K) -> Record:
+        """The state of an entry; KeyError if it is not here."""
+        return self._live[item]
+
+    def add(
+        self, item: K, nbytes: int, group: str = "", access: Access = MISS, *, hold: bool = False
+    ) -> None:
+        """Add an entry, or set its size; counts as an access. ``hold``: as :meth:`hold` after it."""
+        record = self._live.get(item)
+        if record is None:
+            record = self._live[item] = self._past.pop(item, Record())
+            record.nbytes = 0
+        self.nbytes += nbytes - record.nbytes
+        record.nbytes, record.group = nbytes, group
+        record.holds += hold
+        self.touch(item, access)
+
+    def touch(self, item: K, access: Access = HIT) -> None:
+        """Count an access to an entry that is here."""
+        record = self._live.get(item)
+        if record is not None:
+            self._count(record, access)
+            if not record.holds:  # else its release does it, once for all uses until then
+                self._push(item, record)
+
+    def note(self, item: K, access: Access) -> None:
+        """Count an access to an entry, also while it is not here."""
+        if item in self._live:
+            self.touch(item, access)
+            return
+        record = self._past.pop(item, Record())
+        self._count(record, access)
+        self._remember(item, record)
+
+    def remove(self, item: K) -> None:
+        """Remove an entry and its record."""
+        self._past.pop(item, None)
+        record = self._live.pop(item, None)
+        if record is not None:
+            self.nbytes -= record.nbytes
+
+    def hold(self, item: K) -> None:
+        """Keep an entry from eviction until it is released as often as it was held."""
+        record = self._live.get(item)
+        if record is not None:
+            record.holds += 1
+
+    def release(self, item: K) -> None:
+        """Undo one :meth:`hold`; nothing if the entry has been removed since."""
+        record = self._live.get(item)
+        if record is not None and record.holds:
+            record.holds -= 1
+            if not record.holds:
+                self._push(item, record)
+
+    def lowest(self, group: str | None = None) -> K | None:
+        """The next entry to be evicted (of one group); None if all are held."""
+        if group is not None:
+            free = [(r.priority, r.at, i) for i, r in self._live.items() if r.group == group and not r.holds]
+            return min(free)[2] if free else None
+        while self._heap:
+            if self._is_evictable(self._heap[0]):
+                return self._heap[0][2]
+            heapq.heappop(self._heap)  # outdated, or held: then its release puts it back
+        return None
+
+    def evict(self, group: str | None = None) -> K | None:
+        """Remove and return the next entry to be evicted; None if all are held."""
+        item = self.lowest(group)
+        if item is None:
+            return None
+        record = self._live.pop(item)
+        self.nbytes -= record.nbytes
+        self._policy.evicted(record)
+        self._remember(item, record)
+        return item
+
+    def clear(self) -> None:
+        """Remove all entries and records."""
+        for table in (self._live, self._past, self._heap):
+            table.clear()
+        self.nbytes = 0
+
+    def _remember(self, item: K, record: Record) -> None:
+        self._past[item] = record
+        while len(self._past) > max(_REMEMBERED, len(self._live)):
+            self._past.popitem(last=False)
+
+    def _count(self, record: Record, access: Access) -> None:
+        self._now += 1
+        self._policy.accessed(record, access, self._now)
+        record.at = self._now
+
+    def _push(self, item: K, record: Record) -> None:
+        # Numbers of accesses are unique, so only an item and itself are ever compared.
+        heapq.heappush(self._heap, (record.priority, record.at, item))
+        if len(self._heap) > 2 * len(self._live) + 64:  # drop what is outdated, held or there twice
+            self._heap = list(set(filter(self._is_evictable, self._heap)))
+            heapq.heapify(self._heap)
+
+    def _is_evictable(self, entry: tuple[float, int, K]) -> bool:
+        """Whether an entry of the heap is up to date and not held."""
+        priority, at, item = entry
+        record = self._live.get(item)
+        return record is not None and not record.holds and record.at == at and record.priority == priority

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -17,17 +16,10 @@ MIN_OVERLAP = 3
 
 
 class ForgottenTexts:
-    """Finds texts in decoded token ids.
+    """Finds texts in token ids that ``decode`` makes text of, special tokens shown and nothing cleaned up.
 
     Whitespace does not count: chains strip texts and wrap their lines, and tokenizers add blanks. A text that
-    a tokenizer normalises should be given in its decoded form as well.
-
-    Parameters
-    ----------
-    texts : iterable of str
-        Blank ones are ignored: every prompt would hold them.
-    decode : callable
-        Token ids to text, special tokens shown and nothing cleaned up.
+    a tokenizer normalises should be given in its decoded form as well. Blank ones are ignored.
     """
 
     def __init__(self, texts: Iterable[str], decode: Callable[[Sequence[int]], str]) -> None:
@@ -76,8 +68,8 @@ MAX_TEXTS = 64  # forgets of texts
 @dataclass
 class _Namespace:
     whole: int = 0  # epoch of the last forget of everything
-    last: OrderedDict[str, int] = field(default_factory=OrderedDict)  # name to that epoch, oldest first
-    texts: deque[tuple[int, ForgottenTexts]] = field(default_factory=deque)  # with their epochs
+    last: dict[str, int] = field(default_factory=dict)  # name to that epoch
+    texts: list[tuple[int, ForgottenTexts]] = field(default_factory=list)  # with their epochs
 
 
 class ForgetEpochs:
@@ -113,23 +105,15 @@ class ForgetEpochs:
 
         ``within`` finds the texts where they are part of what was computed.
         """
-        names = None if chunk_ids is None else [*chunk_ids, *map(_name, texts)]
         with self._lock:
             epoch = self._epoch + 1
             known = self._namespaces.setdefault(namespace, _Namespace())
-            if names is None:
-                known.whole = epoch
-                known.last.clear()
-                known.texts.clear()
             if within is not None:
                 known.texts.append((epoch, within))
-            while len(known.texts) > MAX_TEXTS:
-                known.whole = max(known.whole, known.texts.popleft()[0])
-            for name in names or ():
-                known.last[name] = epoch
-                known.last.move_to_end(name)
-            while len(known.last) > MAX_NAMES:
-                known.whole = max(known.whole, known.last.popitem(last=False)[1])
+            if chunk_ids is not None:
+                known.last.update(dict.fromkeys([*chunk_ids, *map(_name, texts)], epoch))
+            if chunk_ids is None or len(known.last) > MAX_NAMES or len(known.texts) > MAX_TEXTS:
+                self._namespaces[namespace] = _Namespace(whole=epoch)
             self._epoch = epoch
 
     def forgot(self, key: KVKey, since: int) -> bool:
@@ -145,9 +129,7 @@ class ForgetEpochs:
         if self._epoch == since:
             return False
         with self._lock:
-            known = self._namespaces.get(namespace)
-            if known is None:
-                return False
+            known = self._namespaces.get(namespace, _Namespace())
             return known.whole > since or any(known.last.get(whole_id(name), 0) > since for name in names)
 
     def forgot_within(self, namespace: str, token_ids: Sequence[int], since: int) -> bool:
@@ -155,9 +137,7 @@ class ForgetEpochs:
         if self._epoch == since:
             return False
         with self._lock:
-            known = self._namespaces.get(namespace)
-            if known is None:
-                return False
+            known = self._namespaces.get(namespace, _Namespace())
             whole, later = known.whole, [within for epoch, within in known.texts if epoch > since]
         return whole > since or any(within.within(token_ids) for within in later)
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
 
 from ragcachekit.errors import Closed
-from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
+from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of
+from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, concerns
 from ragcachekit.store.entry import EntryDamaged
-from ragcachekit.store.load import IDLE, PREFETCH, Hit, Load, LoadingKV
+from ragcachekit.store.quantised import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
 from ragcachekit.types import KVKey
-
-if sys.platform != "win32":
-    import resource
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,181 @@ THREADS = 2
 DEADLINE_SECONDS = 30.0
 BYTES_IN_FLIGHT = 1 << 30
 
-SHARE_OF_FILES = 0.5
-"""Part of the process's open files that a loader may use."""
+MAX_OPEN = 256
+"""Entries that may be open at a time; further ones are misses."""
 
 MAX_STUCK = 4
 """Threads that may hang in a read (a dead mount) and be replaced."""
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for running reads."""
+
+PREFETCH = float(1 << 62)
+"""Rank of loads for which no request waits."""
+
+IDLE = float("inf")
+"""Rank of loads that are not to be read yet."""
+
+
+class LoadFailed(Exception):
+    """Entries (``keys``) that a request needs cannot be read in time; it is planned again without them."""
+
+    def __init__(self, keys: frozenset[KVKey], why: str) -> None:
+        super().__init__(why)
+        self.keys = keys
+
+
+@dataclass(eq=False)
+class Load:
+    """One entry that is read for every request that needs it, guarded by the loader's condition."""
+
+    key: KVKey
+    source: LayerSource
+    changed: Condition
+    late: Callable[[Load, float], object]  # called when a request has waited so many seconds in vain
+    rank: float = IDLE  # of the earliest request it is read for; the lowest is read first
+    joinable: bool = True  # by further requests: not once it was forgotten, hangs or has ended
+    job: Job | None = None  # that reads a layer, or has read the last one
+    job_started_at: float = 0.0  # by time.monotonic
+    error: str | None = None
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    pairs: list[Pair] = field(default_factory=list)  # the layers read and verified so far
+    handles: weakref.WeakSet[LoadingKV] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer is read."""
+        return len(self.pairs) == self.source.layers
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes per layer, on average."""
+        return self.source.nbytes // self.source.layers
+
+    def begin(self, rank: float) -> None:
+        """Have it read for one more request, or be prefetched."""
+        self.rank = min(self.rank, rank)
+        self.started_at = self.started_at or time.perf_counter()
+
+    def kv(self) -> ChunkKV:
+        """The whole entry; only once it is complete."""
+        keys, values = zip(*self.pairs, strict=True)
+        kv = ChunkKV(keys, values, self.source.start, self.source.sums, self.source.quantised)
+        return PackedKV.of(kv, kv.quantised) if is_packed(kv.sums) else kv
+
+
+class LoadingKV:
+    """One request's handle of an entry that is being read, in place of a :class:`ChunkKV`.
+
+    Attributes come from the header and never wait; they are those of
+    :class:`~ragcachekit.store.base.LayerSource`. ``keys[i]`` and ``values[i]`` wait until layer ``i`` is read
+    and verified. Entries in eight bits look unpacked, as in :class:`~ragcachekit.store.quantised.PackedKV`.
+    Reading stops when the last handle is dropped. ``waited`` counts this request's seconds of waiting.
+    """
+
+    def __init__(self, load: Load, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = float("inf")
+        self.waited = 0.0
+        source = load.source
+        self.key, self.tier, self.nbytes = load.key, source.tier, source.nbytes
+        self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
+        self.sums: Mapping[str, torch.Tensor] = own_sums(source.sums)
+        self.quantised = source.quantised
+        self.keys, self.values = _Tensors(self, 0), _Tensors(self, 1)
+        self.load = load
+        load.handles.add(self)
+
+    @property
+    def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
+        """Dtype and shape of keys and of values, per layer."""
+        source = self.load.source
+        return unpacked_shapes(source.shapes, source.sums) if is_packed(source.sums) else source.shapes
+
+    @property
+    def ready(self) -> int:
+        """Layers that are read."""
+        return len(self.load.pairs)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the entry cannot be read (in time), or None."""
+        late = time.monotonic() > self._until
+        return None if self.load.complete else self.load.error or (self._late if late else None)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Begin and end of the reading by :func:`time.perf_counter`, 0 until then."""
+        return self.load.started_at, self.load.ended_at
+
+    def start_deadline(self) -> None:
+        """Count the seconds that a request may wait from now on."""
+        self._until = time.monotonic() + self._seconds
+
+    def layer(self, number: int) -> Pair:
+        """Keys and values of one layer, ``[kv_heads, tokens, head_dim]`` each.
+
+        Raises
+        ------
+        LoadFailed
+            If it is damaged or cannot be read before the deadline.
+        """
+        pair, sums = self._read(number), self.load.source.sums
+        return unpacked_layer(number, *pair, sums) if is_packed(sums) else pair
+
+    def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
+        """One layer as it is stored: eight-bit tensors with their scales, others as in :meth:`layer`."""
+        return *self._read(number), *scales_of(self.load.source.sums, number)
+
+    @property
+    def _late(self) -> str:
+        return f"not there within {self._seconds:g} s"
+
+    def _read(self, number: int) -> Pair:
+        load = self.load
+        if number < len(load.pairs) or load.complete:  # then an IndexError
+            return load.pairs[number]
+        started_at = time.perf_counter()
+        there = load.changed.wait_for(
+            lambda: number < len(load.pairs) or load.complete or load.error is not None,
+            max(0.0, self._until - time.monotonic()),
+        )
+        if not there:
+            with load.changed:
+                load.late(load, self._seconds)
+        self.waited += time.perf_counter() - started_at
+        if number >= len(load.pairs) and not load.complete:
+            raise LoadFailed(frozenset([self.key]), load.error or self._late)
+        return load.pairs[number]
+
+
+AnyKV = ChunkKV | LoadingKV
+"""KV in memory, or being read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hit:
+    """The KV under a key and the tier that has it."""
+
+    kv: AnyKV
+    tier: str
+
+
+class _Tensors:
+    """Keys or values of a :class:`LoadingKV`, by layer."""
+
+    def __init__(self, kv: LoadingKV, part: int) -> None:
+        self._kv = weakref.proxy(kv)  # no cycle: a dropped handle ends its load at once
+        self._part = part
+
+    def __len__(self) -> int:
+        return int(self._kv.layers)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        tensor: torch.Tensor = self._kv.layer(number)[self._part]
+        return tensor
+
 
 Observe = Callable[[str, int, float, int], object]
 """Called after every read with its tier, bytes, seconds, and the bytes of other reads when it began."""
@@ -42,7 +210,7 @@ class Loader:
     """Finds entries in a store and reads those of slow tiers in background threads. Thread safe.
 
     An entry that several requests need at once is read once. Damage, I/O errors and deadlines raise
-    :class:`~ragcachekit.store.load.LoadFailed` where a request waits for the layer.
+    :class:`LoadFailed` where a request waits for the layer.
 
     Parameters
     ----------
@@ -66,15 +234,12 @@ class Loader:
         bytes_in_flight: int = BYTES_IN_FLIGHT,
         observe: Observe = lambda *_: None,
     ) -> None:
-        if threads < 1 or deadline <= 0 or bytes_in_flight < 1:
-            raise ValueError("threads and bytes_in_flight must be at least 1, and the deadline > 0 seconds")
         self._store, self._observe = store, observe
-        self._threads, self._deadline, self._most_prefetched = threads, deadline, bytes_in_flight
+        self._threads, self._deadline, self._max_prefetched = threads, deadline, bytes_in_flight
         self._pool = DaemonPool("ragcachekit-load", threads, MAX_STUCK)
         self._changed = Condition()  # guards everything below and in the loads
         self._jobs: set[Job] = set()  # submitted, not finished and not given up
         self._active: list[Load] = []  # opened and not read to the end
-        self._findable: dict[KVKey, Load] = {}  # that another request may join: not those forgotten
         self._ranks = itertools.count()
         self._reading = 0  # bytes
         self._forgets = 0
@@ -83,17 +248,10 @@ class Loader:
 
     def open(self, key: KVKey, weight: float = 1.0) -> Hit | None:
         """The entry in the store; its layers are read after :meth:`begin`, for a whole prompt at once."""
-        with self._changed:
-            self._sweep()
-            load, forgets = self._findable.get(key), self._forgets
-            if load is not None:
-                return Hit(LoadingKV(load, self._deadline), load.source.tier)
-        opened = self._store.open(key, weight)
-        if opened is None or isinstance(opened, Found):
-            return Hit(opened.kv, opened.tier) if opened is not None else None
-        with self._changed:
-            load = self._add(key, opened, forgets)
-            return Hit(LoadingKV(load, self._deadline), load.source.tier) if load is not None else None
+        opened = self._opened(key, weight)
+        if opened is None:
+            return None
+        return Hit(opened.kv if isinstance(opened, Found) else opened, opened.tier)
 
     def begin(self, handles: Iterable[LoadingKV]) -> None:
         """Read these for one request; those of earlier requests are read first."""
@@ -117,26 +275,18 @@ class Loader:
         Waits while ``bytes_in_flight`` are being prefetched. A prompt that needs an entry meanwhile joins in.
         """
         for key in keys:
-            if not self._changed.wait_for(self._may_prefetch, self._deadline):
+            if not self._changed.wait_for(self._may_prefetch, self._deadline) or self._closed:
                 return
-            with self._changed:
-                if self._closed:
-                    return
-                self._sweep()
-                known, forgets = key in self._findable, self._forgets
-            opened = None if known else self._store.open(key, 0.0)
-            if opened is None or isinstance(opened, Found):
-                continue
-            with self._changed:
-                load = self._add(key, opened, forgets)
-                if load is not None:
-                    load.begin(PREFETCH)
-                self._wake()
+            opened = self._opened(key, 0.0)
+            if isinstance(opened, LoadingKV):
+                with self._changed:
+                    opened.load.begin(PREFETCH)
+                    self._wake()
 
     def coming(self, keys: Iterable[KVKey]) -> list[LoadingKV]:
         """Entries among ``keys`` that are being read now."""
         with self._changed:
-            loads = [load for key in keys if (load := self._findable.get(key)) is not None]
+            loads = [load for key in keys if (load := self._find(key)) is not None]
             return [LoadingKV(load, self._deadline) for load in loads if load.rank != IDLE]
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
@@ -160,14 +310,34 @@ class Loader:
         """Cancel all reads, and wait for the running ones but not for one that hangs."""
         with suppress(Closed), self._changed:
             self._closed = True
-            self._findable.clear()
             for load in self._active:
-                load.error = load.error or "the store was closed"
+                load.joinable, load.error = False, load.error or "the store was closed"
                 if load.job is None:
                     load.source.close()
             self._active.clear()
             self._changed.notify_all()
         self._pool.close(CLOSE_SECONDS)
+
+    def _opened(self, key: KVKey, weight: float) -> Found | LoadingKV | None:
+        """The entry in memory, or a handle of its load: a running one if there is one."""
+        with self._changed:
+            self._sweep()
+            load, forgets = self._find(key), self._forgets
+            if load is not None:
+                return LoadingKV(load, self._deadline)
+        opened = self._store.open(key, weight)
+        if opened is None or isinstance(opened, Found):
+            return opened
+        with self._changed:
+            load = self._find(key)  # another thread may have opened it meanwhile
+            usable = not (self._closed or self._pool.hopeless) and len(self._active) < MAX_OPEN
+            if load is not None or not usable:
+                opened.close()
+            else:
+                load = Load(key, opened, self._changed, self._replace_readers)
+                load.joinable = forgets == self._forgets  # else it was forgotten while it was opened
+                self._active.append(load)
+            return LoadingKV(load, self._deadline) if load is not None else None
 
     # -- reader jobs: the lock is not held ---------------------------------------------------------
 
@@ -177,7 +347,7 @@ class Loader:
             self._sweep()
             load, beside = self._next(), self._reading
             if load is not None:
-                load.job, load.job_begun = job, time.monotonic()
+                load.job, load.job_started_at = job, time.monotonic()
                 self._reading += load.layer_bytes
         if load is not None:
             self._read(load, beside)
@@ -186,23 +356,22 @@ class Loader:
             self._wake()
 
     def _read(self, load: Load, beside: int) -> None:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         pair, error = None, None
         try:
-            pair = load.source.layer(load.read)
+            pair = load.source.layer(len(load.pairs))
         except (EntryDamaged, OSError) as failed:
             error = f"{type(failed).__name__}: {failed}"
         except Exception as failed:
             log.warning("reading an entry from tier %s failed", load.source.tier, exc_info=True)
             error = repr(failed)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         with self._changed:
             self._reading -= load.layer_bytes
             if pair is not None:
-                load.pairs[load.read] = pair
-                load.read += 1
+                load.pairs.append(pair)
             load.error = load.error or error
-            load.ended = time.perf_counter()
+            load.ended_at = time.perf_counter()
             over = load.complete or load.error is not None
             if not over:
                 load.job = None  # another one may read the next layer
@@ -210,35 +379,19 @@ class Loader:
         if pair is not None:
             self._observe(load.source.tier, load.layer_bytes, seconds, beside)
         if over:
-            self._finish(load)
-
-    def _finish(self, load: Load) -> None:
-        try:
-            if load.complete:
-                load.source.finished(load.kv())
-        except Exception:
-            log.warning("an entry could not be kept in a faster tier", exc_info=True)
-        with self._changed:
-            self._end(load)
-            self._changed.notify_all()
+            try:
+                if load.complete:
+                    load.source.finished(load.kv())
+            except Exception:
+                log.warning("an entry could not be kept in a faster tier", exc_info=True)
+            with self._changed:
+                self._end(load)
+                self._changed.notify_all()
 
     # -- the lock is held --------------------------------------------------------------------------
 
-    def _add(self, key: KVKey, source: LayerSource, forgets: int) -> Load | None:
-        """The load of ``key``: over ``source``, or the one that another thread opened meanwhile.
-
-        If an entry was forgotten since ``forgets`` was read, no other request may join the load.
-        """
-        load = self._findable.get(key)
-        usable = not (self._closed or self._pool.hopeless)
-        if load is None and usable and len(self._active) < max_open():
-            load = Load(key, source, self._changed, self._replace_readers)
-            self._active.append(load)
-            if forgets == self._forgets:
-                self._findable[key] = load
-        if load is None or load.source is not source:
-            source.close()
-        return load
+    def _find(self, key: KVKey) -> Load | None:
+        return next((load for load in self._active if load.key == key and load.joinable), None)
 
     def _wake(self) -> None:
         """Submit jobs for what is to be done; without any thread, fail the loads."""
@@ -264,10 +417,10 @@ class Loader:
         old = time.monotonic() - seconds
         for load in self._active:
             job = load.job
-            if job is not None and (load is late or load.job_begun <= old):
+            if job is not None and (load is late or load.job_started_at <= old):
                 self._jobs.discard(job)
                 self._pool.give_up(job)
-                self._hide(load)
+                load.joinable = False
         self._wake()
 
     def _begun(self) -> list[Load]:
@@ -276,11 +429,11 @@ class Loader:
     def _next(self) -> Load | None:
         """The load to read a layer of: of the earliest request, the one with the lowest layer."""
         ready = [load for load in self._begun() if load.job is None]
-        return min(ready, key=lambda load: (load.rank, load.read), default=None)
+        return min(ready, key=lambda load: (load.rank, len(load.pairs)), default=None)
 
     def _may_prefetch(self) -> bool:
         prefetched = sum(load.source.nbytes for load in self._active if load.rank == PREFETCH)
-        return self._closed or prefetched < self._most_prefetched
+        return self._closed or prefetched < self._max_prefetched
 
     def _drop(self, which: Callable[[KVKey], bool]) -> None:
         """Stop what is prefetched, and have no further request join a load."""
@@ -289,13 +442,8 @@ class Loader:
             for load in [load for load in self._active if which(load.key)]:
                 if load.rank == PREFETCH:
                     load.rank = IDLE
-                self._hide(load)
+                load.joinable = False
             self._wake()
-
-    def _hide(self, load: Load) -> None:
-        """Have no further request join a load."""
-        if self._findable.get(load.key) is load:
-            del self._findable[load.key]
 
     def _sweep(self) -> None:
         """Close loads that no request has a handle of."""
@@ -304,14 +452,6 @@ class Loader:
                 self._end(load)
 
     def _end(self, load: Load) -> None:
-        self._hide(load)
+        load.joinable = False
         load.source.close()
         self._active = [other for other in self._active if other is not load]
-
-
-def max_open() -> float:
-    """Number of files that a loader may have open."""
-    if sys.platform == "win32":
-        return 256
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return float("inf") if most == resource.RLIM_INFINITY else SHARE_OF_FILES * most

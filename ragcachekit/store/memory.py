@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
-from typing import TypedDict, Unpack
+from typing import Any
 
 import torch
 
 from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
-from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Lru
-from ragcachekit.store.ranking import Ranking
+from ragcachekit.store.base import Counters, Evicted, Found, KVStore, StoreStats, concerns, quota_of
+from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Lru, Ranking
 from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
@@ -32,8 +29,7 @@ def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
     """
     held: dict[int, int] = {}
     used: Counter[int] = Counter()
-    tensors = (*kv.keys, *kv.values, *kv.sums.values())
-    for tensor in tensors:
+    for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
         storage = tensor.untyped_storage()
         held[storage.data_ptr()] = storage.nbytes()
         used[storage.data_ptr()] += tensor.nbytes
@@ -54,26 +50,16 @@ Cost = Callable[[ChunkKV], float]
 """Cost of computing an entry, in any unit; 0 if unknown."""
 
 
-class MemoryOptions(TypedDict, total=False):
-    """Options of every memory tier, as in :class:`MemoryStore`."""
-
-    policy: EvictionPolicy | None
-    quotas: Mapping[str, int] | None
-    cost: Cost | None
-
-
-class MemoryStore(Tier):
+class MemoryStore(KVStore):
     """Chunk KV in memory, by reference. Views of much more memory than the entry are copied.
-
-    An entry that ``get`` returned is not evicted until the caller drops it, as that would free no memory. A
-    put that would need its bytes is refused.
 
     Parameters
     ----------
     tier : str
         Its name in reports.
     budget : int
-        Bytes of memory that all entries together keep alive; > 0.
+        Bytes of memory that all entries together keep alive; > 0. An entry that is evicted while a prompt
+        is being linked with it is freed after that.
     policy : EvictionPolicy, optional
         This tier's own; default least recently used.
     quotas : mapping of str to int
@@ -96,9 +82,7 @@ class MemoryStore(Tier):
         self._quotas = dict(quotas or {})
         self._cost = cost or (lambda kv: float(kv.tokens))
         self._entries: dict[KVKey, ChunkKV] = {}
-        self._ranking: Ranking[KVKey] = Ranking(policy or Lru(), groups=bool(self._quotas))
-        self._lent: dict[KVKey, weakref.ref[ChunkKV]] = {}
-        self._returned: deque[tuple[KVKey, weakref.ref[ChunkKV]]] = deque()
+        self._ranking: Ranking[KVKey] = Ranking(policy or Lru())
         self._closed = False
         self._lock = RLock()
         self._counters = Counters(tier)
@@ -110,28 +94,26 @@ class MemoryStore(Tier):
             kv = self._entries.get(key)
             if weight:
                 self._counters.count("misses" if kv is None else "hits")
-            if kv is None:
-                return None
-            view = self._lend(key, kv)
-            if weight:
                 self._ranking.touch(key, HIT if weight == 1 else Access(weight=weight))
-            return Found(view, self._tier)
+        return None if kv is None else Found(kv, self._tier)
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         """Keep ``kv``, evicting the lowest-ranked entries; False if it cannot fit."""
-        with self._lock:
-            if self._closed or not self._may_fit(key, kv.nbytes):
-                return False, ()
+        if not self._may_fit(key, kv.nbytes):
+            return False, ()
         kv, nbytes = self._placed(kv)
+        if not self._may_fit(key, nbytes):
+            return False, ()
         with self._lock:
-            if self._closed or not self._may_fit(key, nbytes):
+            if self._closed:
                 return False, ()
-            self._release(key)
             self._entries[key] = kv
             access = Access(False, self._cost(kv), kv.tokens)
             # Ranked before others are evicted: it starts from the clock at its put (RAGCache, Algorithm 1).
             self._ranking.add(key, nbytes, key.namespace, access, hold=True)
-            return True, self._make_room(key)
+            evicted = self._make_room(key.namespace)
+            self._ranking.release(key)
+            return True, evicted
 
     def __contains__(self, key: KVKey) -> bool:
         with self._lock:
@@ -142,10 +124,7 @@ class MemoryStore(Tier):
 
     def discard(self, key: KVKey) -> None:
         """Drop an unusable entry and count it as damaged."""
-        with self._lock:
-            if key in self._entries:
-                self._remove(key)
-                self._counters.count("damaged")
+        self._remove(key, "damaged")
 
     def keys(self) -> Iterator[KVKey]:
         """Keys of all entries, the last put first."""
@@ -157,10 +136,7 @@ class MemoryStore(Tier):
 
     def evict(self, key: KVKey) -> None:
         """Drop the entry under ``key`` and count an eviction."""
-        with self._lock:
-            if key in self._entries:
-                self._remove(key)
-                self._counters.count("evictions")
+        self._remove(key, "evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         with self._lock:
@@ -178,84 +154,46 @@ class MemoryStore(Tier):
         """Drop all entries; further calls are misses."""
         with suppress(Closed), self._lock:
             self._closed = True
-            for table in (self._entries, self._ranking, self._lent, self._returned):
-                table.clear()
+            self._entries.clear()
+            self._ranking.clear()
 
-    def _remove(self, key: KVKey) -> None:
-        self._release(key)
-        del self._entries[key]
-        self._ranking.remove(key)
+    def _remove(self, key: KVKey, event: str = "") -> None:
+        with self._lock:
+            if self._entries.pop(key, None) is not None:
+                self._ranking.remove(key)
+                if event:
+                    self._counters.count(event)
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
         """The KV in this tier's memory, and its bytes."""
         return in_own_memory(kv)
 
-    # -- room --------------------------------------------------------------------------------------
-
     def _may_fit(self, key: KVKey, nbytes: int) -> bool:
-        """Whether it would fit if all entries not in use were evicted."""
-        self._release_unused()
-        quota = quota_of(self._quotas, key.namespace)
-        held = {k: self._ranking.size(k) for k in self._lent if k != key}
-        own = sum(size for k, size in held.items() if k.namespace == key.namespace)
-        for what, limit, kept in (("budget", self._budget, sum(held.values())), ("quota", quota, own)):
-            if limit is not None and kept + nbytes > limit:
-                self._counters.count("failed_writes")
-                why = "entry of %d bytes does not fit into the %s of %d beside the %d in use"
-                self._counters.warn_once(what, why, nbytes, what, limit, kept)
-                return False
-        return True
+        """Whether an entry is no larger than the budget and its namespace's quota."""
+        limit = min(self._budget, quota_of(self._quotas, key.namespace) or self._budget)
+        if nbytes > limit:
+            self._counters.count("failed_writes")
+            self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", nbytes, limit)
+        return nbytes <= limit
 
-    def _make_room(self, key: KVKey) -> list[tuple[KVKey, ChunkKV]]:
-        """Evict until quota and budget hold; not the entry under ``key``, which is released."""
+    def _make_room(self, namespace: str) -> list[tuple[KVKey, ChunkKV]]:
+        """Evict until quota and budget hold."""
         evicted: list[tuple[KVKey, ChunkKV]] = []
-        namespace, quota = key.namespace, quota_of(self._quotas, key.namespace)
-        while quota is not None and self._ranking.nbytes_of(namespace) > quota:
-            evicted += self._evict(namespace)
-        while self._ranking.nbytes > self._budget:
-            evicted += self._evict()
-        self._ranking.release(key)
-        return evicted
-
-    def _evict(self, namespace: str | None = None) -> list[tuple[KVKey, ChunkKV]]:
-        victim = self._ranking.evict(namespace)
-        assert victim is not None, "_may_fit counted the evictable entries"
-        self._counters.count("evictions")
-        return [(victim, self._entries.pop(victim))]
-
-    # -- entries in use ----------------------------------------------------------------------------
-
-    def _lend(self, key: KVKey, kv: ChunkKV) -> ChunkKV:
-        """A view of the entry; it is in use as long as the view lives."""
-        self._release_unused()
-        known = self._lent.get(key)
-        view = known() if known is not None else None
-        if view is None:
-            self._release(key)
-            view = copy.copy(kv)  # shares the tensors
-            # The callback may run at any moment, so it only appends.
-            self._lent[key] = weakref.ref(view, lambda ref: self._returned.append((key, ref)))
-            self._ranking.hold(key)
-        return view
-
-    def _release_unused(self) -> None:
-        """Release the entries whose views are gone."""
-        while self._returned:
-            key, ref = self._returned.popleft()
-            if self._lent.get(key) is ref:
-                self._release(key)
-
-    def _release(self, key: KVKey) -> None:
-        if self._lent.pop(key, None) is not None:
-            self._ranking.release(key)
+        quota = quota_of(self._quotas, namespace)
+        while True:
+            over_quota = quota is not None and self._ranking.nbytes_of(namespace) > quota
+            if not over_quota and self._ranking.nbytes <= self._budget:
+                return evicted
+            victim = self._ranking.evict(namespace if over_quota else None)
+            assert victim is not None, "the new entry alone fits"
+            self._counters.count("evictions")
+            evicted.append((victim, self._entries.pop(victim)))
 
 
 class GpuStore(MemoryStore):
-    """Chunk KV in the memory of the model's ``device``; parameters as in :class:`MemoryStore`."""
+    """Chunk KV in the memory of the model's ``device``; ``options`` are those of :class:`MemoryStore`."""
 
-    def __init__(
-        self, budget: int, device: str | torch.device = "cuda", **options: Unpack[MemoryOptions]
-    ) -> None:
+    def __init__(self, budget: int, device: str | torch.device = "cuda", **options: Any) -> None:
         super().__init__("gpu", budget, **options)
         self._device = torch.device(device)
 
@@ -276,7 +214,7 @@ class GpuStore(MemoryStore):
 
 
 class HostStore(MemoryStore):
-    """Chunk KV in main memory; parameters as in :class:`MemoryStore`.
+    """Chunk KV in main memory; ``options`` are those of :class:`MemoryStore`.
 
     Parameters
     ----------
@@ -288,7 +226,7 @@ class HostStore(MemoryStore):
         copied to ordinary memory.
     """
 
-    def __init__(self, budget: int, *, pinned: bool = False, **options: Unpack[MemoryOptions]) -> None:
+    def __init__(self, budget: int, *, pinned: bool = False, **options: Any) -> None:
         super().__init__("host", budget, **options)
         self._pinned = pinned and torch.cuda.is_available()
 
@@ -297,7 +235,7 @@ class HostStore(MemoryStore):
         if self._pinned:
             try:
                 kv = kv.each(lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor))
-                locked = sum(map(_page_locked_bytes, (*kv.keys, *kv.values)))
+                locked = sum(1 << (t.nbytes - 1).bit_length() for t in (*kv.keys, *kv.values) if t.nbytes)
                 return kv, locked + sum(tensor.nbytes for tensor in kv.sums.values())
             except RuntimeError as error:  # the system limits how much may be page-locked
                 self._counters.warn_once("pin", "cannot page-lock, going on without: %s", error)
@@ -306,8 +244,3 @@ class HostStore(MemoryStore):
         if begun and kv.keys[0].is_pinned():
             kv = kv.each(torch.Tensor.clone)
         return in_own_memory(kv)
-
-
-def _page_locked_bytes(tensor: torch.Tensor) -> int:
-    """What torch's host allocator takes for a tensor: the next power of two."""
-    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0

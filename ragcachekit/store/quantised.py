@@ -1,27 +1,27 @@
 """KV rounded to eight bits at rest: half (of bf16) or a quarter (of float32) of the bytes.
 
 Keys without RoPE vary most between channels, values between tokens: keys have one scale per head and channel,
-values one per head and token.
+values one per head and token. Packed KV has these scales among its ``sums``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
-from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV
-from ragcachekit.model.packed import (
-    LIKE,
-    PackedKV,
-    is_well_packed,
-    own_sums,
-    unpack,
-    unpacked_layer,
-    unpacked_shapes,
+from ragcachekit.model.kv import (
+    SCALE_OF_KEYS,
+    SCALE_OF_VALUES,
+    ChunkKV,
+    TensorShape,
+    is_packed,
+    nbytes_of,
+    scales_of,
 )
-from ragcachekit.store.base import Evicted, Found, LayerSource, StoreStats, Tier, WrappedSource
+from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, Pair, StoreStats
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 from ragcachekit_kernels.dispatch import uses_triton
 
@@ -34,14 +34,19 @@ KINDS: dict[str, tuple[torch.dtype, float]] = {
 EXACT_ONLY = (ENCODING_PREFIX, "path")
 """Encodings that are only reused exactly, and never rounded."""
 
+LIKE = "like"  # name in the sums of packed KV: an empty tensor of the original dtype
+
 _OVER_TOKENS, _OVER_CHANNELS = 1, 2
+
+Sums = Mapping[str, torch.Tensor]
+Shapes = tuple[tuple[TensorShape, TensorShape], ...]
 
 
 def pack(kv: ChunkKV, kind: str) -> ChunkKV:
     """``kv`` in eight bits, its scales among the ``sums``; ValueError for values that are not finite.
 
-    With s = max|x| / largest over what shares a scale, the error of an element x after
-    :func:`~ragcachekit.model.packed.unpack` (before the rounding to its own dtype) is at most
+    With s = max|x| / largest over what shares a scale, the error of an element x after :func:`unpack` (before
+    the rounding to its own dtype) is at most
 
     - ``int8``: s / 2 = max|x| / 254;
     - ``fp8`` (e4m3, 3 bits of mantissa): |x| / 16, and s / 1024 where x is below the normal numbers.
@@ -65,8 +70,88 @@ def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.T
     return (scaled.round() if kind == "int8" else scaled).to(dtype), scale
 
 
-class QuantisedStore(Tier):
-    """A :class:`Tier` that rounds KV to eight bits, and returns it marked as rounded.
+def own_sums(sums: Sums) -> Sums:
+    """Sums without scales and dtype; the same object if the KV is not packed."""
+    if not is_packed(sums):
+        return sums
+    scales = (SCALE_OF_KEYS, SCALE_OF_VALUES)
+    return {name: t for name, t in sums.items() if not name.startswith(scales) and name != LIKE}
+
+
+def unpacked_layer(number: int, keys: torch.Tensor, values: torch.Tensor, sums: Sums) -> Pair:
+    """One layer in its original dtype."""
+    dtype = sums[LIKE].dtype
+    of_keys, of_values = scales_of(sums, number)
+    wide = keys.float() * of_keys.to(keys.device)
+    return wide.to(dtype), (values.float() * of_values.to(values.device)).to(dtype)
+
+
+def unpacked_shapes(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums) -> Shapes:
+    """Dtype and shape of unpacked keys and values, per layer."""
+    dtype = sums[LIKE].dtype
+    return tuple(((dtype, keys), (dtype, values)) for (_, keys), (_, values) in shapes)
+
+
+def unpack(packed: ChunkKV, kind: str) -> ChunkKV:
+    """Unpacked KV in its original dtype, marked as ``quantised``."""
+    layers = [unpacked_layer(i, packed.keys[i], packed.values[i], packed.sums) for i in range(packed.layers)]
+    keys, values = zip(*layers, strict=True)
+    return ChunkKV(keys, values, packed.start, own_sums(packed.sums), kind)
+
+
+class PackedKV(ChunkKV):
+    """KV in eight bits, unpacked as a whole when its tensors are first read.
+
+    Linking reads ``stored_layer`` instead, so only eight bits are copied to a GPU.
+    """
+
+    _packed: ChunkKV
+
+    @classmethod
+    def of(cls, packed: ChunkKV, kind: str) -> PackedKV:
+        made = object.__new__(cls)
+        made.__dict__.update(_packed=packed, start=packed.start, sums=own_sums(packed.sums), quantised=kind)
+        return made
+
+    @cached_property
+    def _plain(self) -> ChunkKV:
+        return unpack(self._packed, self.quantised)
+
+    def unpacked(self) -> ChunkKV:
+        return self._plain
+
+    @property
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        return self._plain.keys
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        return self._plain.values
+
+    @property
+    def tokens(self) -> int:
+        return self._packed.tokens
+
+    @property
+    def layers(self) -> int:
+        return self._packed.layers
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        return unpacked_shapes(self._packed.shapes, self._packed.sums)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors after unpacking."""
+        layers = sum(nbytes_of(spec) for pair in self.shapes for spec in pair)
+        return layers + sum(t.nbytes for t in self.sums.values())
+
+    def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
+        return self._packed.stored_layer(number)
+
+
+class QuantisedStore(KVStore):
+    """A tier that rounds KV to eight bits, and returns it marked as rounded.
 
     Rounded KV has its own keys (encoding ``+int8``), so a tier without rounding, or of another kind, does not
     find it. KV that is only reused exactly passes through. Where kernels link, entries stay in eight bits
@@ -74,40 +159,43 @@ class QuantisedStore(Tier):
 
     Parameters
     ----------
-    tier : Tier
+    tier : KVStore
         Its budget counts rounded bytes.
     kind : {"int8", "fp8"}
     """
 
-    def __init__(self, tier: Tier, kind: str) -> None:
+    def __init__(self, tier: KVStore, kind: str) -> None:
         self._tier, self._kind = tier, kind
-        self._device = torch.device(
-            "cuda" if torch.cuda.is_available() else "cpu"
-        )  # where prompts are linked
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where prompts are linked
+        self._keeps_packed = uses_triton(device)
         self.shared, self.remote = tier.shared, tier.remote
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         found = self._tier.get(self._key(key), weight)
         if found is None or _exact(key):
             return found
-        if not is_well_packed(found.kv.shapes, found.kv.sums):
-            self.discard(key)
-            return None
-        return Found(self._handed_out(found.kv), found.tier)
+        return self._checked(key, found)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         opened = self._tier.open(self._key(key), weight)
         if opened is None or _exact(key):
             return opened
         if isinstance(opened, Found):
-            if is_well_packed(opened.kv.shapes, opened.kv.sums):
-                return Found(self._handed_out(opened.kv), opened.tier)
-        elif is_well_packed(opened.shapes, opened.sums):
-            return (_Packed if uses_triton(self._device) else _Unpacking)(opened, self._kind)
-        else:
+            return self._checked(key, opened)
+        if not _is_well_packed(opened.shapes, opened.sums):
             opened.close()
-        self.discard(key)
-        return None
+            self.discard(key)
+            return None
+        if self._keeps_packed:
+            return replace(opened, quantised=self._kind)
+        packed = opened
+        return replace(
+            packed,
+            layer=lambda number: unpacked_layer(number, *packed.layer(number), packed.sums),
+            shapes=unpacked_shapes(packed.shapes, packed.sums),
+            sums=own_sums(packed.sums),
+            quantised=self._kind,
+        )
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
         """Store ``kv`` rounded; KV that cannot be rounded is refused."""
@@ -135,9 +223,6 @@ class QuantisedStore(Tier):
     def memory_keys(self) -> Iterator[KVKey]:
         return self._own(self._tier.memory_keys())
 
-    def _own(self, keys: Iterator[KVKey]) -> Iterator[KVKey]:
-        return (_plain(key) for key in keys if self._key(_plain(key)) == key)
-
     def evict(self, key: KVKey) -> None:
         self._tier.evict(self._key(key))
 
@@ -150,8 +235,15 @@ class QuantisedStore(Tier):
     def close(self) -> None:
         self._tier.close()
 
-    def _handed_out(self, packed: ChunkKV) -> ChunkKV:
-        return (PackedKV.of if uses_triton(self._device) else unpack)(packed, self._kind)
+    def _checked(self, key: KVKey, found: Found) -> Found | None:
+        """The entry as it is handed out, or None and deleted if a scale is missing."""
+        if not _is_well_packed(found.kv.shapes, found.kv.sums):
+            self.discard(key)
+            return None
+        return Found((PackedKV.of if self._keeps_packed else unpack)(found.kv, self._kind), found.tier)
+
+    def _own(self, keys: Iterator[KVKey]) -> Iterator[KVKey]:
+        return (_plain(key) for key in keys if self._key(_plain(key)) == key)
 
     def _key(self, key: KVKey) -> KVKey:
         return key if _exact(key) else replace(key, encoding=f"{key.encoding}+{self._kind}")
@@ -165,21 +257,14 @@ def _plain(key: KVKey) -> KVKey:
     return key if _exact(key) else replace(key, encoding=key.encoding.rpartition("+")[0])
 
 
-class _Packed(WrappedSource):
-    """A rounded entry, read layer by layer."""
-
-    def __init__(self, source: LayerSource, kind: str) -> None:
-        super().__init__(source)
-        self.quantised = kind
-
-
-class _Unpacking(_Packed):
-    """A rounded entry, unpacked as it is read."""
-
-    def __init__(self, source: LayerSource, kind: str) -> None:
-        super().__init__(source, kind)
-        self.sums = own_sums(source.sums)
-        self.shapes = unpacked_shapes(source.shapes, source.sums)
-
-    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return unpacked_layer(number, *super().layer(number), self._source.sums)
+def _is_well_packed(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums) -> bool:
+    """Whether KV of these shapes has its original dtype and a scale for every layer."""
+    if LIKE not in sums:
+        return False
+    for number, ((_, keys), (_, values)) in enumerate(shapes):
+        of_keys, of_values = (sums.get(f"{name}{number}") for name in (SCALE_OF_KEYS, SCALE_OF_VALUES))
+        if of_keys is None or of_keys.shape != (keys[0], 1, keys[2]):
+            return False
+        if of_values is None or of_values.shape != (*values[:2], 1):
+            return False
+    return True

@@ -1,19 +1,187 @@
-"""A tier on a service that may be slow, dead or hostile."""
+"""A tier on a service that may be slow, dead or hostile: sealed entries, deadlines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hmac
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Evicted, Found, StoreStats, Tier, concerns, quota_of
-from ragcachekit.store.deadlines import DeadlineExecutor
-from ragcachekit.store.entry import EntryDamaged, check_storable, decode_entry, encode_entry, read_header
-from ragcachekit.store.seal import OVERHEAD, OtherKey, Seal, body
-from ragcachekit.threads import refuse_after_fork
+from ragcachekit.store.base import Counters, Found, KVStore, StoreStats, concerns, quota_of
+from ragcachekit.store.entry import EntryDamaged, decode_entry, encode_entry, read_header
+from ragcachekit.threads import DaemonPool, Job, refuse_after_fork
 from ragcachekit.types import KVKey
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FAILURES = 3
+"""Failures in a row after which a service is not asked for a while."""
+
+COOLDOWN = 5.0
+"""Seconds until one operation tries again."""
+
+THREADS = 16
+"""Operations on one service that run or hang at the same time."""
+
+FORGET_DEADLINES = 10
+"""Deadlines that ``forget`` and opening may take: no answer waits for them."""
+
+
+class DeadlineExecutor:
+    """Runs operations in threads and waits for each until ``deadline`` seconds have passed. Thread safe.
+
+    After :data:`FAILURES` in a row operations are refused; after :data:`COOLDOWN` seconds one may try. While
+    all :data:`THREADS` hang, they are refused as well. ``failure`` is why the last one that was tried failed.
+    """
+
+    def __init__(self, name: str, deadline: float) -> None:
+        self.deadline = deadline
+        self.failure: str | None = None
+        self._name = name
+        self._failed = 0  # in a row
+        self._retry_at = 0.0  # monotonic seconds
+        self._lock = Lock()  # around both
+        refuse_after_fork(self)
+        self._pool = DaemonPool(f"ragcachekit-{name}", THREADS)
+
+    def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
+        """What ``operation`` returns, or ``default`` if it raises, is late or is refused."""
+        if self._pool.closed.is_set() or not self._may_try():
+            return default
+        job = Job(operation)
+        failure: str | None = "interrupted"
+        try:
+            failure = self._outcome(job, deadline or self.deadline)
+        finally:
+            self._record(failure)
+        return default if failure is not None else job.result
+
+    def close(self) -> None:
+        """Refuse further operations; does not wait."""
+        self._pool.close(0.0)
+
+    def _may_try(self) -> bool:
+        with self._lock:
+            if self._failed >= FAILURES:
+                if time.monotonic() < self._retry_at:
+                    return False
+                self._retry_at = math.inf  # the others wait until this trial ends
+            return True
+
+    def _record(self, failure: str | None) -> None:
+        with self._lock:
+            self.failure = failure
+            self._failed = 0 if failure is None else self._failed + 1
+            self._retry_at = time.monotonic() + COOLDOWN
+            if self._failed == FAILURES:
+                log.warning("%s tier: not used for a while after too many failures: %s", self._name, failure)
+
+    def _outcome(self, job: Job, deadline: float) -> str | None:
+        """Run the job; why it failed, or None if it did not."""
+        try:
+            if not self._pool.submit(job):
+                return "every thread hangs"
+            self._pool.wait(job, deadline)
+        finally:
+            late = self._pool.give_up(job)  # also if interrupted: then it must not start later
+        if late:
+            return f"no answer within {deadline:g} s"
+        return None if job.error is None else f"{type(job.error).__name__}: {job.error}"
+
+
+_MAGIC = b"rck-seal"
+_DIGEST = "sha256"
+_ID_BYTES, _MAC_BYTES = 8, 32
+OVERHEAD = len(_MAGIC) + _ID_BYTES + _MAC_BYTES
+"""Bytes that a seal adds to an entry."""
+_SHORTEST = 16
+
+_HOW = (
+    "make one with `openssl rand -hex 32`, give every process of the deployment the same one in an "
+    "environment variable, and name that variable in remote_key="
+)
+
+
+class Seal:
+    """HMAC-SHA256 over an entry and its name, as others can write to a service. Nothing is encrypted.
+
+    ``key`` has at least 16 bytes, or is the name of the environment variable that has it. ValueError if there
+    is none or it is too short; the message does not repeat it, as it may be the key in place of a name.
+    """
+
+    def __init__(self, key: bytes | str | None) -> None:
+        if key is None:
+            raise ValueError(f"a remote tier needs a key to sign its entries with: {_HOW}")
+        if isinstance(key, str):
+            if key not in os.environ:
+                raise ValueError(
+                    f"remote_key= is the name of an environment variable, and that one is not set: {_HOW}"
+                )
+            key = os.environ[key].encode()
+        if len(key) < _SHORTEST:
+            raise ValueError(
+                f"the key of the remote tier has {len(key)} bytes, fewer than {_SHORTEST}: {_HOW}"
+            )
+        self._key = key
+        # Tells entries of another key from damaged ones, and reveals nothing about the key.
+        self._id = hmac.digest(key, b"ragcachekit key id", _DIGEST)[:_ID_BYTES]
+
+    def sealed(self, digest: str, parts: Sequence[bytes | memoryview]) -> memoryview:
+        """The seal and ``parts`` in one buffer, to be stored under the name ``digest``."""
+        head = _MAGIC + self._id + self._mac(digest, parts)
+        blob = np.empty(len(head) + sum(len(part) for part in parts), np.uint8)
+        at = 0
+        for part in (head, *parts):
+            # Not b"".join, which holds the GIL while it copies.
+            blob[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+        return blob.data
+
+    def opened(self, digest: str, blob: bytes | bytearray | memoryview) -> memoryview | None:
+        """The entry in ``blob``, verified for the name ``digest``; None if it was sealed with another key.
+
+        Raises EntryDamaged if a byte or the name is another.
+        """
+        view = memoryview(blob).toreadonly()
+        image = _body(view)
+        if view[len(_MAGIC) : len(_MAGIC) + _ID_BYTES] != self._id:
+            return None
+        if not hmac.compare_digest(view[OVERHEAD - _MAC_BYTES : OVERHEAD], self._mac(digest, (image,))):
+            raise EntryDamaged("the entry does not match its seal")
+        return image
+
+    def _mac(self, digest: str, parts: Sequence[bytes | memoryview]) -> bytes:
+        # Names have a fixed length: no byte can move between name and entry.
+        mac = hmac.new(self._key, _MAGIC + digest.encode(), _DIGEST)
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+
+def _body(view: memoryview) -> memoryview:
+    if len(view) < OVERHEAD or view[: len(_MAGIC)] != _MAGIC:
+        raise EntryDamaged("no sealed entry")
+    return view[OVERHEAD:]
+
+
+def key_of_sealed(head: bytes, size: int) -> KVKey:
+    """The key in the first bytes of a sealed entry of ``size`` bytes, whose seal is not checked.
+
+    EntryDamaged unless its header is whole.
+    """
+    raw = _body(memoryview(head))
+    header, _ = read_header(lambda at, nbytes: bytes(raw[at : at + nbytes]), size - OVERHEAD)
+    return header.key
 
 
 class Usage(NamedTuple):
@@ -24,72 +192,19 @@ class Usage(NamedTuple):
     budget: int = 0
 
 
-class Backend(Protocol):
-    """Named byte strings on a service that evicts the least recently used first.
-
-    Methods may block and raise anything: they run with a deadline, in several threads, and may end after the
-    caller has given up. Implementations promise:
-
-    - an entry is whole, missing, or its seal does not match;
-    - an entry saved late never survives a ``forget`` called after its ``save``, or that ``forget`` raises.
-    """
-
-    def open(self) -> None:
-        """Evict what exceeds the budget, and warn of a service that is set up badly."""
-        ...
-
-    def load(self, key: KVKey) -> bytes | None:
-        """Return the entry under ``key``, now the most recently used one, or None."""
-        ...
-
-    def save(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
-        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile.
-
-        Return how many entries this process evicted for it, or None if it is not kept.
-        """
-        ...
-
-    def delete(self, key: KVKey) -> None:
-        """Drop the entry under ``key``."""
-        ...
-
-    def exists(self, key: KVKey) -> bool:
-        """Whether there is an entry under ``key``."""
-        ...
-
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
-        """As :meth:`~ragcachekit.store.base.KVStore.forget`, adding digests to ``dropped``."""
-        ...
-
-    def usage(self) -> Usage:
-        """Return the present content."""
-        ...
-
-    def close(self) -> None:
-        """Close connections; does not wait."""
-        ...
-
-
-def key_of_sealed(head: bytes, size: int) -> KVKey:
-    """The key in the first bytes of a sealed entry of ``size`` bytes, whose seal is not checked.
-
-    EntryDamaged unless its header is whole.
-    """
-    raw = body(memoryview(head))
-    header, _ = read_header(lambda at, nbytes: bytes(raw[at : at + nbytes]), size - OVERHEAD)
-    return header.key
-
-
-FORGET_DEADLINES = 10
-"""Deadlines that ``forget`` and opening may take: no answer waits for them."""
-
-
-class RemoteStore(Tier):
-    """Sealed chunk KV on a :class:`~ragcachekit.store.remote.Backend`, with deadlines.
+class RemoteStore(KVStore):
+    """Sealed chunk KV on a service, with deadlines.
 
     If the service does not answer within the deadline, methods return a miss, False or nothing; ``forget``
     takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in this process,
-    and are not put, until a forget of them succeeds.
+    and are not put, until a forget of at least as much succeeds.
+
+    Subclasses implement the methods with ``blob`` in their names, ``connect``, ``usage`` and ``disconnect``.
+    These may block and raise anything: they run with a deadline, in several threads, and may end after the
+    caller has given up. They promise:
+
+    - an entry is whole, missing, or its seal does not match;
+    - an entry saved late never survives a forget called after it was saved, or that forget raises.
 
     Parameters
     ----------
@@ -104,7 +219,7 @@ class RemoteStore(Tier):
     budget : int, optional
         Bytes that all sealed entries may take together, where this process evicts.
     quotas : mapping of str to int
-        Bytes that single namespaces may take; ``*`` stands for every other one.
+        Bytes that single namespaces may take; ``*``: every other one.
     """
 
     shared = True
@@ -113,7 +228,6 @@ class RemoteStore(Tier):
     def __init__(
         self,
         tier: str,
-        backend: Backend,
         *,
         key: bytes | str | None,
         deadline: float,
@@ -121,25 +235,56 @@ class RemoteStore(Tier):
         budget: int | None = None,
         quotas: Mapping[str, int] | None = None,
     ) -> None:
-        self._tier, self._backend, self._seal = tier, backend, Seal(key)
+        self._tier, self._seal = tier, Seal(key)
         self._executor = DeadlineExecutor(tier, deadline)
         self._max_entry, self._budget, self._quotas = max_entry, budget, dict(quotas or {})
         self._counters = Counters(tier)
         self._closed = False
         self._forgets = 0
-        self._unconfirmed: dict[str, frozenset[str] | None] = {}  # namespace to ids; None is all of it
+        self._unconfirmed: list[tuple[str, frozenset[str] | None]] = []  # forgets
         self._lock = Lock()  # around changes of both
         refuse_after_fork(self)
-        self._executor.run(backend.open, None, FORGET_DEADLINES * deadline)
+        self._executor.run(self.connect, None, FORGET_DEADLINES * deadline)
+
+    def connect(self) -> None:
+        """Evict what exceeds the budget, and warn of a service that is set up badly."""
+        raise NotImplementedError
+
+    def read_blob(self, key: KVKey) -> bytes | None:
+        """Return the entry under ``key``, now the most recently used one, or None."""
+        raise NotImplementedError
+
+    def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile.
+
+        Return how many entries this process evicted for it, or None if it is not kept.
+        """
+        raise NotImplementedError
+
+    def delete_blob(self, key: KVKey) -> None:
+        """Drop the entry under ``key``."""
+        raise NotImplementedError
+
+    def has_blob(self, key: KVKey) -> bool:
+        """Whether there is an entry under ``key``."""
+        raise NotImplementedError
+
+    def forget_blobs(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
+        """As :meth:`drop`, adding digests to ``dropped``."""
+        raise NotImplementedError
+
+    def usage(self) -> Usage:
+        """Return the present content."""
+        raise NotImplementedError
+
+    def disconnect(self) -> None:
+        """Close connections; does not wait."""
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
-        kv = self._executor.look(lambda: self._load(key), None) if self._is_served(key) else None
-        if kv is None:
-            self._counters.count("misses")
-            return None
-        self._counters.count("hits")
-        return Found(kv, self._tier)
+        kv = self._executor.run(lambda: self._load(key), None) if self._is_served(key) else None
+        self._counters.count("misses" if kv is None else "hits")
+        return None if kv is None else Found(kv, self._tier)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Seal and keep ``kv``.
@@ -148,31 +293,28 @@ class RemoteStore(Tier):
         or the service does not answer in time: then it may arrive later. TypeError for KV of a dtype without
         a safetensors name.
         """
-        check_storable(kv)
+        forgets, parts = self._forgets, encode_entry(key, kv)
         if self._closed or (self._max_entry is not None and kv.nbytes > self._max_entry):
             return False
-        limit = quota_of(self._quotas, key.namespace)
-        if self._budget is not None:
-            limit = min(self._budget, limit or self._budget)
-        if limit is not None and kv.nbytes > limit:
-            self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", kv.nbytes, limit)
-        elif (evicted := self._save(key, kv, limit)) is not None:
-            self._counters.count("evictions", evicted)
-            return True
-        self._counters.count("failed_writes")
-        return False
+        evicted = None
+        if self._is_served(key) and self._may_fit(key, OVERHEAD + sum(map(len, parts))):
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        return self.put(key, kv), ()
+            def save() -> int | None:
+                blob = self._seal.sealed(key.digest(), parts)
+                return self.write_blob(key, blob, lambda: self._forgets == forgets)
+
+            evicted = self._executor.run(save, None)
+        self._counters.count(*(("failed_writes",) if evicted is None else ("evictions", evicted)))
+        return evicted is not None
 
     def __contains__(self, key: KVKey) -> bool:
-        return self._is_served(key) and self._executor.look(lambda: self._backend.exists(key), False)
+        return self._is_served(key) and self._executor.run(lambda: self.has_blob(key), False)
 
     def discard(self, key: KVKey) -> None:
         """Delete an unusable entry and count it as damaged."""
         if key in self:
             self._counters.count("damaged")
-            self._executor.run(lambda: self._backend.delete(key), None)
+            self._executor.run(lambda: self.delete_blob(key), None)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """Drop entries; StoreError if the service does not confirm it: then some may be left."""
@@ -183,7 +325,7 @@ class RemoteStore(Tier):
 
         def forget() -> str:
             try:
-                self._backend.forget(namespace, chunk_ids, dropped)
+                self.forget_blobs(namespace, chunk_ids, dropped)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
             return ""
@@ -194,66 +336,56 @@ class RemoteStore(Tier):
             raise StoreError(
                 f"the {self._tier} tier may hold what was to be forgotten; forget again: {failure}"
             )
-        self._show(namespace, chunk_ids)
+        with self._lock:
+            self._unconfirmed = [
+                (space, ids)
+                for space, ids in self._unconfirmed
+                if space != namespace or (chunk_ids is not None and (ids is None or not ids <= chunk_ids))
+            ]
         return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record; sizes come from the service, 0 if it does not answer."""
         usage = Usage(budget=self._budget or 0)
         if not self._closed:
-            usage = self._executor.run(self._backend.usage, usage)
+            usage = self._executor.run(self.usage, usage)
         return (self._counters.stats(**usage._asdict()),)
 
     def close(self) -> None:
         """Close connections; further calls are misses."""
         self._closed = True
         self._executor.close()
-        self._backend.close()
+        self.disconnect()
 
     def _is_served(self, key: KVKey) -> bool:
         """Whether the store is open and no forget of the entry is unconfirmed."""
-        hidden = self._unconfirmed.get(key.namespace, frozenset())
-        return not self._closed and not concerns(key, key.namespace, hidden)
+        return not self._closed and not any(concerns(key, *forget) for forget in self._unconfirmed)
+
+    def _may_fit(self, key: KVKey, nbytes: int) -> bool:
+        for limit in (self._budget, quota_of(self._quotas, key.namespace)):
+            if limit is not None and nbytes > limit:
+                self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", nbytes, limit)
+                return False
+        return True
 
     def _hide(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
         """Refuse puts of entries to be forgotten, and look none of them up."""
         with self._lock:
-            hidden = self._unconfirmed.get(namespace, frozenset())
-            self._unconfirmed[namespace] = None if hidden is None or chunk_ids is None else hidden | chunk_ids
+            if (namespace, chunk_ids) not in self._unconfirmed:
+                self._unconfirmed.append((namespace, chunk_ids))
             self._forgets += 1  # last: a put that reads the new count finds the entry hidden
 
-    def _show(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
-        """Undo :meth:`_hide` for a confirmed forget; of single chunks only if not all are hidden."""
-        with self._lock:
-            hidden = self._unconfirmed.get(namespace)
-            if chunk_ids is None or (hidden is not None and hidden <= chunk_ids):
-                self._unconfirmed.pop(namespace, None)
-            elif hidden is not None:
-                self._unconfirmed[namespace] = hidden - chunk_ids
-
     def _load(self, key: KVKey) -> ChunkKV | None:
-        blob = self._backend.load(key)
+        blob = self.read_blob(key)
         if blob is None:
             return None
         try:
-            return decode_entry(self._seal.opened(key.digest(), blob), key)
-        except OtherKey:
+            image = self._seal.opened(key.digest(), blob)
+            if image is not None:
+                return decode_entry(image, key)
             self._counters.warn_once("key", "holds entries that were signed with another key; not used")
         except EntryDamaged as error:
             self._counters.warn_once("damaged", "dropped a damaged entry: %s", error)
             self._counters.count("damaged")
-            self._backend.delete(key)
+            self.delete_blob(key)
         return None
-
-    def _save(self, key: KVKey, kv: ChunkKV, limit: int | None) -> int | None:
-        forgets = self._forgets
-        if not self._is_served(key):
-            return None
-
-        def save() -> int | None:
-            blob = self._seal.sealed(key.digest(), encode_entry(key, kv))
-            if limit is not None and len(blob) > limit:  # with header and seal
-                return None
-            return self._backend.save(key, blob, lambda: self._forgets == forgets)
-
-        return self._executor.run(save, None)

@@ -1,65 +1,85 @@
-"""Several tiers as one store, the fastest first."""
+"""Several tiers as one store, the fastest first, and how a configuration opens them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
+from pathlib import Path
+from threading import RLock
+from typing import Any
 
 import torch
 
+from ragcachekit.config import StoreConfig
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats, Tier, WrappedSource
-from ragcachekit.threads import Condition, refuse_after_fork
+from ragcachekit.store.base import Found, KVStore, LayerSource, NullStore, StoreStats
+from ragcachekit.store.eviction import open_eviction
+from ragcachekit.store.memory import Cost, GpuStore, HostStore
+from ragcachekit.store.quantised import QuantisedStore
+from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 
-class InFlightMoves:
-    """Moves between tiers; one whose namespace was dropped since the entry was read is refused.
+def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
+    """Open the tiers of ``config``; NullStore for none.
 
-    Moves never wait; a drop waits for the moves of its own namespace.
+    Models and tenants may share one store: fingerprint and namespace are part of every key.
+
+    Parameters
+    ----------
+    config : StoreConfig
+    cost : callable, optional
+        Seconds to compute an entry's KV, for ``pgdsf`` in the memory tiers; 0 where unknown. By default all
+        entries cost the same per token. :class:`~ragcachekit.RagCache` passes its model's prefill times.
+
+    Raises
+    ------
+    StoreError
+        If the disk tier's folder cannot be used, or a remote tier's key is not set.
+    ValueError
+        For an unknown eviction policy.
     """
+    tiers: list[KVStore] = []
+    try:
+        for name, tier in _tiers(config, cost):
+            kind = config.quantise.get(name)
+            tiers.append(QuantisedStore(tier, kind) if kind is not None else tier)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    if len(tiers) < 2:
+        return tiers[0] if tiers else NullStore()
+    return TieredStore(tiers, hot=1 if config.gpu_bytes else 0)
 
-    def __init__(self) -> None:
-        self._changed = Condition()
-        refuse_after_fork(self)
-        self._moving: Counter[str] = Counter()
-        self._dropping: Counter[str] = Counter()
-        self._drops = 0
-        self._dropped: dict[str, int] = {}  # namespace to the number of its last drop
 
-    def now(self) -> int:
-        """The number to take before an entry is read, for :meth:`move`."""
-        return self._drops
+def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, KVStore]]:
+    """The tiers, the fastest first; optional dependencies are imported only where configured."""
+    quotas = config.quotas
+    options: dict[str, Any] = {"quotas": quotas, "cost": cost}
+    if config.gpu_bytes:
+        yield "gpu", GpuStore(config.gpu_bytes, policy=open_eviction(config.eviction), **options)
+    if config.host_bytes:
+        options["pinned"] = bool(config.gpu_bytes) or config.pin_host
+        yield "host", HostStore(config.host_bytes, policy=open_eviction(config.eviction), **options)
+    if config.disk_path is not None:
+        from ragcachekit.store.disk import DiskStore, default_disk_bytes
 
-    @contextmanager
-    def move(self, namespace: str, since: int) -> Iterator[bool]:
-        """Whether an entry may be written into another tier: not after or during a drop in its namespace."""
-        with self._changed:
-            may = not self._dropping[namespace] and self._dropped.get(namespace, 0) <= since
-            self._moving[namespace] += may
-        try:
-            yield may
-        finally:
-            with self._changed:
-                self._moving -= Counter({namespace: int(may)})  # removes zeros
-                self._changed.notify_all()
+        path = Path(config.disk_path)
+        budget = default_disk_bytes(path) if config.disk_bytes is None else config.disk_bytes
+        yield "disk", DiskStore(path, budget, quotas=quotas)
+    if config.redis_url is not None:
+        from ragcachekit.store.backends import RedisStore
 
-    @contextmanager
-    def drop(self, namespace: str) -> Iterator[None]:
-        """A block in which tiers forget and nothing of the namespace moves."""
-        with self._changed:
-            self._dropping[namespace] += 1
-        try:
-            self._changed.wait_for(lambda: not self._moving[namespace])
-            yield
-        finally:
-            with self._changed:
-                self._dropping -= Counter([namespace])
-                self._drops += 1
-                self._dropped[namespace] = self._drops
+        limits: dict[str, Any] = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
+        yield "redis", RedisStore(config.redis_url, key=config.remote_key, **limits)
+    if config.bulk_url is not None:
+        from ragcachekit.store.backends import FsspecStore
+
+        more: dict[str, Any] = {"deadline": config.bulk_deadline, "quotas": quotas}
+        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, key=config.remote_key, **more)
 
 
 class TieredStore(KVStore):
@@ -68,24 +88,27 @@ class TieredStore(KVStore):
     A put goes to every tier but the ``hot`` ones. What a tier evicts is handed down to the next one, unless
     that has it (RAGCache section 5.1: swap out only once). Nothing is handed down to a ``shared`` tier, where
     another process may have forgotten it, and no hit is copied into a ``remote`` one, which would wait for
-    its service.
+    its service. Nothing moves while a forget runs, nor what was read before it ended.
 
     Parameters
     ----------
-    tiers : sequence of Tier
+    tiers : sequence of KVStore
         Fastest first; at least one.
     hot : int
         How many of them, from the first on, are filled by hits alone: encoding a corpus should not wash
         through GPU memory. The last tier takes every put.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, hot: int = 0) -> None:
+    def __init__(self, tiers: Sequence[KVStore], *, hot: int = 0) -> None:
         self._tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
-        self._moves = InFlightMoves()
+        self._lock = RLock()  # around moves, and around forgetting in every tier
+        self._is_forgetting = False
+        self._forgets = 0
+        refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        since = self._moves.now()
+        since = self._forgets
         for place, tier in enumerate(self._tiers):
             found = tier.get(key, weight)
             if found is not None:
@@ -95,14 +118,14 @@ class TieredStore(KVStore):
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`; a slow tier's entry is copied into the faster ones after reading."""
-        since = self._moves.now()
+        since = self._forgets
         for place, tier in enumerate(self._tiers):
             opened = tier.open(key, weight)
             if isinstance(opened, Found):
                 self._promote(key, opened.kv, place, since)
                 return opened
             if opened is not None:
-                return _Promoting(opened, partial(self._promote, key, place=place, since=since))
+                return self._promoting(key, opened, place, since)
         return None
 
     def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
@@ -140,17 +163,23 @@ class TieredStore(KVStore):
         for tier in reversed(self._tiers):
             tier.evict(key)
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
+    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """Drop entries from every tier, even if one raises; copies count once."""
         dropped: set[str] = set()
 
-        def drop(tier: Tier) -> None:
+        def drop(tier: KVStore) -> None:
             dropped.update(tier.drop(namespace, chunk_ids))
 
-        with self._moves.drop(namespace), ExitStack() as every:  # which goes on where a tier raises
-            for tier in reversed(self._tiers):
-                every.callback(drop, tier)
-        return len(dropped)
+        self._is_forgetting = True  # moves that come now do not wait for it
+        with self._lock:
+            try:
+                with ExitStack() as every:  # which goes on where a tier raises
+                    for tier in reversed(self._tiers):
+                        every.callback(drop, tier)
+            finally:
+                self._forgets += 1
+                self._is_forgetting = False
+        return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
         return tuple(record for tier in self._tiers for record in tier.stats())
@@ -158,6 +187,15 @@ class TieredStore(KVStore):
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()
+
+    def _promoting(self, key: KVKey, source: LayerSource, place: int, since: int) -> LayerSource:
+        """The source, whose KV is copied into the faster tiers when all is read."""
+
+        def finished(kv: ChunkKV) -> None:
+            source.finished(kv)
+            self._promote(key, kv, place, since)
+
+        return replace(source, finished=finished)
 
     def _promote(self, key: KVKey, kv: ChunkKV, place: int, since: int) -> None:
         """Copy an entry of tier ``place`` into the faster ones."""
@@ -167,28 +205,17 @@ class TieredStore(KVStore):
 
     def _move(self, place: int, key: KVKey, kv: ChunkKV, since: int) -> None:
         """Write what another tier returned after ``since`` into tier ``place``, unless it is there."""
-        with self._moves.move(key.namespace, since) as may:
-            if may and key not in self._tiers[place]:
+        if self._is_forgetting:
+            return
+        with self._lock:
+            if self._forgets == since and key not in self._tiers[place]:
                 self._admit(place, key, kv)
 
     def _admit(self, place: int, key: KVKey, kv: ChunkKV) -> bool:
         """Write into tier ``place``; evicted entries are handed down."""
-        since = self._moves.now()
+        since = self._forgets
         kept, evicted = self._tiers[place].admit(key, kv)
         if place + 1 < len(self._tiers) and not self._tiers[place + 1].shared:
             for other, other_kv in evicted:
                 self._move(place + 1, other, other_kv, since)
         return kept
-
-
-class _Promoting(WrappedSource):
-    """A slow tier's entry that is copied into the faster tiers after reading."""
-
-    def __init__(self, source: LayerSource, promote: Callable[[ChunkKV], object]) -> None:
-        super().__init__(source)
-        self._promote = promote
-
-    def finished(self, kv: ChunkKV) -> None:
-        """Count the hit, and copy the KV."""
-        super().finished(kv)
-        self._promote(kv)

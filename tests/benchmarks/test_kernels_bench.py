@@ -37,7 +37,6 @@ def test_rows_are_those_of_the_design(report):
         ("column_scores", "per chunk, 2 layers"),
         ("assembly", "as computed, 2 layers"),
         ("assembly", "from int8, 2 layers"),
-        ("kv_deviation", "all tokens, 1 layer"),
     ]
 
 

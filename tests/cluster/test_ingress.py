@@ -106,7 +106,9 @@ async def ask(reader, path, root_path="", has_contexts=True):
     """Status, JSON, and the bodies that reached a replica."""
     replicas = Replicas()
     (application, *_) = Ingress.__bases__  # without what Serve adds
-    ingress = application(replicas, lambda: (reader, ApiKeys()), 1000, has_contexts)
+    ingress = application(
+        replicas, lambda: (reader, ApiKeys(None, Tenant("all", "public"))), 1000, has_contexts
+    )
     arriving = iter([{"type": "http.request", "body": BODY, "more_body": False}])
     sent = []
 

@@ -10,7 +10,7 @@ from ragcachekit.cluster.shared_tier import shared_tier
 from ragcachekit.cluster.slices import Slices
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.factory import open_store
+from ragcachekit.store.tiered import open_store
 
 CHUNKS = corpus(12)
 

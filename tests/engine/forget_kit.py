@@ -10,11 +10,11 @@ from typing import Any
 from engine_kit import FOLDER
 from loading_kit import WAIT
 from ragcachekit import RagCache
-from ragcachekit.prefix_tree.base import key_of
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import key_of
 from ragcachekit.store.base import concerns
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.disk_folder import entry_files
 from ragcachekit.store.entry import read_key
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
@@ -68,7 +68,7 @@ class Engine:
         at["disk"] = _keys_in(self.folder / "kv")
         at["tree:host"] = [key_of(node.root, node.path()) for node in nodes(self.tree)]
         at["tree:disk"] = _keys_in(self.folder / "tree")
-        at["prefetched"] = list(self.rag.components.loads._loader._findable)
+        at["prefetched"] = [load.key for load in self.rag.components.loads.source._active if load.joinable]
         out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]
         turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == namespace]
         if any(gone is None or gone & turn.members for turn in turns):

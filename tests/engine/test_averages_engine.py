@@ -43,15 +43,6 @@ def used(answer):
     return [(use.source, use.exact) for use in answer.report.link.chunks]
 
 
-def test_chunks_given_together_are_encoded_behind_each_other(make):
-    rag = make()
-    rag.encode(FACTS, system=BEFORE)
-    answer = rag.generate(PROMPT, **ASKED)
-    assert answer.report.link.encoder == "average:3"
-    assert used(answer) == [("host", True), ("host", False), ("host", False)]
-    assert stored(rag, ONE) == ["average:3", "system"]
-
-
 @torch.no_grad()
 def test_what_is_linked_is_the_mean_over_contexts(make):
     rag = make()
@@ -142,15 +133,6 @@ def test_after_a_restart_the_means_on_disk_serve_whatever_comes_together_then(ma
 
 
 class TestForget:
-    def test_a_mean_goes_with_each_of_its_chunks(self, make):
-        rag = make()
-        rag.encode(FACTS, system=BEFORE)
-        rag.forget(texts=[TWO])
-        kept = list(rag.components.store.keys())
-        assert [key.encoding for key in kept if key.encoding == "average:3"] == []
-        answer = rag.generate(PROMPT, **ASKED)
-        assert ("host", True) in used(answer), "the first is exact and had nothing to do with it"
-
     def test_a_forgotten_chunk_is_behind_no_other_again(self, make):
         rag = make(cold="now")
         rag.encode(FACTS, system=BEFORE)
@@ -161,18 +143,3 @@ class TestForget:
         keys = list(rag.components.store.keys())
         assert "average:3" in [key.encoding for key in keys], "behind the one that is left"
         assert not any(gone in (key.chunk_id, *key.context) for key in keys)
-
-
-def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
-    rag = make(cold="background")
-    rag.register(FACTS)
-    submit = rag.after_answer.submit
-
-    def meanwhile(*answered):
-        rag.encode(FACTS, system=BEFORE)
-        submit(*answered)
-
-    rag.after_answer.submit = meanwhile
-    rag.generate(PROMPT, **ASKED)
-    rag.flush()
-    assert "sensitivity" in kv_of(rag, TWO).sums

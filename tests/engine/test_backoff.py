@@ -64,14 +64,6 @@ def test_it_goes_on_when_the_request_ends(clock, given):
     assert 100.5 <= clock.seconds < 100.53
 
 
-def test_closing_ends_the_wait(clock, given):
-    clock.at[100.5] = lambda: setattr(clock.closed, "set", True)
-    with given.active:
-        clock.seconds += 1
-        given.pause()
-    assert clock.seconds < 101.1
-
-
 @pytest.fixture
 def paused(monkeypatch):
     """Names of the threads that gave way, once per layer."""
@@ -100,23 +92,3 @@ def test_what_is_waited_for_does_not(paused, cold):
         rag.submit(PROMPT, max_new_tokens=1).result(60)
         rag.generate(PROMPT, policy="full", max_new_tokens=2)
     assert [name for name in paused if name != "ragcachekit-background"] == []
-
-
-def test_a_request_beside_an_encoding_that_was_begun_is_not_blocked(monkeypatch):
-    """The encoder pauses inside a forward; whatever it holds, requests do not need it."""
-    inside, go = threading.Event(), threading.Event()
-
-    def hold(self):
-        inside.set()
-        assert go.wait(60)
-
-    monkeypatch.setattr(Backoff, "__call__", hold)
-    with rag_for("llama", policy="reuse", cold="background", encode_after=1) as rag:
-        rag.generate(PROMPT, max_new_tokens=1)
-        assert inside.wait(60)
-        other = Prompt([chunk(40, 7), chunk(30, 3), text(6, 4)])
-        assert len(rag.generate(other, max_new_tokens=3).token_ids) == 3
-        assert len(rag.submit(other, max_new_tokens=3).result(60).token_ids) == 3
-        assert rag.forget(["nothing"]) == 0
-        go.set()
-        assert rag.flush(60)

@@ -21,7 +21,6 @@ from ragcachekit import (
 )
 from ragcachekit.engine import admission
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.forward.attention import is_installed
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32}
@@ -69,12 +68,6 @@ class TestModelsRefusedByName:
     def test_training_mode(self, tmp_path):
         with pytest.raises(ValueError, match=r"training mode; call model.eval\(\)"):
             RagCache(build("llama").train(), cache_dir=tmp_path)
-
-    def test_compiled(self, tmp_path):
-        model = build("llama")
-        object.__setattr__(model, "_orig_mod", model)
-        with pytest.raises(ModelNotSupported, match="compiled"):
-            RagCache(model, cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +119,6 @@ class TestPrompts:
         ):
             with pytest.raises(ValueError, match="tokenizer"):
                 call()
-
-    def test_a_segment_of_neither_or_both(self):
-        with pytest.raises(ValueError, match="exactly one"):
-            Text()
-        with pytest.raises(ValueError, match="exactly one"):
-            Text("x", (1,))
-        with pytest.raises(TypeError, match="Text and Chunk"):
-            Prompt(["x"])
 
 
 class TestNames:
@@ -218,14 +203,6 @@ class TestAdmissionOnce:
         real = admission.admit
         monkeypatch.setattr(admission, "admit", lambda *a: counted.append(1) or real(*a))
         return counted
-
-    def test_second_construction_skips_it(self, checks, tmp_path):
-        first = RagCache(build("llama"), cache_dir=tmp_path)
-        second = RagCache(build("llama"), cache_dir=tmp_path)
-        third = RagCache(first.model, cache_dir=tmp_path)
-        assert len(checks) == 1
-        assert first.fingerprint == second.fingerprint == third.fingerprint
-        assert is_installed(second.model), "what the check installs is installed without it"
 
     @pytest.mark.parametrize("content", ["", "{}", "null", "not json", '{"torch": "0.1"}'])
     def test_an_old_or_damaged_record_costs_a_check(self, checks, tmp_path, content):

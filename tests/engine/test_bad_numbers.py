@@ -9,7 +9,7 @@ import pytest
 
 from engine_kit import PROMPT, warmed
 from queue_kit import LONG
-from ragcachekit import SpeculativePipeline, agenerate, astream
+from ragcachekit import SpeculativePipeline
 
 VALUES = [math.nan, math.inf, -math.inf, -0.5, np.float32("nan")]
 TYPES = ["5", [1.0], 1j]
@@ -50,21 +50,3 @@ def test_of_waits(rag):
     both(request.result, "timeout")
     both(rag.flush, "timeout")
     both(rag.queue.drain, "timeout")
-
-
-async def test_of_asyncio(rag):
-    for name in ("deadline", "wait"):
-        for value in VALUES:
-            with pytest.raises(ValueError, match=name):
-                await agenerate(rag, PROMPT, **{name: value}, **ASKED)
-            with pytest.raises(ValueError, match=name):
-                async for _ in astream(rag, PROMPT, **{name: value}, **ASKED):
-                    pass
-        for value in TYPES:
-            with pytest.raises(TypeError, match=name):
-                await agenerate(rag, PROMPT, **{name: value}, **ASKED)
-
-
-def test_a_deadline_that_has_passed_is_late_and_no_error_of_the_caller(rag):
-    pipeline = SpeculativePipeline(rag)
-    assert pipeline.submit([["a"]], lambda _: PROMPT, deadline=0.0).call.deadline < math.inf

@@ -24,7 +24,6 @@ from ragcachekit import (
     CancelScope,
     Prompt,
     RagCache,
-    ShadowConfig,
     SimilarChunks,
     TreeConfig,
     agenerate,
@@ -127,29 +126,6 @@ def test_an_answer_ends_after_its_token_and_keeps_those_before(make, model):
     assert cut.token_ids == whole.token_ids[:3]
 
 
-@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 50}], ids=["one forward", "one by one"])
-def test_a_batch_ends_with_all_its_prompts(make, model, options):
-    rag, (event, cancel) = make(), set_event()
-    whole = rag.generate_batch([PROMPT, OTHER], **ASKED, **options)
-    with watched(model, 3, cancel) as layers:
-        cut = rag.generate_batch([PROMPT, OTHER], cancel=event, **ASKED, **options)
-    assert layers.most_after <= 2, "one per prompt"
-    assert [(a.report.finish_reason, a.token_ids) for a in cut] == [("cancelled", ())] * 2
-    again = rag.generate_batch([PROMPT, OTHER], cancel=threading.Event(), **ASKED, **options)
-    assert [a.token_ids for a in again] == [a.token_ids for a in whole]
-
-
-def test_what_a_cancelled_prompt_missed_is_not_encoded_before_it_returns(make, model):
-    rag, (event, cancel) = make(cold="now"), set_event()
-    with watched(model, LAYERS + 3, cancel) as layers:
-        cut = rag.generate(PROMPT, cancel=event, **ASKED)
-    assert 0 < len(cut.token_ids) <= 2
-    assert layers.most_after <= LAYERS
-    assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied without a forward"
-    rag.generate(PROMPT, **ASKED)
-    assert rag.stats()[0].entries == 3
-
-
 def test_encoding_behind_an_answer_ends_too(make, model, caplog):
     rag, (event, cancel) = make(cold="now"), set_event()
     answer = LAYERS * ASKED["max_new_tokens"]
@@ -216,14 +192,6 @@ def test_encode_keeps_whole_entries_only(make, model, encoder, forwards, monkeyp
     assert rag.encode(FACTS, **system) == whole.encode(FACTS, **system)
     assert rag.stats()[0].entries == whole.stats()[0].entries
     assert rag.generate(QUESTION, **ASKED).token_ids == whole.generate(QUESTION, **ASKED).token_ids
-
-
-def test_the_models_own_generate_is_not_in_the_scope_of_a_request(make, model):
-    rag, event = make(), threading.Event()
-    event.set()
-    assert rag.generate(PROMPT, cancel=event, **ASKED).report.finish_reason == "cancelled"
-    ids = rag.link(PROMPT).input_ids
-    assert model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0).shape[1] > ids.shape[1]
 
 
 # -- streams -------------------------------------------------------------------------------------------
@@ -314,25 +282,6 @@ def test_close_ends_background_encoding_before_its_next_layer(make, model, caplo
         rag.close()
     assert layers.most_after <= 1
     assert not [t for t in threading.enumerate() if t.name == "ragcachekit-background"]
-    assert not ours(caplog)
-
-
-def test_close_ends_a_shadow_prefill_before_its_next_layer(make, model, caplog):
-    rag = make(cold="now", policy="reuse", shadow=ShadowConfig(1.0))
-    rag.generate(PROMPT, max_new_tokens=1)
-    closed, shadowing = rag.components.background.closed, threading.Event()
-
-    def wait():
-        shadowing.set()
-        assert closed.wait(LONG)
-
-    with watched(model, 6 * LAYERS + 3, wait) as layers:
-        rag.generate(PROMPT, **ASKED)
-        assert shadowing.wait(LONG)
-        rag.close()
-    assert layers.most_after <= 1
-    report = rag.shadow_report()
-    assert (report.shadowed, report.failed, report.dropped) == (0, 0, 1)
     assert not ours(caplog)
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ragcachekit import RagCache, StoreConfig, TreeConfig, agenerate
+from ragcachekit import RagCache, StoreConfig, TreeConfig
 from ragcachekit.errors import Closed
 from speaking import byte_level, speaker
 
@@ -33,7 +33,7 @@ CALLS = {
     "no prompts": lambda rag: rag.generate_batch([]),
     "stream": lambda rag: rag.stream(PROMPT, **ASKED),
     "link": lambda rag: rag.link(PROMPT),
-    "tune": lambda rag: rag.tune([ONE], system=""),
+    "tune": lambda rag: rag.tune([ONE]),
     "with": lambda rag: rag.__enter__(),
 }
 
@@ -43,12 +43,6 @@ def test_every_use_after_close_is_refused(rag, call):
     rag.close()
     with pytest.raises(Closed, match=r"this RagCache is closed; make a new one"):
         CALLS[call](rag)
-
-
-async def test_also_from_asyncio(rag):
-    rag.close()
-    with pytest.raises(Closed):
-        await agenerate(rag, PROMPT, **ASKED)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -88,11 +82,3 @@ def test_an_answer_under_way_is_given_whole(rag):
         rag.close()
         assert first + "".join(stream) == want
         assert stream.answer.report.finish_reason == "length"
-
-
-def test_a_stream_that_is_closed_on_its_way_ends(rag):
-    stream = rag.stream(PROMPT, **{**ASKED, "max_new_tokens": 64})
-    next(stream)
-    rag.close()
-    stream.close()
-    assert stream.answer.report.finish_reason in ("cancelled", "length"), "and no error: it came before"

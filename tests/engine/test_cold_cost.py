@@ -93,12 +93,6 @@ class TestEncodeAfter:
             assert self.encoded(rag, store, PROMPT) == [9, 25, 33]
             assert [use.source for use in rag.link(PROMPT).report.uses] == ["host"] * 3
 
-    def test_a_tenant_does_not_count_for_another(self):
-        store = RecordingStore()
-        with rag_for("llama", encoder="system", store=store, cold="background") as rag:
-            rag.generate(PROMPT, max_new_tokens=1, namespace="other")
-            assert self.encoded(rag, store, PROMPT) == [9, 9, 33, 33]
-
     @pytest.mark.parametrize("everything", [True, False])
     def test_forget_begins_the_count_anew(self, everything):
         store = RecordingStore()

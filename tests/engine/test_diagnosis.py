@@ -100,13 +100,6 @@ def test_a_template_that_alters_contents_is_named() -> None:
     assert "leaves contents as they are" in str(found)
 
 
-def test_it_registers_nothing(rag) -> None:
-    before = rag.components.parser.registry.texts("default")
-    rag.diagnose(messages("nothing"), ["a text that was never registered at all"])
-    assert sorted(rag.components.parser.registry.texts("default")) == sorted(before)
-    assert len(rag.components.parser.registry._namespaces) <= 3
-
-
 def test_other_documents_are_refused(rag) -> None:
     with pytest.raises(TypeError, match="document 2 is a int"):
         rag.diagnose(PARTS, [ONE, 2])

@@ -6,8 +6,8 @@ import pytest
 
 from engine_kit import chunk, text
 from families import wrapped
-from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
-from ragcachekit.model.prefill_profile import PrefillProfile, store_profile, stored_profile
+from ragcachekit import Prompt, RagCache, StoreConfig
+from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.types import chunk_id
 
 FLAT = PrefillProfile(1.0, 1e-4, 1e-7)
@@ -31,35 +31,17 @@ def asked(tokens: int, seed: int) -> Prompt:
     return Prompt([chunk(tokens, seed), text(6, 99)])
 
 
-def with_flat_costs(tmp_path) -> None:
-    with engine(tmp_path) as rag:
-        store_profile(tmp_path, rag.fingerprint, rag.model, FLAT)
-
-
 @pytest.mark.parametrize(("eviction", "source"), [("pgdsf", "host"), ("gdsf:10000", "computed")])
 def test_the_chunk_store_keeps_what_is_dear(eviction, source, tmp_path):
     """Under ``gdsf`` the oldest of three entries leaves, which is the short one."""
-    with_flat_costs(tmp_path)
     store = StoreConfig(host_bytes=int(93 * token_bytes()), eviction=eviction)  # with what is summed beside
     with engine(tmp_path, store=store) as rag:
+        rag.components.loads.cost.profile = FLAT
         for tokens, seed in ((10, 1), (40, 2), (45, 3)):
             rag.generate(asked(tokens, seed), max_new_tokens=1)
         assert rag.stats()[0].evictions == 1
         (used,) = rag.generate(asked(10, 1), max_new_tokens=1).report.link.chunks
     assert used.source == source
-
-
-def test_the_tree_hears_of_the_profile_that_was_measured_later(tmp_path):
-    config = TreeConfig(host_bytes=200 * token_bytes())
-    with engine(tmp_path, store=StoreConfig(host_bytes=0), tree=config, policy="prefix") as rag:
-        assert stored_profile(tmp_path, rag.fingerprint, rag.model) is None
-        costs = []
-        for number in range(6):
-            rag.generate(asked(30, number), max_new_tokens=1)
-            assert rag.flush(60)
-            costs.append(rag.components.tree._cost(0, 30))
-        assert costs[0] == 0 < costs[-1]
-        assert stored_profile(tmp_path, rag.fingerprint, rag.model) is not None
 
 
 def rag_ids(rag: RagCache, segment) -> str:
@@ -79,5 +61,5 @@ def test_f_r_keeps_what_needs_no_recomputation(eviction, kept, tmp_path):
             rag.generate(Prompt([chunk(100, 3), often, text(6, 9)]), max_new_tokens=1)
         rag.generate(Prompt([chunk(40, 4), text(6, 9)]), max_new_tokens=1)
         ids = {rag_ids(rag, exact): "exact", rag_ids(rag, often): "often"}
-        there = {ids[key.chunk_id] for key in rag.components.store._tiers[0]._entries if key.chunk_id in ids}
+        there = {ids[key.chunk_id] for key in rag.components.store.memory_keys() if key.chunk_id in ids}
     assert there == {kept}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from ragcachekit.model import identity as fingerprints
-from ragcachekit.model.kv import ChunkKV
 from ragcachekit.reports import ChunkUse
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.memory import HostStore
-from ragcachekit.store.tiered import TieredStore
-from ragcachekit.types import KVKey, chunk_id
 
 SYSTEM, FIRST, SECOND, QUESTION = (3, 4, 5, 6), tuple(range(10, 30)), tuple(range(30, 45)), (7, 8)
 
@@ -105,13 +98,6 @@ def test_another_request_finds_no_chunk_that_is_not_its_own(folder: Path, change
     assert [use.source for use in used(folder)] == ["disk"] * 3
 
 
-def test_kv_of_another_schema_is_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(fingerprints, "KV_SCHEMA", fingerprints.KV_SCHEMA + 1)
-        assert [use.source for use in used(folder)] == ["computed"] * 3
-    assert [use.source for use in used(folder)] == ["disk"] * 3
-
-
 def test_the_identity_is_checked_in_the_entry_not_only_in_its_name(folder: Path) -> None:
     """Every file under every other file's name: nobody reads somebody else's."""
     files = sorted((folder / "kv").glob("*.safetensors"))
@@ -119,29 +105,3 @@ def test_the_identity_is_checked_in_the_entry_not_only_in_its_name(folder: Path)
     for file, other in zip(files, [*contents[1:], contents[0]], strict=True):
         file.write_bytes(other)
     assert [use.source for use in used(folder)] == ["computed"] * 3
-
-
-def test_ten_thousand_paired_lookups_of_two_tenants_never_cross(tmp_path: Path) -> None:
-    """The same chunks, asked for by the owner and by another tenant in turn, with evictions on the way."""
-    one = ChunkKV((torch.zeros(1, 1, 2),), (torch.zeros(1, 1, 2),))
-    store = TieredStore(
-        [HostStore(300 * one.nbytes), DiskStore(tmp_path / "kv", 1 << 20)],
-    )
-    rng = random.Random(5)
-    owners: dict[int, str] = {}
-    hits = across = 0
-    for step in range(10_000):
-        number, owner = rng.randrange(400), rng.choice(["acme", "acme/"])
-        owners.setdefault(number, owner)
-        for namespace in ("acme", "acme/"):
-            key = KVKey("weights", namespace, chunk_id((number, 1), namespace))
-            found = store.get(key)
-            if found is not None:
-                hits += namespace == owners[number]
-                across += namespace != owners[number] or float(found.kv.keys[0][0, 0, 0]) != number
-            elif namespace == owners[number] and step < 2000:
-                value = torch.full((1, 1, 2), float(number))
-                store.put(key, ChunkKV((value,), (value,)))
-    store.close()
-    assert across == 0
-    assert hits > 8_000

@@ -10,7 +10,6 @@ from html import unescape
 import pytest
 
 from ragcachekit import RagCache, StoreConfig
-from ragcachekit.engine.after_answer import KEPT_REPORTS as REPORTS
 from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
@@ -49,14 +48,6 @@ class TestView:
         assert "".join(piece.text for piece in view.pieces) == whole
         for number, text in ((1, ONE), (2, TWO)):
             assert "".join(piece.text for piece in view.pieces if piece.chunk == number) == text
-
-    def test_characters_of_several_tokens_are_whole(self, tmp_path) -> None:
-        text = "Die Straße führt über 東京 nach Süden und weiter."
-        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now", policy="random:0.5") as rag:
-            rag.encode([text])
-            view = rag.inspect(f"Where?\n{text}\nWhy?")
-        assert len([piece for piece in view.pieces if piece.chunk]) > 4
-        assert "".join(piece.text for piece in view.pieces if piece.chunk) == text
 
     def test_html_is_escaped_and_complete(self, rag) -> None:
         markup = rag.inspect(PROMPT)._repr_html_()
@@ -104,17 +95,6 @@ class TestRepr:
             way(rag)
 
 
-class TestReports:
-    def test_are_kept_in_order_and_bounded(self, tmp_path) -> None:
-        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="never", policy="full") as rag:
-            answers = [rag.generate(PROMPT, max_new_tokens=1) for _ in range(2)]
-            answers.append(rag.submit(PROMPT, max_new_tokens=2).result())
-            assert rag.reports == tuple(answer.report for answer in answers)
-            for _ in range(REPORTS):
-                rag.after_answer.reports.append(answers[0].report)
-            assert len(rag.reports) == REPORTS
-
-
 class TestPlainTextOfAChatModel:
     def test_has_a_note_once(self, tmp_path) -> None:
         with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="full") as rag:
@@ -123,15 +103,3 @@ class TestPlainTextOfAChatModel:
             assert "chat template" not in ask("<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n")
             assert "was not applied: give messages" in ask("Where?")
             assert "chat template" not in ask("Where?")
-
-
-class TestMaxTokens:
-    def test_is_another_name(self, rag) -> None:
-        options = {"do_sample": False, "eos_token_id": -1}
-        assert len(rag.generate(PROMPT, max_tokens=3, **options).token_ids) == 3
-        assert len(rag.submit(PROMPT, max_tokens=2, **options).result().token_ids) == 2
-        assert len(rag.generate(PROMPT, max_tokens=None, max_new_tokens=2, **options).token_ids) == 2
-
-    def test_not_beside_the_other(self, rag) -> None:
-        with pytest.raises(ValueError, match="give one of them"):
-            rag.generate(PROMPT, max_tokens=3, max_new_tokens=3)

@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from ragcachekit import RagCache
-from ragcachekit.reports import Answer
 from speaking import byte_level, speaker
 
 ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
@@ -58,35 +57,3 @@ def test_the_second_run_answers(rag, expected, name) -> None:
     again = RUNS[name](rag, **ASKED)
     assert again.text == expected.text
     assert again.report.link.reused_tokens == expected.report.link.reused_tokens
-
-
-class Notebook:
-    """What ``IPython.display`` does, recorded."""
-
-    HTML = staticmethod(str)
-
-    def __init__(self) -> None:
-        self.shown: list[str] = []
-
-    def display(self, markup, display_id):
-        assert display_id
-        return self
-
-    def update(self, markup) -> None:
-        self.shown.append(markup)
-
-
-def test_a_stream_is_displayed_as_it_comes(rag, expected, monkeypatch) -> None:
-    notebook = Notebook()
-    monkeypatch.setattr("ragcachekit.engine.request.import_module", lambda name: notebook)
-    answer = rag.stream(PROMPT, **ASKED).display()
-    assert isinstance(answer, Answer)
-    assert answer.text == expected.text
-    assert len(notebook.shown) > 2
-    assert all(
-        map(
-            str.startswith,
-            (s.removesuffix("</div>") for s in notebook.shown[1:]),
-            (s.removesuffix("</div>") for s in notebook.shown),
-        )
-    )

@@ -7,14 +7,12 @@ import threading
 import pytest
 import torch
 
-from engine_kit import rag_for
 from families import off
 from ragcachekit import (
     Chunk,
     PrecedingChunks,
     Prompt,
     RagCache,
-    SimilarChunks,
     Text,
 )
 from ragcachekit.store.memory import HostStore
@@ -84,16 +82,6 @@ DOCUMENT = PrecedingChunks([[ONE, TWO, THREE]])
 
 
 class TestEncodeAndAsk:
-    def test_a_prompt_finds_what_was_encoded(self, make):
-        rag = make(DOCUMENT)
-        ids = rag.encode([ONE, TWO, THREE], system=BEFORE)
-        answer = rag.generate(PROMPT, **ASKED)
-        assert answer.report.link.encoder == "similar:1"
-        assert [source for _, source, _ in used(answer)] == ["host"] * 3
-        assert [exact for *_, exact in used(answer)] == [True, False, False]
-        assert [c.chunk_id for c in answer.report.link.uses[1:]] == [ids[2], ids[1]]
-        assert answer.report.link.computed_tokens < 20
-
     def test_what_is_linked_is_what_the_neighbour_encoding_says(self, make):
         """Behind exactly text, a neighbour and a blank line a chunk is what a prefill computes."""
         rag = make(DOCUMENT)
@@ -105,18 +93,6 @@ class TestEncodeAndAsk:
         for ours, layer in zip(cache.layers, theirs.layers, strict=True):
             assert off(ours.keys, layer.keys) < 1e-5
             assert off(ours.values, layer.values) < 1e-5
-
-    def test_neighbours_bring_the_kv_nearer_to_the_full_prefill(self, make):
-        prompt = Prompt([Text(BEFORE), Chunk(ONE), Text("\n"), Chunk(TWO), Text("\nWhere?")])
-        far = {}
-        for encoder, neighbours in (("system", None), ("similar:1", DOCUMENT)):
-            rag = make(neighbours, encoder)
-            rag.encode([ONE, TWO], system=BEFORE)
-            linked = rag.link(prompt)
-            theirs = prefilled(linked.input_ids[:, :-1])
-            values = zip(linked.cache.layers, theirs.layers, strict=True)
-            far[encoder] = sum(float((a.values - b.values).square().sum()) for a, b in values)
-        assert far["similar:1"] < far["system"] / 2
 
     @pytest.mark.parametrize("cold", ["now", "background"])
     def test_cold_chunks_are_encoded_behind_their_neighbours(self, make, cold):
@@ -167,13 +143,6 @@ class TestOtherNeighbours:
         source.near = {TWO: [TWO, ONE, THREE]}
         assert used(rag.generate(prompt, **ASKED))[1][1] == "host", "the chunk itself is not its neighbour"
 
-    def test_come_from_embeddings(self, make):
-        rows = torch.eye(3)[[0, 0, 1]].numpy()
-        rag = make(SimilarChunks([ONE, TWO, THREE], rows))
-        one, two = rag.encode([ONE, TWO], system=BEFORE)
-        assert rag.components.store.under(two, "similar:1")[0].context[1] == one
-        assert rag.components.store.under(one, "similar:1")[0].context[1] == two
-
 
 class TestForget:
     def test_a_forgotten_neighbour_takes_what_was_encoded_behind_it_along(self, make):
@@ -202,13 +171,3 @@ class TestForget:
         going.set()
         assert rag.flush(30)
         assert not any(one in (k.chunk_id, *k.context) for k in rag.components.store.put_keys)
-
-
-class TestBadInput:
-    def test_neighbours_need_the_encoder(self, make):
-        with pytest.raises(ValueError, match="encoder='similar:10'"):
-            make(DOCUMENT, None)
-
-    def test_longrope_is_refused(self):
-        with pytest.raises(ValueError, match="longrope"):
-            rag_for("phi3-longrope", encoder="similar:1", neighbours=DOCUMENT)

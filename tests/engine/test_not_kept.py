@@ -25,15 +25,6 @@ def test_encoding_into_nothing_is_warned_of_once(tmp_path, caplog):
     assert "disk_path" in record.message
 
 
-def test_encoding_into_too_little_is_warned_of_once(tmp_path, caplog):
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, store=StoreConfig(host_bytes=64)) as rag:
-        for _ in range(2):
-            rag.encode([ONE])
-    (record,) = [r for r in caplog.records if "could not be kept" in r.message]
-    assert record.message.startswith("encode: 1 of 1 entries could not be kept")
-    assert "failed_writes" in record.message
-
-
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_next_report_says_that_entries_were_not_kept(disk, tmp_path):
     store = StoreConfig(host_bytes=64)

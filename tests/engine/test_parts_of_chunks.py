@@ -96,19 +96,6 @@ def test_everything_recomputed_is_the_bare_model(encoder, policy):
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_a_part_that_was_missed_is_encoded_as_a_whole(encoder):
-    """Whatever stands around it next time, it is there."""
-    with engine("llama3", encoder=encoder, cold="now") as rag:
-        rag.register([ONE, TWO, THREE])
-        for _ in range(4):
-            rag.generate(SPACED, **ASKED)
-        lines = rag.generate(APART, **ASKED)
-        sources = [use.source for use in lines.report.link.chunks]
-        assert len(sources) == 3
-        assert sources == ["host"] * 3
-
-
-@pytest.mark.parametrize("encoder", ENCODERS)
 @pytest.mark.parametrize("how", ["ids", "texts"])
 def test_forget_takes_parts_too(encoder, how):
     with engine("llama3", encoder=encoder, cold="now", tree=TreeConfig(host_bytes=1 << 26)) as rag:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import matplotlib as mpl
 import pytest
 
-from ragcachekit import GenerateReport, LinkReport, RagCache
 from ragcachekit.plots import MeasuredPolicy, Plots
-from ragcachekit.reports import ChunkUse
-from speaking import byte_level, speaker
+from ragcachekit.reports import ChunkUse, GenerateReport, LinkReport
 
 
 def report(reused: int, source: str, ttft: float) -> GenerateReport:
@@ -61,26 +59,3 @@ def test_quality(plots) -> None:
     axes = plots.quality()
     assert axes.collections[0].get_offsets().tolist() == [[0.0, 0.3], [0.1, 0.05]]
     assert [text.get_text() for text in axes.texts] == ["reuse", "impact:0.1"]
-
-
-def test_nothing_to_draw(tmp_path) -> None:
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="reuse") as rag:
-        for draw in (rag.plot.time, rag.plot.tokens, rag.plot.tiers):
-            with pytest.raises(ValueError, match="no request was answered yet"):
-                draw()
-        with pytest.raises(ValueError, match=r"rag\.tune"):
-            rag.plot.quality()
-
-
-def test_the_last_requests_of_an_engine(tmp_path) -> None:
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="full") as rag:
-        answers = [rag.generate("Where does the river flow?", max_new_tokens=2) for _ in range(3)]
-        drawn = heights(rag.plot.tokens())
-    assert drawn == {"computed": [answer.report.link.prompt_tokens for answer in answers]}
-
-
-def test_without_matplotlib(plots, monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
-    monkeypatch.delattr(mpl, "pyplot", raising=False)
-    with pytest.raises(ImportError, match="pip install matplotlib "):
-        plots.tokens()

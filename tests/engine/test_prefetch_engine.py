@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from transformers.generation.streamers import BaseStreamer
 
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
-from loading_kit import WAIT, Gate, SlowStore
+from loading_kit import WAIT, SlowStore
 from ragcachekit import Prompt
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.store.entry import EntryDamaged
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import chunk_id
@@ -58,17 +55,6 @@ def test_a_prompt_takes_over_what_was_prefetched(encoder):
     rag.close()
 
 
-def test_a_prefetch_returns_before_anything_is_read():
-    rag, store = slow()
-    store.before_read = gate = Gate()
-    prefetch(rag, PROMPT)
-    assert store.log == []
-    assert gate.reached.wait(WAIT)
-    gate.open()
-    assert rag.generate(PROMPT, **ASKED).report.link.loaded_bytes
-    rag.close()
-
-
 def test_forgetting_reaches_what_was_prefetched():
     rag, _ = slow()
     first = ids_of_chunks(PROMPT)[0]
@@ -104,42 +90,6 @@ def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
     rag.generate(PROMPT, **ASKED)
     assert rag.flush(WAIT)
     assert rag.stats()[0].entries == 3
-    rag.close()
-
-
-def test_a_request_whose_loads_fail_does_not_bring_back_what_is_forgotten():
-    rag, store = slow()
-    rag.after_answer.cold = "now"
-    failed = []
-
-    def fail(key, layer):
-        if layer == 1:
-            failed.append(key)
-            rag.forget()
-            raise EntryDamaged("spoiled")
-
-    store.before_read = fail
-    link = rag.generate(PROMPT, **ASKED).report.link
-    assert failed
-    assert "computed" in {use.source for use in link.uses}
-    assert rag.stats()[0].entries == 0
-    rag.close()
-
-
-def test_where_no_thread_can_be_started_the_call_fails_and_the_next_one_answers(monkeypatch):
-    rag, _ = slow()
-    rag.after_answer.cold = "background"
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        prefetch(rag, PROMPT)
-        with pytest.raises(RuntimeError, match="thread"):
-            rag.generate(PROMPT, **ASKED)
-    assert rag.flush(WAIT)
-    assert {use.source for use in rag.generate(PROMPT, **ASKED).report.link.uses} == {"disk"}
     rag.close()
 
 

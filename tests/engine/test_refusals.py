@@ -5,21 +5,11 @@ from __future__ import annotations
 import pytest
 
 from families import build
-from ragcachekit import ModelNotSupported, PrecedingChunks, RagCache, StoreConfig, TreeConfig
-from ragcachekit.engine import admission
+from ragcachekit import PrecedingChunks, RagCache, StoreConfig, TreeConfig
 from ragcachekit.engine import components as stock
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.quality.budget import Budgets
 from ragcachekit.store.memory import HostStore
-
-
-def test_a_refused_model_keeps_the_attention_it_had(monkeypatch, tmp_path):
-    model = build("llama")
-    before = model.config._attn_implementation
-    monkeypatch.setattr(admission, "tolerance_for", lambda dtype: 0.0)
-    with pytest.raises(ModelNotSupported, match="layer 0"):
-        RagCache(model, cache_dir=tmp_path)
-    assert model.config._attn_implementation == before
 
 
 class Watched(HostStore):

@@ -12,7 +12,7 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from batch_kit import plan_for
 from langchain_ragcachekit import RagCacheRetriever as LangChainRetriever
 from llama_index_ragcachekit import RagCacheRetriever as LlamaIndexRetriever
-from ragcachekit import RagCache, StoreConfig
+from ragcachekit import RagCache
 from ragcachekit.types import chunk_id
 from speaking import byte_level, speaker
 
@@ -91,18 +91,6 @@ def test_nor_does_what_prompts_compute_or_miss(make, cold, sources):
     assert [use.source for use in answer.report.link.chunks] == ["host"] * 4
 
 
-def test_neighbours_that_the_user_gives_are_of_the_same_source_too(make):
-    class Everything:
-        def of(self, text):
-            return TOGETHER
-
-    for encoder in ("average:3", "similar:3"):
-        rag = make(encoder=encoder, neighbours=Everything())
-        rag.encode(TOGETHER, system=BEFORE, sources=SOURCES)
-        coloured, means = behind_another(rag)
-        assert (coloured, len(means)) == ([], 3)
-
-
 def test_a_chunk_that_a_hostile_document_copies_has_no_companions(make):
     rag = make()
     rag.encode([HOSTILE, HONEST[1]], system=BEFORE, sources=["mail", "mail"])
@@ -113,16 +101,6 @@ def test_a_chunk_that_a_hostile_document_copies_has_no_companions(make):
     rag.forget(texts=[HOSTILE, HONEST[1]])
     rag.encode(HONEST, system=BEFORE, sources=["guide"] * 3)
     assert name(rag, HONEST[1]) in behind_another(rag)[1]
-
-
-def test_what_was_stored_without_the_setting_is_not_used(make, tmp_path):
-    store = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
-    with make(store=store, load="always", companions="any") as rag:
-        rag.encode(TOGETHER, system=BEFORE)
-        rag.generate(prompt(HOSTILE, *HONEST), **ASKED)
-    again = make(store=store, load="always")
-    again.register(TOGETHER, sources=SOURCES)
-    assert len(used_behind(again, *HONEST)) == 1, "the system text"
 
 
 def test_the_encoder_that_keeps_any_context_is_refused(make):

@@ -57,18 +57,6 @@ def test_the_example_of_the_paper():
     assert pipeline.stats == PipelineStats(searches=1, provisional=2, right=1)
 
 
-def test_a_request_begins_before_its_search_ends():
-    rag, seen = FakeRag(), []
-
-    def stages():
-        for documents in (["a"], ["b"], ["b"]):
-            yield documents
-            seen.append((rag.prompts[-1], len(rag.alive)))
-
-    SpeculativePipeline(rag).submit(stages(), joined)
-    assert seen == [("a", 1), ("b", 1), ("b", 1)]
-
-
 lists = st.lists(st.sampled_from(["a", "b", "c"]), max_size=2)
 
 
@@ -92,15 +80,6 @@ def test_whatever_the_stages_the_last_one_is_answered(searches, most):
         right += early > wrong
         provisional += early
     assert pipeline.stats == PipelineStats(len(searches), provisional, right)
-
-
-def test_nothing_provisional_while_requests_wait():
-    rag = FakeRag(waiting=2)
-    SpeculativePipeline(rag, max_waiting=2).submit([["a"], ["b"]], joined)
-    assert rag.prompts == ["b"]
-    rag.requests.clear()
-    SpeculativePipeline(rag, max_waiting=3).submit([["a"], ["b"]], joined)
-    assert rag.prompts == ["a", "b"]
 
 
 def test_lists_that_are_always_wrong_are_soon_not_submitted():
@@ -130,14 +109,6 @@ def test_an_error_of_the_search_ends_the_request(error):
         SpeculativePipeline(rag).submit(stages(), joined)
     assert rag.prompts == ["a"]
     assert not rag.alive
-
-
-def test_options_reach_the_queue_and_the_deadline_runs_from_the_call():
-    rag = FakeRag(waiting=1)
-    request = SpeculativePipeline(rag).submit([["a"]], joined, deadline=5.0, wait=True, max_new_tokens=3)
-    left = request.options.pop("deadline")
-    assert request.options == {"wait": True, "max_new_tokens": 3}
-    assert 0 < left <= 5.0
 
 
 @pytest.mark.parametrize("policy", ["full", "prefix", "reuse"])

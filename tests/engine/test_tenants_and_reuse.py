@@ -6,7 +6,7 @@ import pytest
 
 from engine_kit import PROMPT, RecordingStore, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
-from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
+from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.types import chunk_id
 from speaking import byte_level, speaker
@@ -56,14 +56,6 @@ class TestNamespaces:
             with pytest.raises(ValueError, match="namespace"):
                 rag_for("llama").generate(PROMPT, namespace=bad)
 
-    def test_another_models_kv_is_never_found(self):
-        store = RecordingStore()
-        warmed("llama", PROMPT, store=store, policy="reuse")
-        other = rag_for("llama3", store=store, policy="reuse", cold="never")
-        answer = other.generate(PROMPT, **ASKED)
-        assert answer.report.link.reused_tokens == 0
-        assert answer.token_ids == greedy(plain("llama3"), ids(PROMPT), 4)
-
 
 class TestEncode:
     def test_is_idempotent_and_returns_ids_in_order(self, reader):
@@ -85,16 +77,6 @@ class TestEncode:
             reader.encode(["Berlin " * 600])
         assert reader.stats()[0].entries == 0, "nothing of a refused call is kept"
 
-    def test_system_encoder_needs_the_text(self, tmp_path):
-        rag = RagCache(speaker(), byte_level(), cache_dir=tmp_path, encoder="system", policy="reuse")
-        with pytest.raises(ValueError, match="system="):
-            rag.encode([ONE])
-        rag.encode([ONE], system="Answer from:\n")
-        answer = rag.generate(f"Answer from:\n{ONE}\nWhere?", **ASKED)
-        assert [use.source for use in answer.report.link.uses] == ["computed", "host"]
-        assert answer.report.link.uses[1].exact
-        rag.close()
-
 
 class TestForget:
     def test_by_id(self, reader):
@@ -109,26 +91,6 @@ class TestForget:
         system = chunk_id(PROMPT.segments[0].token_ids, "default")
         assert rag.forget([system]) == 3, "the prefix and both chunks encoded behind it"
         assert rag.stats()[0].entries == 0
-
-
-class TestCold:
-    def test_never(self):
-        rag = rag_for("llama", cold="never")
-        for _ in range(2):
-            assert rag.generate(PROMPT, **ASKED).report.link.reused_tokens == 0
-        assert rag.stats()[0].entries == 0
-
-    def test_now(self):
-        rag = rag_for("llama", cold="now")
-        rag.generate(PROMPT, **ASKED)
-        assert rag.stats()[0].entries == 3
-
-    def test_background(self):
-        with rag_for("llama", cold="background") as rag:
-            for entries in (1, 3):  # the text before the chunks at once, chunks after their second miss
-                rag.generate(PROMPT, **ASKED)
-                assert rag.flush(60)
-                assert rag.stats()[0].entries == entries
 
 
 def test_neighbouring_texts_are_one_text():
@@ -167,18 +129,3 @@ def test_stored_tensors_are_byte_identical_after_many_uses(encoder):
     kv, _ = next(iter(store.originals.values()))
     kv.values[0][0, 0, 0] += 1
     assert not store.unchanged(), "the check can fail"
-
-
-@pytest.mark.parametrize("how", ["cut", "flip"])
-def test_a_damaged_disk_entry_is_computed_and_the_answer_is_right(tmp_path, how):
-    config = StoreConfig(host_bytes=0, disk_path=tmp_path / "kv")
-    with rag_for("llama", store=config, policy="lego:1000") as rag:
-        rag.generate(PROMPT, **ASKED)
-        for file in (tmp_path / "kv").glob("*.safetensors"):
-            raw = bytearray(file.read_bytes())
-            raw[-100] ^= 1
-            file.write_bytes(raw if how == "flip" else raw[:-50])
-        answer = rag.generate(PROMPT, **ASKED)
-        assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 4)
-        assert {use.source for use in answer.report.link.uses} == {"computed"}
-        assert rag.generate(PROMPT, **ASKED).report.link.computed_tokens == 6, "encoded again"

@@ -23,7 +23,6 @@ KERNELS = {
     "deep:0.15": "column_scores",
     "heavy:0.15": "column_scores",
     "craft:0.3": "context_mass",
-    "cacheblend:0.15": "kv_deviation",
 }
 """Which function of the Triton kernels each policy cannot do without."""
 

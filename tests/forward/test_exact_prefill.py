@@ -59,13 +59,6 @@ def test_any_rows_recomputed_over_exact_kept_ones(name, seed):
     assert_same(linked(name, plan_of(IDS, pieces, rows)), ordinary)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_only_the_last_row_computed(name):
-    ordinary = prefill(plain(name), IDS)
-    last = len(IDS) - 1
-    assert_same(linked(name, plan_of(IDS, [piece(ordinary, 0, last)], [last])), ordinary)
-
-
 @pytest.mark.parametrize("name", BF16)
 def test_bfloat16_within_its_tolerance(name):
     plan = planned(name, PARTS, Everything(), dtype=torch.bfloat16)

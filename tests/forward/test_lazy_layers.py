@@ -72,12 +72,6 @@ def test_answers_over_a_loading_store_are_those_over_memory(name, policy):
     assert torch.equal(output, rag.model.generate(**own.inputs, **ASKED, pad_token_id=0))
 
 
-def test_memory_reports_no_loading():
-    link = warmed("llama", PROMPT).generate(PROMPT, **ASKED).report.link
-    assert (link.wait_ms, link.loaded_bytes, link.overlap) == (0.0, 0, None)
-    assert "loaded in" not in str(link)
-
-
 def test_layer_0_computes_while_layer_1_is_being_read():
     """Layer 1 comes only after layer 0 of the forward has run: whoever waits for all layers hangs."""
     gate = Gate(lambda key, layer: layer == 1)
@@ -227,17 +221,6 @@ def test_a_streamer_sees_prompt_and_tokens_once(options):
     rag.close()
 
 
-def test_the_streamer_is_not_told_the_prompt_twice_inside_generate():
-    rag, _, spoil = spoiled("llama", 2, OSError(5, "I/O"))
-    heard = Heard()
-    answer = rag.generate(PROMPT, **ASKED, streamer=heard)
-    assert spoil.spoiled
-    assert heard.calls[0] == list(ids(PROMPT))
-    assert list(chain(*heard.calls[1:])) == list(answer.token_ids)
-    assert heard.ended == 1
-    rag.close()
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_link_gives_out_nothing_that_can_still_fail(layer):
     rag, alone, spoil = spoiled("llama", layer, EntryDamaged("flipped"), policy="reuse")
@@ -258,22 +241,6 @@ def test_a_batch_goes_on_without_what_failed(layer):
     assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
     assert spoil.spoiled
     assert [bool(a.report.link.notes) for a in answers] == [True, False]
-    rag.close()
-
-
-def test_two_failures_one_after_the_other():
-    rag, _, _ = spoiled("llama", 0, OSError(5, "I/O"), policy="lego:1000")
-    store = rag.components.store
-    first, second = store.of_tokens[33], store.of_tokens[25]
-
-    def read(key, layer):
-        if (key, layer) in ((first, 0), (second, 2)):
-            raise OSError(5, "I/O")
-
-    store.before_read = read
-    answer = rag.generate(PROMPT, **ASKED)
-    assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6)
-    assert [use.source for use in answer.report.link.uses] == ["disk", "computed", "computed"]
     rag.close()
 
 

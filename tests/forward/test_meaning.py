@@ -10,7 +10,6 @@ import pytest
 
 from families import FAMILIES, columns, off, oracle, prefill, stepwise, tokens
 from link_kit import BOS, ids_of, linked, planned, segments
-from ragcachekit.errors import RagCacheError
 
 TOLERANCE = 3e-5
 SYSTEM, FIRST, SECOND, MIDDLE, QUESTION = (tokens(n, 10 + n) for n in (11, 33, 40, 3, 6))
@@ -67,12 +66,3 @@ def test_reuse_is_an_approximation_and_not_the_ordinary_prefill(name):
     ordinary = prefill(oracle(name, len(IDS)), IDS)
     ours = linked(name, planned(name, PARTS, "reuse"))
     assert off(ours.values[2], ordinary.values[2]) > 1e-3
-
-
-def test_errors_form_one_tree():
-    from ragcachekit import errors
-
-    kinds = [e for e in vars(errors).values() if isinstance(e, type)]
-    assert len(kinds) > 5
-    assert [kind for kind in kinds if not issubclass(kind, RagCacheError)] == [errors.Cancelled]
-    assert not issubclass(errors.Cancelled, Exception), "no retry and no fallback may catch it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from families import FAMILIES, build, off, oracle, plain, prefill, tokens, wrapped
+from families import FAMILIES, build, off, oracle, prefill, tokens, wrapped
 from link_kit import described
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.engine.admission import admit
@@ -63,11 +63,6 @@ def other_layout(layer):
 class TestTheCheckCanFail:
     """Position 0 hides every rotation error; other offsets do not, and the model is refused."""
 
-    def test_a_wrong_rotation_is_seen_at_an_offset_but_not_at_0(self, name, wrong):
-        rope = altered(described(name), wrong)
-        assert worst(name, rope, 0) <= TOLERANCE
-        assert worst(name, rope, 41) > 0.05
-
     def test_admission_refuses_it_and_names_the_layer(self, name, wrong):
         rope = altered(described(name), wrong)
         with pytest.raises(ModelNotSupported, match=r"layer 0: keys at offset \d+ differ .* by \d"):
@@ -85,14 +80,4 @@ def test_admission_names_the_one_layer_that_is_wrong():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_admitted_with_room_to_spare(name):
     passed = admit(wrapped(name), described(name))
-    assert 0 < passed.offset_diff <= passed.tolerance / 3
-    assert 0 < passed.link_diff <= passed.tolerance / 10
-
-
-def test_a_regime_change_without_the_prompts_frequencies_is_seen():
-    """The longrope oracle really differs: a chunk encoded in the short regime is wrong in a long prompt."""
-    rope = described("phi3-longrope")
-    ((_, short),) = ChunkEncoder(wrapped("phi3-longrope"), rope).encode([CHUNK], Encoding("standalone"))
-    long = prefill(oracle("phi3-longrope", 200), CHUNK)
-    assert off(short.values[2], long.values[2]) > 1e-3
-    assert off(short.values[2], prefill(plain("phi3-longrope"), CHUNK).values[2]) <= TOLERANCE
+    assert 0 < passed.difference <= passed.tolerance / 3

@@ -14,29 +14,15 @@ from hypothesis import strategies as st
 from engine_kit import PROMPT, rag_for, warmed
 from families import LONGROPE_THRESHOLD
 from link_kit import described, plan_of
-from loading_kit import start
 from placing_kit import SHAPES, assemble, assembled, assert_placed, changed, entry, many_kinds, prompt
 from ragcachekit.config import StoreConfig
 from ragcachekit.forward.linker import AHEAD, StoredLayers
-from ragcachekit.model.packed import PackedKV, unpack
 from ragcachekit.plan.link_plan import Piece
-from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.load import LoadingKV
-from ragcachekit.store.loader import Loader
 from ragcachekit.store.memory import HostStore
-from ragcachekit.store.quantised import QuantisedStore, pack
-from ragcachekit.types import KVKey
+from ragcachekit.store.quantised import PackedKV, pack, unpack
 
 EIGHT_BITS = ("int8", "fp8")
 ASKED = {"max_new_tokens": 6, "do_sample": False}
-
-
-@pytest.fixture(params=["torch", "triton"])
-def path(request, monkeypatch):
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    monkeypatch.setenv("RAGCACHEKIT_KERNELS", request.param)
-    return request.param
 
 
 def prompts():
@@ -129,32 +115,6 @@ def test_eight_bits_are_placed_as_if_unpacked_first(keep, kind, path):
     assert "_plain" not in vars(packed), "nothing of that unpacks"
 
 
-@pytest.mark.parametrize("kind", EIGHT_BITS)
-def test_a_loading_entry_in_eight_bits_is_placed_as_it_comes(kind, tmp_path, monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
-    store, key = (
-        QuantisedStore(DiskStore(tmp_path, 1 << 20), kind),
-        KVKey("w", "space", "c", "standalone", ()),
-    )
-    kv, rope = wide(6, 0), many_kinds()
-    assert store.put(key, kv)
-    loader = Loader(store)
-    handle = start(loader, key).kv
-    assert isinstance(handle, LoadingKV)
-    assert_placed(assembled(prompt([handle]), rope), prompt([unpack(pack(kv, kind), kind)]), rope)
-    loader.close()
-    store.close()
-
-
-def test_layers_may_be_read_in_any_order_and_more_than_once(path):
-    plan, rope = prompts()["one chunk twice"], many_kinds()
-    buffers = assemble(plan, rope, torch.device("cpu"))
-    for number in (2, 0, 4, 1, 3):
-        assert buffers[number]()[0] is buffers[number]()[0]
-    assert_placed([(k[0], v[0]) for k, v in (make() for make in buffers)], plan, rope)
-
-
 class FakeCuda:
     """Streams and tensors of a GPU as far as copies need them; ``log`` has the calls in order."""
 
@@ -232,19 +192,6 @@ class TestCopies:
         slow.ready = 1
         stored.take(0)
         assert [step for step in cuda.log if step[0] == "copies"] == [("copies", 0)]
-
-    def test_a_layer_that_failed_is_copied_again(self, monkeypatch):
-        cuda = FakeCuda(monkeypatch)
-        one, failing = cuda.entry(2), cuda.entry(2)
-        real = failing.stored_layer
-        stored = StoredLayers({1: one, 2: failing}, torch.device("cuda"))
-        stored.take(0)
-        stored._copied.clear()
-        failing.stored_layer = lambda number: (_ for _ in ()).throw(OSError("gone"))
-        with pytest.raises(OSError, match="gone"):
-            stored.take(1)
-        failing.stored_layer = real
-        assert set(stored.take(1)) == {1, 2}
 
 
 class TestAnswers:

@@ -1,16 +1,21 @@
-"""What cannot work with a linked prompt is refused, and what the model's own defaults say is not."""
+"""Options: what cannot work is refused before any work, and what the model's own defaults say is not."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
 
 import pytest
 import torch
 import transformers as tf
 from transformers import DynamicCache
 
-from engine_kit import EXACT, PROMPT, ids, rag_for
+from engine_kit import EXACT, FOLDER, PROMPT, ids, rag_for
 from families import build, greedy, plain
-from ragcachekit import RagCache
+from ragcachekit import Observer, QueueConfig, RagCache, agenerate, astream
 from ragcachekit.errors import GenerationNotSupported
+from ragcachekit.generate.options import check_options
+from speaking import byte_level, speaker
 
 REFUSED = {
     "assistant_model": object(),
@@ -48,14 +53,6 @@ def test_refused_by_name_with_the_reason(rag, name):
         rag.generate(PROMPT, max_new_tokens=2, **{name: REFUSED[name]})
     with pytest.raises(GenerationNotSupported, match=f"^{name}=.+"):
         rag.generate_batch([PROMPT], max_new_tokens=2, **{name: REFUSED[name]})
-
-
-@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_return_sequences", "output_scores"])
-def test_refused_in_a_configuration_of_the_users_own_too(rag, name):
-    config = tf.GenerationConfig()
-    setattr(config, name, REFUSED[name])
-    with pytest.raises(GenerationNotSupported, match=f"^{name}="):
-        rag.generate(PROMPT, generation_config=config)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +120,100 @@ def test_a_default_of_the_model_that_reads_the_prompts_order(tmp_path):
         answer = rag.generate(EXACT, max_new_tokens=15, do_sample=False)
     assert answer.report.link.exact_tokens == 49
     assert answer.token_ids == greedy(plain("llama"), ids(EXACT), 15, no_repeat_ngram_size=2)
+
+
+QUESTION = "Where does the river flow? Answer from the context."
+
+
+@pytest.fixture(scope="module")
+def talking():
+    options = {"policy": "reuse", "cold": "now", "queue": QueueConfig(max_waiting=2)}
+    with RagCache(speaker(), byte_level(), cache_dir=FOLDER.name, **options) as talking:
+        talking.encode(["Answer from the context."])
+        talking.submit(QUESTION, max_new_tokens=2).result(60)
+        yield talking
+
+
+async def streamed(talking, **options):
+    async for _ in astream(talking, QUESTION, **options):
+        pass
+
+
+CALLS = {
+    "generate": lambda talking, **options: talking.generate(QUESTION, **options),
+    "stream": lambda talking, **options: talking.stream(QUESTION, **options),
+    "submit": lambda talking, **options: talking.submit(QUESTION, **options),
+    "generate_batch": lambda talking, **options: talking.generate_batch([QUESTION, QUESTION], **options),
+    "agenerate": lambda talking, **options: asyncio.run(agenerate(talking, QUESTION, **options)),
+    "astream": lambda talking, **options: asyncio.run(streamed(talking, **options)),
+}
+UNKNOWN = [
+    ({"n": 2}, ValueError, "n="),
+    ({"temprature": 0.5}, ValueError, "temprature= .*temperature="),
+    ({"max_new_tokns": 3}, ValueError, "max_new_tokns= .*max_new_tokens="),
+    ({"namespce": "a"}, ValueError, "namespce= .*namespace="),
+    ({"best_of": 2, "temprature": 1.0}, ValueError, "best_of=.*temprature="),
+    ({"num_return_sequences": 2}, GenerationNotSupported, "num_return_sequences="),
+    ({"use_cache": False}, GenerationNotSupported, "use_cache="),
+    (
+        {"generation_config": tf.GenerationConfig(prompt_lookup_num_tokens=3)},
+        GenerationNotSupported,
+        "lookup",
+    ),
+    ({"generation_config": {"do_sample": False}}, TypeError, "generation_config"),
+]
+
+
+class Noting(Observer):
+    def __init__(self):
+        self.started = 0
+
+    def request_started(self, start):
+        self.started += 1
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), UNKNOWN, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize("call", CALLS)
+def test_refused_before_any_work(talking, call, options, kind, message, caplog):
+    forwards, noting, before = [], Noting(), talking.queue.stats()
+    hook = talking.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    talking.add_observer(noting)
+    try:
+        with caplog.at_level(logging.DEBUG, "ragcachekit"), pytest.raises(kind, match=message):
+            CALLS[call](talking, **options)
+        talking.queue.drain(60)
+    finally:
+        hook.remove()
+        talking.remove_observer(noting)
+    assert talking.queue.stats() == before
+    assert (forwards, noting.started, caplog.records) == ([], 0, [])
+
+
+@pytest.mark.parametrize("call", ["stream", "astream", "submit"])
+def test_a_streamer_and_beams(talking, call):
+    streamer = {"streamer": object()} if call == "submit" else {}
+    with pytest.raises(ValueError, match="num_beams"):
+        CALLS[call](talking, num_beams=2, **streamer)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("max_new_tokens", "do_sample", "bad_words_ids", "stop_strings", "eos_token_id", "top_h"),
+        *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus", "tokenizer"),
+        *("labels", "logits_to_keep", "output_router_logits", "seed", "max_tokens"),
+    ],
+)
+def test_known_is_what_generate_and_the_models_forward_take(talking, name):
+    check_options({name: 0}, talking.model)
+
+
+@pytest.mark.parametrize("name", ["n", "temprature", "best_of", "stop", "update", "kwarg"])
+def test_unknown_is_what_transformers_refuses(talking, name):
+    ids = talking.tokenizer("the river", return_tensors="pt")["input_ids"]
+    if name != "update":  # a method of GenerationConfig, which transformers takes for an option
+        with pytest.raises(ValueError, match="not used by the model"):
+            talking.model.generate(ids, max_new_tokens=1, **{name: 1})
+    with pytest.raises(ValueError, match=f"{name}="):
+        check_options({name: 1}, talking.model)
+    check_options({name: None}, talking.model)  # as transformers

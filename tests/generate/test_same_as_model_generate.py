@@ -72,6 +72,9 @@ OPTIONS = {
     "begin-suppress": {"begin_suppress_tokens": [81, 93, 97]},
     "bias": {"sequence_bias": [[[93], 3.0], [[12, 13], 9.0]]},
     "forced-eos": {"forced_eos_token_id": 2},
+    "decay": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 9},
+    "prefix-allowed": {"prefix_allowed_tokens_fn": lambda _, given: [5, len(given) % 9]},
+    "stopping": {"stopping_criteria": [lambda given, *_, **__: torch.tensor([given.shape[1] >= 58])]},
     "config": {"generation_config": tf.GenerationConfig(max_new_tokens=7, no_repeat_ngram_size=3)},
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from ragcachekit import Answer, CancelScope, GenerateReport, LinkReport
+from ragcachekit import Answer, CancelScope
+from ragcachekit.reports import GenerateReport, LinkReport
 
 WORDS = ("it", "is", "in", "the", "north", "of", "the", "town", "by", "the", "sea", ".")
 

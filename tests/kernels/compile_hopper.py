@@ -129,11 +129,6 @@ def score(spans=None, dtype=torch.bfloat16, head_dim=128, rows=64, **options):
     scores.column_scores(query, key, at, AttentionOptions(0.1, **options), spans)
 
 
-def deviate():
-    new, old = torch.empty(8, 600, 128, dtype=torch.bfloat16), torch.empty(8, 4096, 128, dtype=torch.bfloat16)
-    scores.kv_deviation(new, old, Rows(tuple(range(600))).on(CPU))
-
-
 def assemble(stored=torch.bfloat16, heads=8, dim=128, pairs=64, offset=0, interleaved=False, per_token=False):
     pieces = [torch.zeros(heads, 64, dim).to(stored) for _ in range(2)]
     scale = torch.zeros((heads, 64, 1) if per_token else (heads, 1, dim))
@@ -161,7 +156,6 @@ CASES = {
     "scores, float16, few rows": partial(score, dtype=torch.float16, rows=9),
     "scores, many rows": partial(score, rows=2048),
     "scores, float32": partial(score, dtype=torch.float32),
-    "deviation": deviate,
     "assembly": assemble,
     "assembly, int8": partial(assemble, torch.int8),
     "assembly, fp8, per token": partial(assemble, torch.float8_e4m3fn, pairs=0, per_token=True),

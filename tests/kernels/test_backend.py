@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ragcachekit_kernels import backend, dispatch
+from ragcachekit_kernels import dispatch, launch
 from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,7 +38,7 @@ assert torch.equal(kv, key)
 
 
 def run_alone(code):
-    environment = {name: value for name, value in os.environ.items() if name != backend.SETTING}
+    environment = {name: value for name, value in os.environ.items() if name != dispatch.SETTING}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
 
 
@@ -55,8 +55,8 @@ def test_triton_is_not_imported_with_dispatch():
 @pytest.mark.parametrize("setting", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
 def test_other_devices_than_cuda_take_the_torch_path(monkeypatch, setting, device):
-    monkeypatch.setenv(backend.SETTING, setting)
-    monkeypatch.setattr(backend, "_installed", lambda: True)
+    monkeypatch.setenv(dispatch.SETTING, setting)
+    monkeypatch.setattr(dispatch, "_installed", lambda: True)
     assert not dispatch.uses_triton(torch.device(device))
 
 
@@ -71,19 +71,19 @@ def test_other_devices_than_cuda_take_the_torch_path(monkeypatch, setting, devic
     ],
 )
 def test_the_setting_decides_where_triton_runs(monkeypatch, setting, interpreted, device, triton):
-    monkeypatch.setenv(backend.SETTING, setting)
+    monkeypatch.setenv(dispatch.SETTING, setting)
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    monkeypatch.setattr(backend, "_available", lambda: True)
+    monkeypatch.setattr(dispatch, "_installed", lambda: True)
     assert dispatch.uses_triton(torch.device(device)) == triton
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_platforms_other_than_linux_take_the_torch_path(monkeypatch, platform):
-    monkeypatch.delenv(backend.SETTING, raising=False)
-    monkeypatch.setattr(backend, "_installed", lambda: True)
+    monkeypatch.delenv(dispatch.SETTING, raising=False)
+    monkeypatch.setattr(dispatch, "_installed", lambda: True)
     monkeypatch.setattr(sys, "platform", platform)
     assert not dispatch.uses_triton(torch.device("cuda"))
-    monkeypatch.setenv(backend.SETTING, "triton")
+    monkeypatch.setenv(dispatch.SETTING, "triton")
     with pytest.raises(ValueError, match="not Linux"):
         dispatch.uses_triton(torch.device("cuda"))
 
@@ -92,9 +92,9 @@ def test_platforms_other_than_linux_take_the_torch_path(monkeypatch, platform):
     ("setting", "interpreted", "message"), [("triton", "0", "TRITON_INTERPRET=1"), ("fast", "1", "not known")]
 )
 def test_settings_that_cannot_be_are_refused(monkeypatch, setting, interpreted, message):
-    monkeypatch.setenv(backend.SETTING, setting)
+    monkeypatch.setenv(dispatch.SETTING, setting)
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    monkeypatch.setattr(backend, "_available", lambda: True)
+    monkeypatch.setattr(dispatch, "_installed", lambda: True)
     with pytest.raises(ValueError, match=message):
         dispatch.uses_triton(torch.device("cpu"))
 
@@ -119,8 +119,8 @@ class TestTritonGivesUp:
     @pytest.fixture(autouse=True)
     def triton(self, monkeypatch):
         pytest.importorskip("triton")
-        monkeypatch.setenv(backend.SETTING, "triton")
-        monkeypatch.setattr(backend, "_refused", {})
+        monkeypatch.setenv(dispatch.SETTING, "triton")
+        monkeypatch.setattr(dispatch, "_refused", {})
 
     @staticmethod
     def errors():
@@ -174,7 +174,6 @@ class TestTritonGivesUp:
         return [
             dispatch.column_scores(query, key, [3, 19], options),
             *dispatch.context_mass(query, key, [3, 19], [3, 17], options),
-            dispatch.kv_deviation(query, key, [3, 19]),
             out,
         ]
 
@@ -185,7 +184,7 @@ class TestTritonGivesUp:
                 monkeypatch.setattr(module, name, Refused(self.errors()[0]))
         for one, other in zip(expected, self.results(), strict=True):
             torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-4, atol=1e-5)
-        assert "OutOfResources" in backend.choice("scores", *self.tensors()[:2])
+        assert "OutOfResources" in dispatch.choice("scores", *self.tensors()[:2])
 
     def test_every_launch_is_on_the_tensors_device(self, monkeypatch):
         """Within a guard for it: Triton launches on the current device."""
@@ -228,7 +227,7 @@ def test_the_guard_changes_the_device_only_where_it_differs(monkeypatch, device,
     entered = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda given: entered.append(given) or _Nothing())
-    with backend.launching_on(torch.device(device)):
+    with launch.launching_on(torch.device(device)):
         assert entered == ([torch.device(device)] if guarded else [])
 
 

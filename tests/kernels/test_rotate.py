@@ -51,43 +51,6 @@ def test_is_a_complex_multiplication(pairs, before, after, interleaved, position
     assert torch.equal(ours[..., before + 2 * pairs :], x[..., before + 2 * pairs :])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("offset", [0, 4])
-class TestAsAGroup:
-    def rotate(self, x, positions, interleaved, offset, sign=1):
-        turn = angles(positions, 6)
-        return rotate(x, turn.cos(), sign * turn.sin(), interleaved=interleaved, offset=offset)
-
-    def x(self):
-        return torch.randn(2, 4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def test_minus_sin_is_the_inverse(self, interleaved, offset):
-        there = self.rotate(self.x(), [1, 50, 999, 4000], interleaved, offset)
-        assert (there - self.x()).abs().max() > 0.1
-        back = self.rotate(there, [1, 50, 999, 4000], interleaved, offset, sign=-1)
-        torch.testing.assert_close(back, self.x(), rtol=1e-12, atol=1e-12)
-
-    def test_two_rotations_add_up(self, interleaved, offset):
-        twice = self.rotate(
-            self.rotate(self.x(), [1, 2, 3, 4], interleaved, offset), [9, 8, 7, 6], interleaved, offset
-        )
-        once = self.rotate(self.x(), [10, 10, 10, 10], interleaved, offset)
-        torch.testing.assert_close(twice, once, rtol=1e-12, atol=1e-12)
-
-    def test_position_0_is_the_identity(self, interleaved, offset):
-        assert torch.equal(self.rotate(self.x(), [0] * 4, interleaved, offset), self.x())
-
-    def test_scores_depend_on_the_distance_only(self, interleaved, offset):
-        query, key = self.x()[0, :1], self.x()[1, :1]
-
-        def score(at, other):
-            a = self.rotate(query, [at], interleaved, offset)
-            return float((a * self.rotate(key, [other], interleaved, offset)).sum())
-
-        assert score(100, 93) == pytest.approx(score(7, 0), abs=1e-10)
-        assert score(100, 93) != pytest.approx(score(8, 0), abs=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype):
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)

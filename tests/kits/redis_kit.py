@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store.redis_store import RedisStore
+from ragcachekit.store.backends import RedisStore
 from ragcachekit.store.remote import RemoteStore
 from ragcachekit.types import KVKey
 

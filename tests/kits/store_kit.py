@@ -10,7 +10,7 @@ import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.entry import EntryFile, entry_name, open_file
+from ragcachekit.store.entry import EntryReader, entry_name, open_file
 from ragcachekit.types import KVKey
 
 DISK_BUDGET = 1 << 20
@@ -85,5 +85,5 @@ def agrees_with_files(store: DiskStore, path: Path) -> bool:
 
 def read_entry(path: Path, key: KVKey) -> ChunkKV:
     """The KV of ``key`` in the file at ``path``."""
-    with EntryFile(open_file(path), key) as entry:
-        return entry.kv()
+    with open_file(path) as file:
+        return EntryReader.of_file(file, key).kv()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.base import Match, Node, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import Match, Node, Root, Step
 
 ROOT = Root("weights-1", "acme")
 ROW = 2 * 2 * 1 * 2 * 4
@@ -71,13 +71,13 @@ def check(tree: KnowledgeTree) -> None:
                 assert node.parent is None or node.parent in gpu
         for tier in tree._levels.tiers:
             copies = tier._copies
-            assert {copy.node for copy in copies.values()} <= set(known)
-            assert tier.stats().nbytes == sum(copy.kv.nbytes for copy in copies.values()) <= tier.budget
+            assert {node for node, _ in copies.values()} <= set(known)
+            assert tier.stats().nbytes == sum(kv.nbytes for _, kv in copies.values()) <= tier.budget
             assert copies.keys() == set(tier._ranking)
-            for name, copy in copies.items():
-                children = sum(child in tier for child in copy.node.children.values())
+            for name, (node, _) in copies.items():
+                children = sum(child in tier for child in node.children.values())
                 assert children == tier._children.get(name, 0)
-                assert tier._ranking._live[name].holds == copy.node.pins + children
+                assert tier._ranking._live[name].holds == node.pins + children
 
 
 def tiers(match: Match) -> list[str]:

@@ -22,15 +22,6 @@ def cancelled() -> bool:
     return False
 
 
-def test_outside_a_scope_nothing_is_cancelled() -> None:
-    scope = CancelScope()
-    scope.cancel()
-    assert not cancelled()
-    with scope:
-        assert cancelled()
-    assert not cancelled()
-
-
 def test_an_inner_scope_ends_with_those_around_it_and_not_the_other_way_round() -> None:
     with CancelScope() as outer:
         with CancelScope() as inner:
@@ -126,14 +117,3 @@ async def test_to_thread_gives_the_result_and_cancels_with_its_task() -> None:
     left.set()
     await asyncio.get_running_loop().shutdown_default_executor()
     assert found == [True]
-
-
-def test_a_scope_may_be_entered_again_inside_itself() -> None:
-    with CancelScope() as scope:
-        assert scope.run(lambda: 1) == 1
-        with scope:
-            raise_if_cancelled()
-        scope.cancel()
-        with pytest.raises(Cancelled):
-            raise_if_cancelled()
-    raise_if_cancelled()

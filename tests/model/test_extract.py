@@ -62,20 +62,3 @@ def test_without_rope_rows_are_copied_to_the_bit(dtype, host):
             assert torch.equal(values, layer.values[item, :, start:stop])
     layers[1].keys.zero_()
     assert kv.keys[1].count_nonzero() > 0, "a copy"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
-def test_on_a_gpu_rows_come_to_the_host():
-    rope, layers = many_kinds(), cache()
-    there = [SimpleNamespace(keys=x.keys.cuda(), values=x.values.cuda()) for x in layers]
-    for one, other in zip(
-        extract(there, STRETCHES, rope, COLUMNS), extract(layers, STRETCHES, rope, COLUMNS), strict=True
-    ):
-        for ours, theirs in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    stays = extract(there, STRETCHES, host=False)
-    assert torch.equal(stays[0].keys[0], there[0].keys[1, :, 4:16])
-
-
-def test_nothing_to_take():
-    assert extract(cache(), [], many_kinds(), COLUMNS) == []

@@ -1,19 +1,11 @@
-"""How long prefills take: the fit, drift, JSON, and the measurement."""
+"""How long prefills take: the fit, drift and the measurement."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
 from families import wrapped
-from ragcachekit.model.prefill_profile import (
-    MAX_DRIFT,
-    PrefillProfile,
-    measure_profile,
-    store_profile,
-    stored_profile,
-)
+from ragcachekit.model.prefill_profile import MAX_DRIFT, PrefillProfile, measure_profile
 
 POINTS = [(cached, new) for cached in (0, 256) for new in (4, 16, 64, 256, 1024)]
 
@@ -23,8 +15,6 @@ def test_seconds_are_bilinear_but_for_attention_among_the_new():
     assert profile.seconds(300, 20) == pytest.approx(0.5 + 0.2 + 1e-4 * 20 * 310)
     assert profile.seconds(300, 0) == 0.0
     assert profile.seconds(300, 20) + profile.seconds(100, 20) == pytest.approx(2 * profile.seconds(200, 20))
-    with pytest.raises(ValueError, match="must be >= 0"):
-        profile.seconds(-1, 5)
 
 
 @pytest.mark.parametrize(
@@ -51,26 +41,8 @@ def test_observations_scale_slowly_and_within_limits():
     for _ in range(300):
         profile.observed(0, 10, 1e6)
     assert profile.scale == pytest.approx(MAX_DRIFT, rel=0.01)
-    for bad in ((0, 0, 1.0), (0, 5, 0.0), (-1, 5, 1.0), (0, 5, math.nan)):
-        with pytest.raises(ValueError, match="no prefill takes"):
-            profile.observed(*bad)
 
 
-def test_json_gives_the_same_profile_and_other_text_is_refused():
-    profile = PrefillProfile(0.1, 0.2, 0.3, 1.5)
-    assert PrefillProfile.from_json(profile.to_json()) == profile
-    for text in ("{", "[]", "{}", '{"schema": 1}', '{"schema": 2, "fixed": 1}', "[" * 100_000):
-        with pytest.raises(ValueError):  # noqa: PT011
-            PrefillProfile.from_json(text)
-    for bad in ((-1.0, 1.0), (0.0, 0.0), (math.inf, 1.0)):
-        with pytest.raises(ValueError, match=">= 0"):
-            PrefillProfile(*bad)
-
-
-def test_a_model_is_measured_and_the_profile_kept(tmp_path):
-    model = wrapped("llama").model if hasattr(wrapped("llama"), "model") else wrapped("llama")
+def test_a_model_is_measured():
     profile = measure_profile(wrapped("llama"), context=128, budget=0.0)
     assert 0 < profile.seconds(0, 16) < 10
-    store_profile(tmp_path, "weights", model, profile)
-    assert stored_profile(tmp_path, "weights", model) == profile
-    assert stored_profile(tmp_path, "other", model) is None

@@ -1,12 +1,15 @@
-"""Invariant 2: removing what was applied is the identity; applying is what the model does at layer 0."""
+"""Rotations: removing what was applied is the identity, what the probe finds, and tables of whole prompts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from families import FAMILIES, off, oracle, prefill, tokens
+from benchmarks.families.families import all_families, build
+from families import FAMILIES, LONGROPE_THRESHOLD, off, oracle, prefill, tokens
 from link_kit import described
+from placing_kit import CPU, many_kinds
+from ragcachekit.model.rope import Rope, describe_rope
 
 CHUNK = tokens(16, 3)
 
@@ -55,3 +58,65 @@ def test_only_longrope_depends_on_the_prompts_length():
     assert [name for name in FAMILIES if described(name).depends_on_length] == ["phi3-longrope"]
     rope = described("phi3-longrope")
     assert rope.regime(10) == rope.regime(64) != rope.regime(65) == rope.regime(500)
+
+
+BY_NAME = {family.name: family for family in all_families()}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3"])
+def test_latent_attention_keeps_its_rotary_part_with_the_values(name):
+    rope = describe_rope(build(BY_NAME[name]))
+    assert all(layer.values and layer.offset == 0 for layer in rope.layers)
+    keys, values = torch.randn(1, 5, 24), torch.randn(1, 5, 8)
+    angles = rope.angles(torch.arange(3, 8), 8)
+    placed = rope.place(0, keys, values, angles)
+    assert torch.equal(placed[0], keys)
+    assert not torch.allclose(placed[1], values, atol=1e-2)
+    assert torch.allclose(rope.strip(0, *placed, angles)[1], values, atol=1e-6)
+
+
+def test_a_backward_rotation():
+    assert all(layer.backwards for layer in describe_rope(build(BY_NAME["nanochat"])).layers)
+    assert not any(layer.backwards for layer in describe_rope(build(BY_NAME["llama"])).layers)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama (yarn)"])
+def test_a_lone_token_at_the_start_has_as_many_pairs_as_any_other(name):
+    """All angles are 0 there: columns look repeated, and the attention scaling must reach every dimension."""
+    (table, *_) = describe_rope(build(BY_NAME[name])).tables
+    lone, later = table.angles(torch.tensor([0]), 1), table.angles(torch.tensor([0, 5]), 6)
+    assert lone.cos.shape[-1] == later.cos.shape[-1] == 8
+    assert lone.m == pytest.approx(later.m) != 1.0
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "sizes"),
+    [(512, [10, 500, 512], [512]), (40_000, [10, 2048, 2049, 33_000], [2048, 4096, 40_000])],
+)
+def test_tables_are_made_once_and_grow(monkeypatch, context, asked, sizes):
+    rope = Rope(many_kinds().tables, many_kinds().layers, context)
+    made = []
+    real = rope.angles
+    monkeypatch.setattr(rope, "angles", lambda *args: made.append(args[1]) or real(*args))
+    for length in asked:
+        turns = rope.turns_on(CPU, length)
+        assert rope.turns_on(CPU, length) is turns
+        assert len(turns) == 2 * len(rope.tables)
+        for number, table in enumerate(rope.tables):
+            angles = table.angles(torch.arange(length), length)
+            cos, sin = turns[number]
+            torch.testing.assert_close(cos[:length], angles.cos * angles.m)
+            torch.testing.assert_close(sin[:length], angles.sin * angles.m)
+            torch.testing.assert_close(turns[number + len(rope.tables)][1], -sin)
+    assert made == sizes
+
+
+def test_tables_follow_the_length_where_frequencies_do():
+    rope = described("phi3-longrope")
+    short, long = LONGROPE_THRESHOLD - 1, LONGROPE_THRESHOLD + 1
+    for length in (short, long, short, 3, 4 * long, long):
+        ((cos, sin),) = rope.turns_on(CPU, length)
+        (angles,) = rope.angles(torch.arange(length), length)
+        torch.testing.assert_close(cos[:length], angles.cos * angles.m)
+        torch.testing.assert_close(sin[:length], angles.sin * angles.m)
+    assert rope.turns_on(CPU, short) is rope.turns_on(CPU, short)

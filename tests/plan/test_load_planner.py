@@ -49,7 +49,7 @@ def test_nothing_is_known_at_first_and_everything_is_loaded():
     assert made.choose([], 20, 5) == []
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_set_ends_the_prefill_much_sooner(seed):
     """Against every subset: entries of like size per row are chosen as well as by trying everything."""
     rng = random.Random(seed)

@@ -212,25 +212,6 @@ class TestRuns:
         assert {item.key for item in found} == {item.key for item in missing}
         assert sorted(map(len, runs(missing))) == [2, 3] or sorted(map(len, runs(missing))) == [1, 4]
 
-    def test_behind_the_text_alone_it_is_a_system_encoding(self):
-        cached = Cached("llama")
-        cached.answered(prompt(A))
-        other = Cached("llama", encoder="system")
-        other.answered(prompt(A))
-        ours, theirs = (c.plan(prompt(A)).pieces[1].kv for c in (cached, other))
-        for mine, its in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
-            assert off(mine, its) < 1e-5
-        assert off(ours.sums["attended"], theirs.sums["attended"]) < 1e-5
-
-    def test_half_precision_sums_in_float32(self):
-        model = build("llama", torch.bfloat16)
-        cached = Cached("llama", model, describe_rope(model))
-        cached.answered(prompt(A, B, C))
-        kv, _ = entry(cached.plan(prompt(A, B, C)), 3)
-        total = kv.sums["inter"].sum(1) + kv.sums["intra"]
-        assert kv.sums["inter"].dtype == torch.float32
-        assert off(total, torch.full_like(total, 4.0 * len(C))) < 1e-5  # 4 heads, every row sums to 1
-
 
 @torch.no_grad()
 def over(model, ids, columns):

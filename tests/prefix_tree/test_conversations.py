@@ -11,9 +11,8 @@ from batch_kit import plan_for
 from engine_kit import chunk, ids, rag_for, text
 from families import plain, tokens
 from ragcachekit import Chunk, Prompt, Text
-from ragcachekit.prefix_tree.base import Root
-from ragcachekit.prefix_tree.conversations import Turn, Turns
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, Turn, Turns
+from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
@@ -196,28 +195,6 @@ def turn(count: int, seed: int, *, root: Root = ROOT, members: frozenset[str] = 
     return Turn(root, tokens(count, seed), kv_of(root, path_of(f"a{count}")), count, members)
 
 
-def test_the_longest_common_beginning_wins_and_short_ones_do_not_count() -> None:
-    turns = Turns(1 << 20)
-    short, long = turn(20, 1), turn(30, 1)
-    assert turns.keep(long, turns.epoch)
-    assert turns.keep(short, turns.epoch)
-    asked = (*tokens(30, 1)[:25], 3, 4)
-    found = turns.longest(ROOT, asked)
-    assert found is not None
-    assert (found.turn, found.tokens) == (long, 25)
-    assert turns.longest(ROOT, (*tokens(30, 1)[:15], 3, 4)) is None
-    assert turns.longest(Root("weights-2", "acme"), asked) is None
-
-
-def test_a_turn_replaces_the_one_that_it_goes_on_from() -> None:
-    turns = Turns(1 << 20)
-    for count in (20, 30, 40):
-        turns.keep(turn(count, 1), turns.epoch)
-    assert turns.stats()[0].entries == 1
-    turns.keep(turn(40, 2), turns.epoch)
-    assert turns.stats()[0].entries == 2
-
-
 def test_the_budget_holds_and_the_least_recently_used_leaves() -> None:
     size = turn(20, 1).kv.nbytes
     turns = Turns(2 * size)
@@ -274,8 +251,4 @@ def test_any_sequence_of_turns_gives_what_comparing_all_of_them_gives() -> None:
             ((shared(t.token_ids, asked), n) for n, t in kept.items() if t.root == root), default=(0, 0)
         )
         found = turns.longest(root, asked)
-        if best[0] < 16:
-            assert found is None
-        else:
-            assert found is not None
-            assert (found.tokens, found.turn) == (best[0], kept[best[1]])
+        assert found == (None if best[0] < 16 else (kept[best[1]], best[0]))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.prefix_tree.base import Node, Root
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.prefix_tree.levels import MemoryTier
+from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import open_eviction
 from ragcachekit.store.memory import HostStore
@@ -27,10 +26,6 @@ def two_tiers(gpu: int, host: int, **options) -> KnowledgeTree:
 
 def known(tree: KnowledgeTree, *names: str) -> int:
     return len(tree.match(ROOT, path_of(*names)))
-
-
-def nodes_in(tier: MemoryTier) -> list[Node]:
-    return [copy.node for copy in tier._copies.values()]
 
 
 def evictions(tree: KnowledgeTree, tier: str) -> int:
@@ -119,14 +114,6 @@ def test_a_request_never_evicts_its_own_beginning() -> None:
     assert known(tree, "s3", "a4", "b5") == 2
 
 
-def test_behind_a_node_without_room_nothing_is_taken_in() -> None:
-    tree = host_tree(10)
-    request(tree, path_of("s3", "a20", "b2"))
-    assert known(tree, "s3", "a20", "b2") == 1
-    assert known(tree, "s3", "b2") == 1, "b2 behind a20 is not b2 behind s3"
-    assert len(nodes(tree)) == 1
-
-
 def test_what_a_request_holds_is_not_evicted_until_it_is_let_go() -> None:
     tree = host_tree(12)
     request(tree, path_of("s3", "a4"))
@@ -147,19 +134,6 @@ def test_costly_prefixes_stay_under_pgdsf() -> None:
     del dear, cheap
     request(tree, path_of("c5"))
     assert (known(tree, "a4"), known(tree, "b4")) == (1, 0)
-
-
-def test_what_was_used_often_is_still_that_after_it_was_swapped_out() -> None:
-    tree = two_tiers(5, 10, policy=lambda: open_eviction("lfu"))
-    for names in (("a5",), ("a5",), ("a5",), ("b5",), ("c5",)):
-        request(tree, path_of(*names))
-    gpu, host = tree._levels.tiers
-    assert [node.step.ids[-1] for node in nodes_in(host)] == ["a5", "b5"]
-    lowest = host._ranking.lowest()
-    assert [node.step.ids[-1] for node in nodes_in(host) if node.digest == lowest] == ["b5"], (
-        "a5 was used three times"
-    )
-    assert [node.step.ids[-1] for node in nodes_in(gpu)] == ["c5"]
 
 
 def test_how_often_a_path_was_asked_for_outlives_its_eviction() -> None:
@@ -200,15 +174,6 @@ def test_gpu_parents_stand_above_host_children() -> None:
     check(tree)
 
 
-def test_the_host_gives_way_to_what_the_gpu_swaps_out() -> None:
-    tree = two_tiers(5, 5)
-    request(tree, path_of("a5"))
-    request(tree, path_of("b5"))
-    request(tree, path_of("c5"))  # b5 is swapped out, for which a5 leaves the host
-    assert [known(tree, n) for n in ("a5", "b5", "c5")] == [0, 1, 1]
-    assert evictions(tree, "host") == 1
-
-
 def test_what_stands_below_a_node_that_the_host_has_no_room_for_leaves_with_it() -> None:
     tree = two_tiers(10, 4)
     request(tree, path_of("a6", "b4", "c3"))
@@ -237,12 +202,6 @@ def test_what_leaves_memory_is_found_on_the_disk_also_after_a_restart(tmp_path: 
     tree.close()
 
 
-def test_a_disk_alone_is_a_tree_too() -> None:
-    tree = KnowledgeTree(disk=HostStore(1 << 20))
-    request(tree, path_of("s3", "a4"))
-    assert tiers(tree.match(ROOT, path_of("s3", "a4", "b5"))) == ["disk", "disk"]
-
-
 @pytest.mark.parametrize(
     "change",
     [{"quantised": "int8"}, {"start": 0}, {"keys": (), "values": ()}],
@@ -260,13 +219,6 @@ def test_what_a_disk_gives_back_must_be_exact_and_whole(change) -> None:
     tree = KnowledgeTree(disk=Changing(1 << 20))
     request(tree, path_of("s3", "a4"))
     assert tiers(tree.match(ROOT, path_of("s3", "a4"))) == ["disk"]
-
-
-def test_without_any_tier_nothing_is_known() -> None:
-    tree = KnowledgeTree()
-    request(tree, path_of("s3"))
-    assert known(tree, "s3") == 0
-    assert tree.stats() == ()
 
 
 # -- forgetting ------------------------------------------------------------------------------------
@@ -396,18 +348,6 @@ def test_look_ups_do_not_wait_for_one_that_reads_the_disk() -> None:
     read.set()
     asking.join(30)
     assert found == [1]
-
-
-def test_coming_back_into_a_tier_counts_no_use_again() -> None:
-    """LFU over a window that never ends: the GPU keeps the document of 30 uses beside two of ten each."""
-    tree = two_tiers(8, 100, policy=lambda: open_eviction("lfu:100000"))
-    for _ in range(30):
-        request(tree, path_of("c4"))
-    for _ in range(10):
-        request(tree, path_of("a4"))
-        request(tree, path_of("b4"))
-        check(tree)
-    assert tiers(tree.match(ROOT, path_of("c4"))) == ["gpu"]
 
 
 def test_a_tier_counts_the_uses_that_another_one_served() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from engine_kit import chunk, ids, rag_for, text
 from families import LONGROPE_THRESHOLD, plain, tokens
-from ragcachekit import Prompt, RagCache, StoreConfig, Text, TreeConfig
-from ragcachekit.prefix_tree.base import BLOCK
+from ragcachekit import Prompt, RagCache, Text, TreeConfig
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import BLOCK
 from server_kit import engine
 from speaking import byte_level, speaker
 
@@ -59,24 +59,11 @@ def test_all_policies_that_reuse_do_and_full_does_not(policy: str) -> None:
         assert ask(rag, PLAIN, policy="full") == (greedy("llama", PLAIN), 0)
 
 
-def test_full_keeps_nothing() -> None:
-    with rag_for("llama", policy="full", tree=tree_of()) as rag:
-        assert [ask(rag, PLAIN)[1] for _ in range(2)] == [0, 0]
-
-
 def test_the_last_token_is_always_computed() -> None:
     whole = Prompt([text(2 * BLOCK, 1)])
     with rag_for("llama", policy="reuse", tree=tree_of()) as rag:
         ask(rag, whole)
         assert ask(rag, whole) == (greedy("llama", whole), 2 * BLOCK - 1)
-
-
-def test_the_queue_reuses_too() -> None:
-    with rag_for("gemma3", policy="reuse", tree=tree_of()) as rag:
-        for reused in ((0, 0), (5 * BLOCK, 5 * BLOCK)):
-            answers = rag.generate_batch([PLAIN, HALF], **ASKED)
-            assert [a.token_ids for a in answers] == [greedy("gemma3", p) for p in (PLAIN, HALF)]
-            assert answers[0].report.link.exact_tokens == reused[0]
 
 
 def test_the_next_turn_reuses_prompt_and_answer() -> None:
@@ -88,13 +75,6 @@ def test_the_next_turn_reuses_prompt_and_answer() -> None:
         assert ask(rag, second) == (greedy("llama", second), known)
         third = Prompt([Text(token_ids=(*ids(second), *tokens(2, 4)))])
         assert ask(rag, third) == (greedy("llama", third), len(ids(second)) // BLOCK * BLOCK)
-
-
-def test_namespaces_share_nothing() -> None:
-    with rag_for("llama", policy="reuse", tree=tree_of()) as rag:
-        ask(rag, PLAIN)
-        assert ask(rag, PLAIN, namespace="globex") == (greedy("llama", PLAIN), 0)
-        assert ask(rag, PLAIN, namespace="globex")[1] == 5 * BLOCK
 
 
 def test_frequencies_that_depend_on_the_length_are_kept_apart() -> None:
@@ -136,24 +116,6 @@ def test_eviction_keeps_the_beginnings_and_the_budget() -> None:
         (record,) = (record for record in rag.stats() if record.tier == "tree:host")
         assert (record.entries, record.nbytes) == (7, 7 * BLOCK * row)
         assert ask(rag, PLAIN) == (greedy("llama", PLAIN), 4 * BLOCK)
-
-
-def test_what_is_on_disk_is_found_by_the_next_process(tmp_path: Any) -> None:
-    options = {
-        "policy": "reuse",
-        "store": StoreConfig(disk_path=tmp_path),
-        "tree": TreeConfig(host_bytes=1 << 28, disk_bytes=1 << 28),
-    }
-    with rag_for("llama", **options) as rag:
-        ask(rag, PLAIN)
-    with rag_for("llama", **options) as rag:
-        assert ask(rag, PLAIN) == (greedy("llama", PLAIN), 5 * BLOCK)
-        assert ask(rag, HALF) == (greedy("llama", HALF), 2 * BLOCK)
-
-
-def test_a_prompt_right_behind_another_waits_for_its_rows() -> None:
-    with rag_for("llama", policy="reuse", cold="background", tree=tree_of()) as rag:
-        assert [ask(rag, PLAIN)[1] for _ in range(3)] == [0, 5 * BLOCK, 5 * BLOCK]
 
 
 LONG = "The river Spree flows in Berlin, the river Seine in Paris and the river Tiber in Rome. " * 3

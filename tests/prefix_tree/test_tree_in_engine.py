@@ -56,25 +56,6 @@ def test_answers_are_those_of_an_ordinary_prefill(name: str) -> None:
             torch.testing.assert_close(seen, full_log_probs(name, prompt), atol=1e-5, rtol=0)
 
 
-def test_a_second_identical_prompt_computes_only_the_question() -> None:
-    with rag_for("llama", policy="prefix", tree=tree_of(), cold="now") as rag:
-        first = rag.generate(THREE, max_new_tokens=1).report.link
-        assert (first.exact_tokens, first.computed_tokens) == (0, len(ids(THREE)))
-        second = rag.generate(THREE, max_new_tokens=1).report.link
-        assert (second.exact_tokens, second.computed_tokens) == (len(ids(THREE)) - 6, 6)
-        assert second.recompute_ratio == 0
-        assert [use.source for use in second.uses] == ["tree:host"] * 4
-        assert all(use.exact for use in second.uses)
-        assert "from the knowledge tree" in str(second)
-        assert second.loaded_bytes == 0
-
-
-def test_nothing_is_encoded_for_prefix_that_it_could_never_use() -> None:
-    with rag_for("llama", policy="prefix", tree=tree_of(), cold="now") as rag:
-        rag.generate(THREE, max_new_tokens=1)
-        assert [record.entries for record in rag.stats() if record.tier == "host"] == [1]
-
-
 @pytest.mark.parametrize("encoder", ["standalone", "system"])
 def test_what_the_chunk_store_has_keeps_nothing_out_of_the_tree_under_prefix(encoder: str) -> None:
     tree, prompt = tree_of(), Prompt([SYSTEM, A, B, QUESTION])
@@ -95,16 +76,6 @@ def test_keys_that_were_turned_back_and_forth_do_not_enter_the_tree() -> None:
         report = rag.generate(prompt, max_new_tokens=1).report.link
         assert report.exact_tokens == 9 + 33, "exact, from the chunk store, up to a rounding"
         assert len(nodes(tree)) == 1
-
-
-def test_prompts_that_turn_by_other_frequencies_share_nothing() -> None:
-    short = Prompt([SYSTEM, chunk(8, 40), QUESTION])
-    long = Prompt([SYSTEM, chunk(8, 40), chunk(LONGROPE_THRESHOLD, 41), QUESTION])
-    with rag_for("phi3-longrope", policy="prefix", tree=tree_of(), cold="now") as rag:
-        for prompt, known in ((short, 0), (long, 0), (short, 17), (long, 17 + LONGROPE_THRESHOLD)):
-            answer = rag.generate(prompt, max_new_tokens=5, do_sample=False)
-            assert answer.report.link.tree_tokens == known
-            assert answer.token_ids == greedy("phi3-longrope", prompt)
 
 
 def test_a_prompt_one_token_beyond_a_change_of_frequencies_is_not_taken_in() -> None:
@@ -173,7 +144,7 @@ def test_stored_kv_is_never_written_to() -> None:
     tree = tree_of()
     with rag_for("llama", policy="lego:4", tree=tree, cold="now") as rag:
         rag.generate(THREE, max_new_tokens=2)
-        copies = {node: tree._levels.copy(node)[0] for node in nodes(tree)}
+        copies = {node: tree._levels.use(node).kv for node in nodes(tree)}
         originals = {node: [t.clone() for t in (*kv.keys, *kv.values)] for node, kv in copies.items()}
         for policy in POLICIES:
             rag.generate(TWO_OF_THEM, max_new_tokens=3, policy=policy)
@@ -194,15 +165,6 @@ def test_batches_fill_and_use_the_tree(name: str) -> None:
             answers = rag.generate_batch(prompts, max_new_tokens=5, do_sample=False)
             assert [a.token_ids for a in answers] == [greedy(name, prompt) for prompt in prompts]
         assert tuple(a.report.link.tree_tokens for a in answers) == (88, 30, 17)
-
-
-def test_a_prompt_that_ends_with_a_known_chunk_still_computes_its_last_row() -> None:
-    prompt = Prompt([SYSTEM, A, BETWEEN, B])
-    with rag_for("llama", policy="prefix", tree=tree_of(), cold="now") as rag:
-        rag.generate(THREE, max_new_tokens=1)
-        answer = rag.generate(prompt, max_new_tokens=5, do_sample=False)
-        assert answer.report.link.exact_tokens == len(ids(prompt)) - 1
-        assert answer.token_ids == greedy("llama", prompt)
 
 
 def test_full_uses_nothing_and_beams_and_links_use_what_is_there() -> None:

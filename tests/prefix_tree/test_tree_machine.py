@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ragcachekit.prefix_tree.base import Match, Root, Step
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.prefix_tree.nodes import Match, Root, Step
 from ragcachekit.store.disk import DiskStore
 from tree_kit import check, kv_of, path_of, same
 

@@ -16,7 +16,7 @@ from ragcachekit import RagCache
 from ragcachekit.commands.engines import FULL, Engines
 from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.policies.measured import PolicyAndEncoder
-from ragcachekit.quality.compare import Continuation, Reference, compare
+from ragcachekit.quality.compare import Continuation
 
 NAMES = ("reuse", "lego:4", "random:0.2", "query:0.2", "deep:0.2", "cacheblend:0.2", "craft:0.3")
 WAYS = (PolicyAndEncoder("reuse", "system"), *(PolicyAndEncoder(name, "standalone") for name in NAMES))
@@ -98,14 +98,3 @@ def test_greedy_answers_are_those_of_generate_up_to_an_end_token() -> None:
     end = tokens.index(tokens[4])
     assert full.greedy(9, {tokens[4]})[0] == tokens[: end + 1]
     torch.testing.assert_close(full.log_probs(answer[:-1]), rows, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_agreement_is_the_share_of_the_answer_that_would_be_chosen_too() -> None:
-    model, ids = random_model(), MAKER.prompt(QUESTION).token_ids
-    full = Continuation(model, {"input_ids": torch.tensor([ids])})
-    answer, _ = full.greedy(4, ())
-    other = next(token for token in range(100) if token != answer[-1])
-    reference = Reference.of(full, (*answer[:-1], other))
-    assert compare(full, reference).agreement == 0.75
-    assert compare(full, Reference.of(full, ())).agreement == 1.0

@@ -8,7 +8,7 @@ from texts import DOCUMENTS, QUESTIONS, SYSTEM
 from transformers import DynamicCache
 
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from ragcachekit.store.factory import open_store
+from ragcachekit.store.tiered import open_store
 
 RELATIVE = 1e-5  # of the greatest logit or key: float32 sums in another order
 

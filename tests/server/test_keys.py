@@ -14,6 +14,8 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.server.errors import ApiError
 from ragcachekit.server.keys import ApiKeys, Limits, Tenant, add_key, check_exposure, remove_key
 
+EVERYBODY = Tenant("all", "public")
+
 
 @pytest.fixture
 def file(tmp_path):
@@ -29,7 +31,7 @@ def test_a_key_is_its_tenants_and_only_its_hash_is_kept(file):
     key, other = add_key(file, "ada", "team", limits), add_key(file, "bob")
     assert key != other
     assert len(key) >= 43 + len("rck-"), "256 bits in base64"
-    keys = ApiKeys(file)
+    keys = ApiKeys(file, EVERYBODY)
     assert asking(keys, f"Bearer {key}") == Tenant("ada", "team", limits)
     assert asking(keys, f"bearer  {other} ") == Tenant("bob", "bob")
     text = file.read_text()
@@ -48,7 +50,7 @@ def test_a_key_is_its_tenants_and_only_its_hash_is_kept(file):
 def test_a_missing_key(file, header):
     add_key(file, "ada")
     with pytest.raises(ApiError, match="didn't provide an API key") as error:
-        asking(ApiKeys(file), header)
+        asking(ApiKeys(file, EVERYBODY), header)
     assert error.value.status == 401
     assert error.value.headers == {"WWW-Authenticate": "Bearer"}
 
@@ -57,7 +59,7 @@ def test_a_wrong_key_is_not_repeated(file):
     key = add_key(file, "ada")
     for wrong in (key[:-1], key + "x", key.upper(), "x" * 10_000, "\ud800", file.read_text().split('"')[13]):
         with pytest.raises(ApiError) as error:
-            asking(ApiKeys(file), f"Bearer {wrong}")
+            asking(ApiKeys(file, EVERYBODY), f"Bearer {wrong}")
         assert error.value.status == 401
         assert error.value.body()["error"] == {
             "message": "Incorrect API key provided.",
@@ -70,22 +72,20 @@ def test_a_wrong_key_is_not_repeated(file):
 @pytest.mark.parametrize("name", ["x-goog-api-key", "x-api-key", "api-key"])
 def test_headers_of_other_clients(file, name):
     key = add_key(file, "ada")
-    assert ApiKeys(file).tenant({name: key}).name == "ada"
+    assert ApiKeys(file, EVERYBODY).tenant({name: key}).name == "ada"
     with pytest.raises(ApiError):
-        ApiKeys(file).tenant({name: key, "authorization": "Bearer wrong"})
+        ApiKeys(file, EVERYBODY).tenant({name: key, "authorization": "Bearer wrong"})
     with pytest.raises(ApiError):
-        ApiKeys(file).tenant({name: f"{key} {key}"})
+        ApiKeys(file, EVERYBODY).tenant({name: f"{key} {key}"})
 
 
 def test_without_a_file_everybody_is_one_tenant():
-    tenant = Tenant("all", "public")
-    assert asking(ApiKeys(None, tenant), None) == asking(ApiKeys(None, tenant), "x") == tenant
-    assert asking(ApiKeys(), None).namespace == "default"
+    assert asking(ApiKeys(None, EVERYBODY), None) == asking(ApiKeys(None, EVERYBODY), "x") == EVERYBODY
 
 
 def test_a_changed_file_is_read_again(file, caplog):
     key = add_key(file, "ada")
-    keys = ApiKeys(file)
+    keys = ApiKeys(file, EVERYBODY)
     other = add_key(file, "bob")
     assert asking(keys, f"Bearer {other}").name == "bob"
     remove_key(file, "ada")
@@ -110,12 +110,10 @@ HASH = "0" * 64
         "[" * 100_000,
         '{"keys": [{"name": "a"}]}',
         f'{{"keys": [{{"name": "a/b", "namespace": "a", "sha256": "{HASH}"}}]}}',
-        f'{{"keys": [{{"name": "a", "namespace": "", "sha256": "{HASH}"}}]}}',
         f'{{"keys": [{{"name": "a", "namespace": 3, "sha256": "{HASH}"}}]}}',
         '{"keys": [{"name": "a", "namespace": "a", "sha256": "secret"}]}',
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limits": {{"paralel": 3}}}}]}}',
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limits": {{"parallel": 0}}}}]}}',
-        f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limits": {{"parallel": "3"}}}}]}}',
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limit": {{}}}}]}}',
     ],
 )
@@ -123,16 +121,16 @@ def test_files_that_cannot_be(file, content):
     file.write_text(content)
     file.chmod(0o600)
     with pytest.raises(RagCacheError, match=r"keys\.json must be"):
-        ApiKeys(file)
+        ApiKeys(file, EVERYBODY)
 
 
 def test_files_that_cannot_be_trusted_or_are_missing(file):
     with pytest.raises(RagCacheError, match="cannot read the API keys"):
-        ApiKeys(file)
+        ApiKeys(file, EVERYBODY)
     add_key(file, "ada")
     file.chmod(0o622)
     with pytest.raises(RagCacheError, match="chmod 600"):
-        ApiKeys(file)
+        ApiKeys(file, EVERYBODY)
 
 
 def test_names_are_unique_and_sound(file):
@@ -154,7 +152,9 @@ def test_the_command_shows_a_key_once(file):
     added = run("add", "ada", "--namespace", "team", "--tokens-per-minute", "1000")
     assert added.exit_code == 0
     key = added.stdout.strip()
-    assert asking(ApiKeys(file), f"Bearer {key}") == Tenant("ada", "team", Limits(tokens_per_minute=1000))
+    assert asking(ApiKeys(file, EVERYBODY), f"Bearer {key}") == Tenant(
+        "ada", "team", Limits(tokens_per_minute=1000)
+    )
     assert "shown this once" in added.stderr
     assert run("add", "ada").exit_code == 2
     assert run("remove", "ada").exit_code == 0

@@ -14,12 +14,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-from ragcachekit.store import deadlines
+from ragcachekit.store import remote
 from ragcachekit.store.base import Found, KVStore
-from ragcachekit.store.deadlines import DeadlineExecutor
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.load import LoadingKV
-from ragcachekit.store.loader import Loader
+from ragcachekit.store.loader import Loader, LoadingKV
+from ragcachekit.store.remote import DeadlineExecutor
 from store_kit import contents, key_of, kv_of
 
 ENTRIES = 6
@@ -99,7 +98,7 @@ def main(folder: Path, seed: int, rounds: int) -> None:
     assert all(store.put(key_of(number), kv_of(number)) for number in range(ENTRIES))
     loader = Loader(store, deadline=20.0)
     # Never given up for being late, and never left alone after failures: what is counted is interrupts alone.
-    deadlines.FAILURES = 1 << 30
+    remote.FAILURES = 1 << 30
     guard = DeadlineExecutor("test", 20.0)
     works = ((load, loader), (prefetch, loader), (read, store), (guarded, guard))
     for work, what in works:

@@ -28,7 +28,7 @@ import torch
 from faults import Faults, injected
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_files import entry_files
+from ragcachekit.store.disk_folder import entry_files
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
@@ -229,7 +229,12 @@ def rounds(kills: int, named: bool, rng: random.Random) -> list[tuple[tuple[str,
     """Whom to kill where: at random moments, or each before the n-th call of a name."""
     if not named:
         return [(("", 0), rng.uniform(0.02, 0.12)) for _ in range(kills)]
-    return [((call, rng.randint(1, 4)), SECONDS_TO_DIE) for call in CALLS for _ in range(kills)]
+    once = "ftruncate"  # a lone writer writes its name once
+    return [
+        ((call, 1 if call == once else rng.randint(1, 4)), SECONDS_TO_DIE)
+        for call in CALLS
+        for _ in range(kills)
+    ]
 
 
 def main(folder: Path, kills: int, writers: int, seed: int, named: bool) -> None:

@@ -9,17 +9,14 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
 from ragcachekit.threads import Condition
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_left_locked_open_or_dead(tmp_path: Path, seed: int) -> None:
+def test_nothing_is_left_locked_open_or_dead(tmp_path: Path) -> None:
     """In a process of its own: signals go to its main thread, and what it leaves locked stays so."""
-    command = [sys.executable, str(HERE / "interrupted_loads.py"), str(tmp_path / "kv"), str(seed), "800"]
+    command = [sys.executable, str(HERE / "interrupted_loads.py"), str(tmp_path / "kv"), "1", "800"]
     paths = os.pathsep.join([str(HERE), *sys.path])
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": paths}

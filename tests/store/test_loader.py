@@ -16,8 +16,7 @@ from loading_kit import WAIT, Gate, SlowStore, Spoil, start
 from ragcachekit.store import loader as loader_module
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry import EntryDamaged
-from ragcachekit.store.load import LoadFailed, LoadingKV
-from ragcachekit.store.loader import Loader
+from ragcachekit.store.loader import Loader, LoadFailed, LoadingKV
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 from store_kit import contents, key_of, kv_of
@@ -69,14 +68,6 @@ def test_what_the_header_says_is_there_before_any_layer(closing):
     assert kv.ready == LAYERS
 
 
-def test_memory_is_handed_on_and_misses_are_none(closing):
-    host = HostStore(1 << 20)
-    host.put(key_of(0), kv_of(0))
-    loader = closing(host)
-    assert contents(start(loader, key_of(0)).kv) == contents(kv_of(0))
-    assert start(loader, key_of(1)) is None
-
-
 def test_layer_0_of_all_pieces_comes_first(closing):
     store = filled()
     loader = closing(store, threads=1)
@@ -119,7 +110,7 @@ def test_several_requests_read_an_entry_once(closing):
     assert all(source.closed for source in store.sources)
 
 
-@pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
 @pytest.mark.parametrize("error", [EntryDamaged("flipped"), OSError(5, "I/O"), RuntimeError("a bug")])
 def test_a_layer_that_cannot_be_read(closing, layer, error, caplog):
     store = filled(before_read=Spoil(layer, error, lambda key: key == key_of(1)))
@@ -164,18 +155,6 @@ def test_a_prefetch_ends_in_the_faster_tier_where_a_prompt_finds_it(closing):
     assert loader._active == []
 
 
-def test_a_prefetch_in_work_is_joined(closing):
-    gate = Gate()
-    store = filled(before_read=gate)
-    loader = closing(store)
-    loader.prefetch([key_of(0)])
-    assert gate.reached.wait(WAIT)
-    kv = start(loader, key_of(0)).kv
-    gate.open()
-    assert same(kv, kv_of(0, layers=LAYERS))
-    assert len(store.sources) == 1
-
-
 def test_prefetching_keeps_within_its_bytes(closing):
     size, seen = kv_of(0, layers=LAYERS).nbytes, []
     store = filled(4, lambda *_: seen.append(sum(load.source.nbytes for load in loader._active)))
@@ -184,27 +163,6 @@ def test_prefetching_keeps_within_its_bytes(closing):
     assert loader.flush(WAIT)
     assert len(store.finished) == 4
     assert set(seen) == {size}
-
-
-def test_a_prefetch_that_finds_no_room_in_time_is_given_up(closing):
-    gate = Gate()
-    store = filled(before_read=gate)
-    loader = closing(store, bytes_in_flight=1, deadline=0.01)
-    loader.prefetch([key_of(0), key_of(1)])
-    gate.open()
-    assert loader.flush(WAIT)
-    assert [key for key, _ in store.finished] == [key_of(0)]
-
-
-def test_a_prefetch_from_the_disk_ends_in_the_host_tier(closing, tmp_path):
-    host, disk = HostStore(1 << 20), DiskStore(tmp_path, 1 << 20)
-    disk.put(key_of(0), kv_of(0))
-    store = TieredStore([host, disk])
-    loader = closing(store)
-    loader.prefetch([key_of(0)])
-    assert loader.flush(WAIT)
-    assert start(loader, key_of(0)).tier == "host"
-    store.close()
 
 
 def test_forgotten_prefetches_are_not_handed_out(closing):
@@ -241,18 +199,6 @@ def test_what_was_forgotten_while_it_was_opened_is_found_by_nobody(closing):
     assert len(store.sources) == 2
     assert same(mine, kv_of(0, layers=LAYERS))
     assert same(other, kv_of(0, layers=LAYERS))
-
-
-def test_released_and_dropped_entries_are_closed(closing):
-    store = filled()
-    loader = closing(store)
-    kvs = opened(loader, 0, 1)
-    loader.release(kvs[:1])
-    assert [source.closed for source in store.sources] == [True, False]
-    del kvs
-    gc.collect()
-    opened(loader, 2)
-    assert [source.closed for source in store.sources[:2]] == [True, True]
 
 
 def test_dropping_the_last_hold_gives_a_reading_up(closing):
@@ -376,18 +322,6 @@ def test_others_read_in_place_of_threads_that_hang(closing):
     assert same(start(hanging.loader, key_of(1)).kv, kv_of(1, layers=LAYERS))
 
 
-def test_a_prefetch_that_hangs_holds_up_one_request_only(closing):
-    hanging = Hanging(closing, 0, threads=1)
-    hanging.loader.prefetch([key_of(0)])
-    assert hanging.reads[0].wait(WAIT)
-    kv = start(hanging.loader, key_of(1)).kv
-    with pytest.raises(LoadFailed, match="not there"):
-        kv.layer(0)
-    hanging.patient()
-    assert same(start(hanging.loader, key_of(2)).kv, kv_of(2, layers=LAYERS))
-    hanging.gate.set()
-
-
 def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
     monkeypatch.setattr(loader_module, "MAX_STUCK", 2)
     hanging = Hanging(closing, 0, 1, 2, threads=1)
@@ -423,12 +357,6 @@ def test_the_interpreter_can_go_in_the_middle_of_a_load(request):
         [sys.executable, "-c", PROGRAM.format(paths=paths)], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout.split()) == (0, ["leaving", "False"]), done.stderr
-
-
-@pytest.mark.parametrize("options", [{"threads": 0}, {"deadline": 0}, {"bytes_in_flight": 0}])
-def test_bad_settings(options):
-    with pytest.raises(ValueError, match="at least 1"):
-        Loader(HostStore(1), **options)
 
 
 def test_real_files_are_read_layer_by_layer(closing, tmp_path):

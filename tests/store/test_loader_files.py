@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import threading
 
 import pytest
 
-from loading_kit import WAIT, Gate, SlowStore, start
+from loading_kit import WAIT, SlowStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.loader import Loader
 from store_kit import key_of, kv_of
@@ -67,32 +66,6 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path):
     loader.close()
 
 
-def test_an_entry_that_was_dropped_is_opened_anew(store, loader):
-    opened(loader, 0)
-    kv = start(loader, key_of(0)).kv
-    assert closed(store)[0]
-    assert len(store.sources) == 2
-    assert kv.layer(0)[0].equal(kv_of(0).keys[0])
-    opened(loader, 1)
-    loader.prefetch([key_of(1)])
-    assert loader.flush(WAIT)
-    assert {key.chunk_id for key, _ in store.finished} == {"chunk-0", "chunk-1"}  # by two readers
-
-
-def test_a_handle_dropped_while_its_layer_is_read_is_closed_behind_it():
-    gate = Gate()
-    store = filled(SlowStore(gate), 1)
-    loader = Loader(store)
-    kv = start(loader, key_of(0)).kv
-    assert gate.reached.wait(WAIT)
-    del kv
-    assert closed(store) == [False]
-    gate.open()
-    assert loader.flush(WAIT)
-    loader.close()
-    assert closed(store) == [True]
-
-
 def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(store, loader):
     """A handle in a cycle goes at any moment: here while this thread, or another one, holds the lock."""
     for meanwhile in (lambda: gc.collect(), lambda: in_another_thread(gc.collect)):
@@ -117,13 +90,11 @@ def in_another_thread(work):
     assert not thread.is_alive()
 
 
-def test_no_more_files_than_half_of_what_the_process_may_open(store, loader, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (6, 1024))
+def test_no_more_entries_are_open_than_may_be(store, loader, monkeypatch):
+    monkeypatch.setattr("ragcachekit.store.loader.MAX_OPEN", 3)
     handles = opened(loader, 0, 1, 2)
     assert loader.open(key_of(3)) is None
     assert loader.open(key_of(0)) is not None, "it is open"
     assert closed(store) == [False, False, False, True]
     handles.pop()
     assert loader.open(key_of(3)) is not None
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert all(loader.open(key_of(number)) for number in range(8))

@@ -39,8 +39,8 @@ from pathlib import Path
 from store_kit import contents, entry_size, file_of, key_of, kv_of
 from ragcachekit import StoreConfig
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_check import repair, verify
-from ragcachekit.store.factory import open_store
+from ragcachekit.store.disk import repair, verify
+from ragcachekit.store.tiered import open_store
 from ragcachekit.prefix_tree.disk import ForgetLog
 
 folder = Path(sys.argv[1]) / "kv"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 
-from ragcachekit.store.fsspec_store import FsspecStore
+from ragcachekit.store.backends import FsspecStore
 from redis_kit import KEY_BYTES
 from store_kit import contents, key_of, kv_of
 

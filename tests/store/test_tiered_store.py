@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -15,7 +14,7 @@ from ragcachekit.store.base import Evicted, Found
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore
-from ragcachekit.store.tiered import InFlightMoves, TieredStore
+from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, key_of, kv_of
 
@@ -50,35 +49,6 @@ def test_memory_keys_are_those_in_memory(tmp_path: Path) -> None:
     assert listed == {key for key in every if store.in_memory(key)}
     assert 0 < len(listed) < len(every) == 12
     store.close()
-
-
-def test_what_one_tier_refuses_another_keeps(tmp_path: Path) -> None:
-    store = TieredStore([HostStore(ONE - 1), DiskStore(tmp_path / "kv", 1 << 20)])
-    assert store.put(KEY, kv_of(1)) is True
-    found = store.get(KEY)
-    assert found is not None
-    assert found.tier == "disk"
-    store.close()
-
-
-def test_an_entry_in_both_tiers_is_forgotten_once(tmp_path: Path) -> None:
-    store = TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)])
-    store.put(key_of(1), kv_of(1))
-    store.put(key_of(2), kv_of(2))
-    assert store.forget("acme/docs") == 2
-    assert [s.entries for s in store.stats()] == [0, 0]
-    store.close()
-
-
-def test_a_restart_finds_the_entries_on_disk(tmp_path: Path) -> None:
-    first = TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)])
-    first.put(KEY, kv_of(1, start=0))
-    first.close()
-    second = TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)])
-    found = second.get(KEY)
-    assert found is not None
-    assert (found.tier, contents(found.kv)) == ("disk", contents(kv_of(1, start=0)))
-    second.close()
 
 
 class ForgetsWhileRead(HostStore):
@@ -174,97 +144,31 @@ def test_a_hit_below_a_remote_tier_asks_it_once(quantised: bool) -> None:
     assert redis.stats()[0].entries == 1
 
 
-class TellsOthersToForget(HostStore):
-    """A fast tier that, when it evicts, has a namespace forgotten before the evicted is handed down."""
-
-    store: TieredStore
-    namespace = ""
-
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        done = super().admit(key, kv)
-        if done[1]:
-            self.store.forget(self.namespace)
-        return done
-
-
-@pytest.mark.parametrize(("namespace", "arrives"), [("globex", True), ("acme/docs", False)])
-def test_only_a_forget_in_its_namespace_stops_what_is_handed_down(namespace: str, arrives: bool) -> None:
-    fast, slow = TellsOthersToForget(ONE), HostStore(9 * ONE)
-    fast.store = store = TieredStore([fast, slow], hot=1)
-    fast.put(KEY, kv_of(1))
-    fast.namespace = namespace
-    slow.put(key_of(2, namespace="initech"), kv_of(2))
-    assert store.get(key_of(2, namespace="initech")) is not None
-    assert KEY not in fast
-    assert (KEY in slow) is arrives
-
-
-def test_a_forget_elsewhere_does_not_stop_a_promotion() -> None:
-    class ForgetsElsewhere(HostStore):
-        def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-            store.forget("globex")
-            return super().get(key, weight)
-
-    fast, slow = HostStore(ONE), ForgetsElsewhere(ONE)
-    store = TieredStore([fast, slow])
-    slow.put(KEY, kv_of(1))
-    assert store.get(KEY) is not None
-    assert KEY in fast
-
-
 class Held(HostStore):
-    """A fast tier in which writing an entry of ``acme/docs`` takes until it is let go."""
+    """A fast tier in which writing an entry takes until it is let go."""
 
     def __init__(self, budget: int) -> None:
         super().__init__(budget)
         self.began, self.go_on = Event(), Event()
 
     def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
-        if key.namespace == "acme/docs":
-            self.began.set()
-            assert self.go_on.wait(60)
+        self.began.set()
+        assert self.go_on.wait(60)
         return super().admit(key, kv)
 
 
-def test_one_namespace_does_not_wait_for_the_moves_of_another() -> None:
-    fast, slow, other = Held(9 * ONE), HostStore(9 * ONE), key_of(2, namespace="globex")
+def test_a_forget_waits_for_a_move() -> None:
+    fast, slow = Held(9 * ONE), HostStore(9 * ONE)
     store = TieredStore([fast, slow])
-    for number, key in enumerate((KEY, other)):
-        slow.put(key, kv_of(number))
-    with ThreadPoolExecutor(3) as threads:
-        try:
-            first = threads.submit(store.get, KEY)
-            assert fast.began.wait(60)
-            assert threads.submit(store.get, other).result(60) is not None
-            assert other in fast
-            assert threads.submit(store.forget, "globex").result(60) == 1
-            assert not first.done()
-        finally:
-            fast.go_on.set()
-    assert KEY in fast
-
-
-def test_a_forget_waits_for_the_moves_of_its_namespace() -> None:
-    moves, order = InFlightMoves(), []
-
-    def forget() -> None:
-        with moves.drop("acme/docs"):
-            order.append("forgotten")
-
-    def refused() -> bool:
-        with moves.move("acme/docs", moves.now()) as may:
-            return not may
-
-    with ThreadPoolExecutor(1) as threads:
-        with moves.move("acme/docs", moves.now()) as may:
-            assert may
-            forgetting = threads.submit(forget)
-            while not refused():  # until the forget has begun
-                os.sched_yield()
-            order.append("moved")
-        forgetting.result(60)
-    assert order == ["moved", "forgotten"]
-    assert not refused()
+    slow.put(KEY, kv_of(1))
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit(store.get, KEY)
+        assert fast.began.wait(60)
+        forgetting = threads.submit(store.forget, "acme/docs")
+        fast.go_on.set()
+        assert reading.result(60) is not None
+        assert forgetting.result(60) == 1
+    assert KEY not in fast
 
 
 class CannotForget(HostStore):

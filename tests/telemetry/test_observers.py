@@ -14,18 +14,17 @@ import pytest
 from queue_kit import fail_next, held
 from ragcachekit import (
     CachedRetrieval,
-    GenerateReport,
     Observer,
     ProximityCache,
-    QueryLookup,
     QueueConfig,
     QueueFull,
     RagCache,
-    RequestStart,
     agenerate,
     astream,
 )
 from ragcachekit.errors import Cancelled, DeadlineExceeded, EngineError, PromptTooLong
+from ragcachekit.observers import QueryLookup, RequestStart
+from ragcachekit.reports import GenerateReport
 
 CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("caller", default="none")
 

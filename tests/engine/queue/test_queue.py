@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
 import time
-import weakref
 
 import pytest
 
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
 from loading_kit import SlowStore
-from queue_kit import LONG, fail_next, held
+from queue_kit import LONG, held
 from ragcachekit import (
     Cancelled,
     CancelScope,
     DeadlineExceeded,
-    GenerateReport,
     Prompt,
     QueueConfig,
     QueueFull,
     TreeConfig,
     agenerate,
 )
-from ragcachekit.errors import Closed, GenerationNotSupported, PromptTooLong
+from ragcachekit.errors import Closed
+from ragcachekit.reports import GenerateReport
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
 
@@ -132,30 +130,6 @@ def test_a_full_queue_says_what_to_do_and_waits_where_asked():
         assert len(rag.generate_batch([PROMPT] * 9, **ASKED)) == 9
 
 
-def test_bad_input_raises_where_it_is_given():
-    with warmed("llama", PROMPT) as rag:
-        for error, options in (
-            (ValueError, {"policy": "nothing"}),
-            (TypeError, {"stop": [0]}),
-            (TypeError, {"max_new_tokens": "many"}),
-            (ValueError, {"max_new_tokens": 0}),
-            (TypeError, {"deadline": "soon"}),
-            (TypeError, {"wait": "long"}),
-            (GenerationNotSupported, {"assistant_model": rag.model}),
-            (ValueError, {"namespace": ""}),
-        ):
-            with pytest.raises(error):
-                rag.submit(PROMPT, **options)
-        with pytest.raises(PromptTooLong):
-            rag.submit(Prompt([text(5000, 1)]))
-        for error, wrong in ((TypeError, 0), (TypeError, {}), (ValueError, Prompt([]))):
-            with pytest.raises(error):
-                rag.submit(wrong)
-        with pytest.raises(ValueError, match="streamer"):
-            rag.generate_batch([PROMPT, PROMPT], streamer=object())
-        assert rag.queue.stats().submitted == 1, "the one that warmed it"
-
-
 # -- ends ----------------------------------------------------------------------------------------------
 
 
@@ -202,19 +176,6 @@ def test_a_deadline_ends_a_request_that_waits_or_runs():
         assert not rag.queue.runner.decoder.active
 
 
-def test_a_deadline_ends_a_request_that_runs_alone():
-    with warmed("llama", PROMPT) as rag:
-        begun, alone = time.monotonic(), {**ASKED, "max_new_tokens": 400, "num_beams": 2}
-        with pytest.raises(DeadlineExceeded, match="running"):
-            rag.submit(PROMPT, deadline=0.1, **alone).result(LONG)
-        taken = time.monotonic() - begun
-        assert rag.submit(PROMPT, deadline=LONG, **ASKED).result(LONG).report.output_tokens == 6
-        assert rag.queue.stats().expired == 1
-        begun = time.monotonic()
-        rag.generate(PROMPT, **alone)
-        assert taken < (time.monotonic() - begun) / 2
-
-
 async def test_what_waits_for_room_ends_by_its_scope_or_deadline():
     with warmed("llama", PROMPT, queue=QueueConfig(max_waiting=1)) as rag, CancelScope() as scope:
         with held(rag):
@@ -232,15 +193,6 @@ async def test_what_waits_for_room_ends_by_its_scope_or_deadline():
             2,
             2,
         )
-
-
-def test_an_interrupted_submission_leaves_nothing_behind():
-    with warmed("llama", PROMPT) as rag:
-        fail_next(rag.queue._pool, "submit", KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            rag.submit(PROMPT, **ASKED)
-        assert rag.queue.waiting == 0
-        assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids
 
 
 def test_a_scope_ends_its_requests_and_no_others():
@@ -333,13 +285,6 @@ def test_what_was_forgotten_while_they_waited_is_not_encoded_for_them():
         rag.flush()
         assert not [report.notes for report in reports if report.notes]
         assert not list(rag.components.store.keys())
-
-
-def test_an_idle_queue_holds_no_request():
-    with warmed("llama", PROMPT, policy="reuse") as rag:
-        request = weakref.ref(rag.submit(PROMPT, **ASKED))
-        assert rag.queue.drain(LONG)
-        until(lambda: gc.collect() is not None and request() is None)
 
 
 def test_what_one_computes_exactly_is_there_for_those_that_wait_before_it_is_answered():

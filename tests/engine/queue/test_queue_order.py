@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import dataclass
 
@@ -82,38 +81,6 @@ def test_nobody_is_overtaken_more_than_window_times_and_everybody_has_a_turn(dat
     assert max(overtaken, default=0) <= window
     assert order.best() is None
     assert len(order) == 0
-
-
-def test_ten_thousand_requests_at_saturation_are_overtaken_within_the_window():
-    """Zipf documents, half of them cached, 200 waiting all the time."""
-    draw, window = random.Random(0), 32
-    order = CacheAwareOrder(window, lambda item: (item.cached, item.computed))
-    numbers, served = iter(range(10_000)), []
-    overtaken, waiting = Counter(), []
-
-    def arrive():
-        cached = 900 if draw.random() < 0.5 else 0
-        item = Item(cached, 1000 - cached, "a", next(numbers))
-        waiting.append(item)
-        order.add(item, "a")
-
-    for _ in range(200):
-        arrive()
-    while waiting:
-        item = take(order)
-        for other in waiting:
-            if other is item:
-                break
-            overtaken[other.number] += 1
-        waiting.remove(item)
-        served.append(item)
-        if len(served) <= 9_800:
-            arrive()
-    assert len(served) == 10_000
-    assert max(overtaken.values()) == order.most_overtaken <= window
-    half = [item.number for item in served if item.cached]
-    assert served != sorted(served, key=lambda item: item.number)
-    assert len(half) > 4_000
 
 
 def test_namespaces_get_equal_shares_of_computed_tokens():

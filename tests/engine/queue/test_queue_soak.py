@@ -15,17 +15,9 @@ import pytest
 from engine_kit import chunk, ids, text, warmed
 from families import greedy, plain
 from queue_kit import LONG
-from ragcachekit import (
-    Cancelled,
-    CancelScope,
-    DeadlineExceeded,
-    EngineError,
-    Prompt,
-    QueueConfig,
-    QueueFull,
-    StoreConfig,
-)
+from ragcachekit import Cancelled, CancelScope, DeadlineExceeded, Prompt, QueueConfig, QueueFull, StoreConfig
 from ragcachekit.engine.request import Request
+from ragcachekit.errors import EngineError
 from ragcachekit.forward.batch import RequestKV
 from ragcachekit.forward.linker import LinkedCache
 from ragcachekit.generate.batch import Decoding

@@ -60,8 +60,3 @@ def test_an_observer_sees_the_scores_of_every_token_in_a_batch(rag):
     assert kept.last[1:] == list(seen.token_ids[:-1])
     plain = rag.generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert seen.token_ids == plain.token_ids
-
-
-def test_a_seed_that_is_no_number_is_refused(rag):
-    with pytest.raises(TypeError, match="seed must be a whole number"):
-        rag.submit(PROMPT, seed="7")

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from batch_kit import begin, decoder_for, finish, plan_for
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
@@ -50,16 +49,6 @@ def greedy_ids(prompt, count=8, **options):
 
 
 class TestEnds:
-    def test_an_end_token(self, decoder, rag):
-        end = greedy_ids(PROMPT, 10)[3]
-        one = begin(decoder, rag, PROMPT, max_new_tokens=10, eos_token_id=end)
-        other = begin(decoder, rag, OTHER, max_new_tokens=10, eos_token_id=NEVER)
-        finish(decoder)
-        assert one.generated().token_ids == greedy_ids(PROMPT, 10, eos_token_id=end)
-        assert one.generated().ended is True
-        assert other.generated().token_ids == greedy_ids(OTHER, 10, eos_token_id=NEVER)
-        assert other.generated().ended is False
-
     def test_the_first_token_may_be_the_last(self, decoder, rag):
         for asked in ({"max_new_tokens": 1}, {"eos_token_id": greedy_ids(PROMPT, 1)[0]}):
             one = begin(decoder, rag, PROMPT, **asked)
@@ -145,55 +134,7 @@ class TestRoom:
         assert not decoder.has_room(108)
 
 
-SAMPLED = {
-    "plain": {},
-    "no-top-k": {"top_k": None},
-    "temperature": {"temperature": 0.7, "top_k": 7},
-    "top-p": {"top_p": 0.8, "temperature": 1.3},
-    "min-p": {"min_p": 0.05, "top_k": 0},
-    "penalty": {"repetition_penalty": 1.8},
-}
-
-
-def _ends_after(count):
-    return lambda given, scores, **_: torch.tensor([given.shape[1] >= len(ids(PROMPT)) + count])
-
-
-def _adds(token, bonus):
-    def processor(given, scores):
-        scores[:, (token + int(given[0, -1])) % scores.shape[1]] += bonus
-        return scores
-
-    return processor
-
-
-COMMON = greedy(plain("llama"), ids(PROMPT), 8)
-OPTIONS = {
-    "min_new_tokens": lambda: {"min_new_tokens": 6, "eos_token_id": COMMON[2]},
-    "repetition_penalty": lambda: {"repetition_penalty": 1.8},
-    "no_repeat_ngram_size": lambda: {"no_repeat_ngram_size": 1},
-    "bad_words_ids": lambda: {"bad_words_ids": [[COMMON[0]], [COMMON[3], COMMON[4]]]},
-    "sequence_bias": lambda: {"sequence_bias": {(7,): 50.0}},
-    "exponential_decay": lambda: {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 9},
-    "suppress_tokens": lambda: {"suppress_tokens": [COMMON[0]]},
-    "prefix_allowed_tokens_fn": lambda: {"prefix_allowed_tokens_fn": lambda _, given: [5, len(given) % 9]},
-    "logits_processor": lambda: {"logits_processor": [_adds(3, 40.0)]},
-    "stopping_criteria": lambda: {"stopping_criteria": [_ends_after(3)]},
-    "configuration": lambda: {"generation_config": GenerationConfig(repetition_penalty=1.8)},
-    "neutral": lambda: {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "logits_processor": []},
-}
-
-
 class TestOptions:
-    @pytest.mark.parametrize("label", SAMPLED)
-    def test_sampling_alone_draws_what_generate_draws(self, decoder, rag, label):
-        asked = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": NEVER, **SAMPLED[label]}
-        torch.manual_seed(7)
-        one = begin(decoder, rag, PROMPT, **asked)
-        finish(decoder)
-        torch.manual_seed(7)
-        assert one.generated().token_ids == greedy(plain("llama"), ids(PROMPT), 12, **asked)
-
     def test_the_models_own_generation_config_counts(self, tmp_path):
         settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}
         settings |= {"eos_token_id": [NEVER, NEVER + 1], "top_k": 20}
@@ -212,29 +153,6 @@ class TestOptions:
         with torch.no_grad():
             out = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12)
         assert one.generated().token_ids == tuple(out[0, prompt.shape[1] :].tolist())
-
-    @pytest.mark.parametrize("label", OPTIONS)
-    def test_any_option_of_generate_that_works_on_scores_or_stops(self, decoder, rag, label):
-        asked = {"max_new_tokens": 12, **OPTIONS[label]()}
-        ours = begin(decoder, rag, PROMPT, **asked)
-        other = begin(decoder, rag, OTHER)
-        finish(decoder)
-        expected = greedy(plain("llama"), ids(PROMPT), 12, **OPTIONS[label]())
-        assert ours.generated().token_ids == expected
-        assert other.generated().token_ids == greedy_ids(OTHER)
-        assert label.startswith("neutral") or expected != greedy_ids(PROMPT, 12), "it has an effect"
-
-    @pytest.mark.parametrize("policy", ["reuse", "cacheblend:0.3"])
-    def test_processors_get_the_prompt_in_order(self, rag, policy):
-        with warmed("llama", PROMPT, policy=policy, cold="never") as linked:
-            seen = []
-            asked = {"max_new_tokens": 4, "eos_token_id": NEVER}
-            asked["logits_processor"] = [lambda given, scores: seen.append(given[0].tolist()) or scores]
-            decoder = decoder_for(linked)
-            one = begin(decoder, linked, PROMPT, **asked)
-            finish(decoder)
-        rows = [*ids(PROMPT), *one.generated().token_ids]
-        assert seen == [rows[: len(ids(PROMPT)) + step] for step in range(4)]
 
     @pytest.mark.parametrize("options", [{"num_beams": 2}, {"an_argument_of_this_models_forward": 3}])
     def test_what_runs_alone_is_named(self, decoder, options):

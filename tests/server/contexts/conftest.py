@@ -68,7 +68,9 @@ def app(store, keys):
     app = FastAPI()
     add_handlers(app)
     app.include_router(router(store, "tiny"))
-    app.add_middleware(BodyLimit, max_bytes=100_000, tenant=ApiKeys(keys[0]).tenant, usage=Usage())
+    app.add_middleware(
+        BodyLimit, max_bytes=100_000, tenant=ApiKeys(keys[0], Tenant("all", "public")).tenant, usage=Usage()
+    )
     return app
 
 

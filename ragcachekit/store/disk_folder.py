@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -25,7 +23,6 @@ from ragcachekit.files import (
     make_folder,
     open_regular,
     others_may_write,
-    parse_json,
     read_regular,
     write_all,
 )
@@ -33,16 +30,24 @@ from ragcachekit.store.base import Counters, quota_of
 from ragcachekit.store.entry import hashed
 from ragcachekit.threads import refuse_after_fork
 
+SECONDS_TO_LOCK = 5.0
+"""Longest wait for others who change the folder."""
+
+SECONDS_TO_OPEN = 60.0
+"""Longest wait for another process that opens the folder."""
+
+_ENTRY_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{64}\.safetensors")
 _TEMP_NAME = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
 _LOCK_POLL = 0.001  # seconds between tries, as no system has a lock with a deadline
+_ALL = "*"  # group of all entries
 
 
 class LockFailed(StoreError):
-    """The folder's lock cannot be used now."""
+    """The folder's lock cannot be used; ``busy`` if others have held it for too long."""
 
-
-class FolderBusy(LockFailed):
-    """Another process or thread has held the folder's lock for too long."""
+    def __init__(self, why: str, *, busy: bool = False) -> None:
+        super().__init__(why)
+        self.busy = busy
 
 
 def claim_folder(path: Path) -> None:
@@ -88,11 +93,18 @@ class FolderLock:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
-        """Keep other threads and processes out; FolderBusy after ``seconds``, else LockFailed."""
+        """Keep other threads and processes out; LockFailed, ``busy`` after ``seconds``."""
         if not self._mutex.acquire(timeout=seconds):
-            raise FolderBusy(f"another thread has held {self._path} for {seconds:g} s; is it stopped?")
+            raise self._busy("thread", seconds)
         try:
-            self._acquire(seconds)
+            try:
+                if not os.path.isdir(self._path.parent):  # filelock would make it as the umask allows
+                    make_folder(self._path.parent)
+                self._file.acquire(timeout=seconds)
+            except Timeout as error:
+                raise self._busy("process", seconds) from error
+            except OSError as error:
+                raise LockFailed(f"cannot lock {self._path}: {error}") from error
             try:
                 yield
             finally:
@@ -100,73 +112,23 @@ class FolderLock:
         finally:
             self._mutex.release()
 
-    def _acquire(self, seconds: float) -> None:
-        try:
-            if not os.path.isdir(self._path.parent):  # filelock would make it as the umask allows
-                make_folder(self._path.parent)
-            self._file.acquire(timeout=seconds)
-        except Timeout as error:
-            raise FolderBusy(
-                f"another process has held {self._path} for {seconds:g} s; is it stopped?"
-            ) from error
-        except OSError as error:
-            raise LockFailed(f"cannot lock {self._path}: {error}") from error
+    def _busy(self, who: str, seconds: float) -> LockFailed:
+        why = f"another {who} has held {self._path} for {seconds:g} s; is it stopped?"
+        return LockFailed(why, busy=True)
 
 
-@contextmanager
-def temp_file(folder: Path) -> Iterator[tuple[str, OpenFile]]:
-    """Name and descriptor of a new file of mode 0600, removed on leaving unless it was renamed.
-
-    The caller holds the folder's lock: without it :func:`sweep_orphans` would remove the file.
-    """
-    path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
-    try:
-        with OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW) as file:
-            yield path, file
-    finally:
-        with suppress(OSError):  # if the medium fails, the next start sweeps it
-            os.unlink(path)
-
-
-def orphans(folder: Path) -> Iterator[Path]:
+def orphans(folder: Path) -> list[Path]:
     """Temporary files; those of dead writers if the folder's lock is held."""
-    return (path for path in folder.iterdir() if _TEMP_NAME.fullmatch(path.name) and not path.is_dir())
+    return [path for path in folder.iterdir() if _TEMP_NAME.fullmatch(path.name) and not path.is_dir()]
 
 
-def sweep_orphans(folder: Path) -> None:
-    """Remove temporary files of dead writers; the folder's lock is held."""
-    for path in orphans(folder):
-        with suppress(OSError):
-            path.unlink()
-
-
-_ENTRY_NAME = re.compile(r"([0-9a-f]{32}-)?[0-9a-f]{64}\.safetensors")
-
-SECONDS_TO_LOCK = 5.0
-"""Longest wait for others who change the folder."""
-
-SECONDS_TO_OPEN = 60.0
-"""Longest wait for another process that opens the folder."""
-
-NO_GROUP = ""
-"""Group of entries of former versions of this library: they count, and are never read."""
-
-_ALL = "*"  # name of the sum over all groups
-
-
-class _File(NamedTuple):
-    used: int  # ns since the epoch
-    nbytes: int
-
-
-class EntryFiles:
+class EntryFolder:
     """Entry files in one folder, kept within a budget; several processes may share it.
 
     A name begins with the hash of the entry's namespace, its group (:func:`group_of`). The modification time
     of a file is the time of its last use. Files are added with the folder's lock held. The file ``writer``
-    holds the sums of their sizes, which every change updates; the folder is listed to open it, to find
-    further files to evict, and where the sums are missing. After a kill the sums may be larger than the
-    files, not smaller.
+    names who changed the folder last: only after somebody else's changes, and to find further files to evict,
+    it is listed.
 
     Parameters are those of :class:`~ragcachekit.store.disk.DiskStore`.
     """
@@ -176,10 +138,11 @@ class EntryFiles:
         self._quotas = {name if name == "*" else hashed(name): quota for name, quota in quotas.items()}
         self._prefix = os.path.join(folder, "")
         self._lock = FolderLock(folder / "lock")
+        self._id = secrets.token_hex(16).encode()
         # Guarded by the lock.
         self._writer = folder / "writer"
-        self._listed: dict[str, _File] = {}  # candidates for eviction, least recently used first
-        self._nbytes = Counter[str]()  # by group
+        self._oldest: dict[str, tuple[int, int]] = {}  # when used and size; least recently used first
+        self._nbytes = Counter[str]()  # by group; right if we are the last writer
 
     def path(self, name: str) -> str:
         """Path of an entry file; as text, since joining paths is a tenth of what a small read costs."""
@@ -194,8 +157,7 @@ class EntryFiles:
 
     def limit(self, name: str) -> int:
         """The largest size that an entry may have."""
-        quota = quota_of(self._quotas, group_of(name))
-        return self._budget if quota is None else min(self._budget, quota)
+        return min(self._budget, quota_of(self._quotas, group_of(name)) or self._budget)
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
         """Evict for an entry and write it; OSError or LockFailed leaves an older file unchanged.
@@ -203,17 +165,21 @@ class EntryFiles:
         Not fsynced: what a power failure tears fails its checksums and is computed again, and a sync would
         cost more than the write.
         """
-        with self._lock.held(SECONDS_TO_LOCK), self._sums():
+        with self._changing(SECONDS_TO_LOCK):
             more = sum(map(len, parts)) - self._size(name)
-            self._shrink_group(group_of(name), more, but=name)
-            self._shrink(self._budget - more, but=name)
-            with temp_file(self._folder) as (path, file):
-                write_all(file.fd, parts)
-                file.close()  # Windows renames no open file
+            self._shrink(group_of(name), more, but=name)
+            self._shrink(_ALL, more, but=name)
+            path = self.path(f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
+            try:
+                with OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW) as file:
+                    write_all(file.fd, parts)
                 _touch(path)
-                self._count(name, more)
-                self._write_sums()  # before the file counts, lest a kill leaves it uncounted
                 os.replace(path, self.path(name))
+            except BaseException:
+                with suppress(OSError):  # if the medium fails, the next start sweeps it
+                    os.unlink(path)
+                raise
+            self._count(name, more)
 
     def make_space(self, nbytes: int, but: str) -> bool:
         """Evict least recently used entries of ``nbytes`` together, as the volume is full.
@@ -245,12 +211,11 @@ class EntryFiles:
             except OSError as error:
                 self._warn_undeleted(error)
                 return False
-            with suppress(OSError):
-                if locked and seen is None and self._read_sums():  # damage may change the size
-                    self._count(name, -status.st_size)
-                    self._write_sums()
-                else:
-                    self._writer.unlink(missing_ok=True)
+            if locked and seen is None and self._is_last_writer():  # damage may change the size
+                self._count(name, -status.st_size)
+            else:
+                with suppress(OSError):
+                    self._writer.unlink()
         return True
 
     def record_use(self, name: str) -> None:
@@ -260,17 +225,17 @@ class EntryFiles:
 
     def prepare(self, seconds: float) -> None:
         """Remove what dead writers left, and evict down to budget and quotas, which may be smaller now."""
-        with self._lock.held(seconds), self._sums(anew=True):
-            sweep_orphans(self._folder)
-            for group in set(map(group_of, self._listed)):
-                self._shrink_group(group)
-            self._shrink(self._budget)
-            self._write_sums()
+        self.wait_for_writers(seconds)
+        with self._changing(seconds):
+            for group in [*self._nbytes]:
+                self._shrink(group)
 
     def wait_for_writers(self, seconds: float) -> None:
         """Wait for puts under way, and remove what dead writers left."""
         with self._lock.held(seconds):
-            sweep_orphans(self._folder)
+            for path in orphans(self._folder):
+                with suppress(OSError):
+                    path.unlink()
 
     @contextmanager
     def _locked_if_possible(self) -> Iterator[bool]:
@@ -281,40 +246,32 @@ class EntryFiles:
                 locked = True
             yield locked
 
-    # -- sums of sizes; the lock is held -----------------------------------------------------------
-
     @contextmanager
-    def _sums(self, anew: bool = False) -> Iterator[None]:
-        """Within it ``_nbytes`` agree with the files, unless some were removed by hand."""
-        try:
-            if anew or not self._read_sums():
-                self._list()
-            yield
-        except BaseException:
-            with suppress(OSError):
-                self._writer.unlink()  # the next time, list the folder
-            raise
+    def _changing(self, seconds: float) -> Iterator[None]:
+        """Within it the folder is locked, and ``_nbytes`` agree with it unless files were removed by hand."""
+        with self._lock.held(seconds):
+            try:
+                if not self._is_last_writer():
+                    self._list()
+                    with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
+                        os.ftruncate(file.fd, write_all(file.fd, [self._id]))
+                yield
+            except BaseException:
+                with suppress(OSError):
+                    self._writer.unlink()  # the next time, list the folder
+                raise
 
-    def _read_sums(self) -> bool:
-        """Set ``_nbytes`` to the sums in ``writer``; False if it lacks them, or those of groups."""
-        with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
-            total, groups = parse_json(read_regular(self._writer))
-            if groups is not None or not self._quotas:
-                sums = {str(name): int(size) for name, size in (groups or {}).items()}
-                self._nbytes = Counter({**sums, _ALL: int(total)})
-                return True
+    # -- the lock is held --------------------------------------------------------------------------
+
+    def _is_last_writer(self) -> bool:
+        with suppress(OSError):
+            return read_regular(self._writer) == self._id
         return False
 
-    def _write_sums(self) -> None:
-        groups = {name: nbytes for name, nbytes in self._nbytes.items() if name != _ALL and nbytes}
-        text = json.dumps([self._nbytes[_ALL], groups if self._quotas else None])
-        with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
-            os.ftruncate(file.fd, write_all(file.fd, [text.encode()]))
-
     def _list(self) -> None:
-        self._listed, self._nbytes = {}, Counter()
+        self._oldest, self._nbytes = {}, Counter()
         for name, status in _scan(self._folder):
-            self._listed[name] = _File(status.st_mtime_ns, status.st_size)
+            self._oldest[name] = status.st_mtime_ns, status.st_size
             self._count(name, status.st_size)
 
     def _count(self, name: str, nbytes: int) -> None:
@@ -327,18 +284,11 @@ class EntryFiles:
         except FileNotFoundError:
             return 0
 
-    # -- eviction; the lock is held ----------------------------------------------------------------
-
-    def _shrink_group(self, group: str, more: int = 0, but: str = "") -> None:
-        quota = quota_of(self._quotas, group)
-        if quota is not None:
-            self._shrink(quota - more, group, but)
-
-    def _shrink(self, limit: int, group: str = _ALL, but: str = "") -> None:
-        """Evict least recently used entries (of a group) except ``but`` down to ``limit`` bytes."""
-        listed = False
-        while self._nbytes[group] > limit:
-            candidates = (name for name in self._listed if name != but and group in (_ALL, group_of(name)))
+    def _shrink(self, group: str, more: int = 0, but: str = "") -> None:
+        """Evict least recently used entries of a group, except ``but``, until ``more`` bytes fit."""
+        limit, listed = self._budget if group == _ALL else quota_of(self._quotas, group), False
+        while limit is not None and self._nbytes[group] > limit - more:
+            candidates = (name for name in self._oldest if name != but and group in (_ALL, group_of(name)))
             victim = next(candidates, None)
             if victim is not None:
                 self._evict(victim)
@@ -350,9 +300,9 @@ class EntryFiles:
 
     def _evict(self, name: str) -> None:
         """Delete a file, unless it was used or removed since it was listed."""
-        file, path = self._listed.pop(name), self.path(name)
+        (used, nbytes), path = self._oldest.pop(name), self.path(name)
         try:
-            if os.lstat(path).st_mtime_ns != file.used:
+            if os.lstat(path).st_mtime_ns != used:
                 return
             os.unlink(path)
         except FileNotFoundError:  # subtracted by the store that removed it
@@ -361,20 +311,20 @@ class EntryFiles:
             self._warn_undeleted(error)
             return
         self._counters.count("evictions")
-        self._count(name, -file.nbytes)
+        self._count(name, -nbytes)
 
     def _warn_undeleted(self, error: OSError) -> None:
         self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
 
 
 def group_of(name: str) -> str:
-    """The hash of the namespace that an entry file belongs to, or :data:`NO_GROUP`."""
-    return name.rpartition("-")[0]
+    """The hash of the namespace that an entry file belongs to."""
+    return name.partition("-")[0]
 
 
 def digest_of(name: str) -> str:
     """The digest of the key of an entry file."""
-    return name.removesuffix(".safetensors").rpartition("-")[2]
+    return name.removesuffix(".safetensors").partition("-")[2]
 
 
 def entry_files(folder: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""File digests are remembered while a file is unchanged, and never otherwise."""
+"""Models from a folder or a hub's cache, and digests of their files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,99 @@ import json
 import logging
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
+import transformers
 
+from families import build, greedy, plain, tokens
+from ragcachekit import RagCache
 from ragcachekit.model import weights as weights_digest
-from ragcachekit.model.weights import FileDigests
+from ragcachekit.model.weights import FileDigests, default_cache_dir, load_model, weights_folder
+from speaking import byte_level, speaker
+
+
+def test_from_pretrained_is_the_saved_model(tmp_path):
+    folder = tmp_path / "model"
+    model = speaker()
+    model.save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    with RagCache.from_pretrained(folder, cache_dir=tmp_path / "cache", device="cpu", cold="never") as rag:
+        answer = rag.generate("Where is Berlin?", max_new_tokens=5, do_sample=False)
+        ids = rag.link("Where is Berlin?").input_ids[0].tolist()
+        assert not rag.model.training
+    assert answer.token_ids == greedy(model, ids, 5)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c"])
+def test_a_path_that_is_no_folder_is_not_looked_up_elsewhere(name):
+    with pytest.raises(FileNotFoundError, match="no model folder at"):
+        RagCache.from_pretrained(name)
+
+
+def test_a_wrapped_model_saves_as_it_was(tmp_path):
+    model = build("llama")
+    RagCache(model, cache_dir=tmp_path / "cache")
+    model.save_pretrained(tmp_path / "saved")
+    assert "ragcachekit" not in (tmp_path / "saved" / "config.json").read_text()
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert greedy(again, tokens(20), 4) == greedy(plain("llama"), tokens(20), 4)
+
+
+def test_where_things_lie(tmp_path, monkeypatch):
+    assert weights_folder(tmp_path) == tmp_path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "ragcachekit"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub's cache folder with two revisions of one model."""
+    repo = tmp_path / "models--someone--small"
+    (repo / "refs").mkdir(parents=True)
+    for name, commit in (("main", "a" * 40), ("v1", "b" * 40)):
+        (repo / "refs" / name).write_text(commit)
+        (repo / "snapshots" / commit / "part").mkdir(parents=True)
+        for folder in (repo / "snapshots" / commit, repo / "snapshots" / commit / "part"):
+            (folder / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_the_folder_is_that_of_the_revision(hub):
+    snapshots = hub / "models--someone--small" / "snapshots"
+    asked = {"cache_dir": hub, "dtype": "auto"}
+    assert weights_folder("someone/small", **asked) == snapshots / ("a" * 40)
+    assert weights_folder("someone/small", revision="v1", **asked) == snapshots / ("b" * 40)
+    assert weights_folder("someone/small", revision="b" * 40, **asked) == snapshots / ("b" * 40)
+    part = weights_folder("someone/small", revision="v1", subfolder="part", **asked)
+    assert part == snapshots / ("b" * 40) / "part"
+    assert weights_folder("someone/small", revision="v2", **asked) is None
+    assert weights_folder(hub, subfolder="x") == hub / "x"
+
+
+def test_the_tokenizer_is_of_the_same_source(monkeypatch):
+    given = {}
+
+    class Model(SimpleNamespace):
+        def eval(self):
+            return self
+
+        def to(self, device):
+            return self
+
+    def loader(kind, result):
+        def load(name, **options):
+            given[kind] = options
+            return result
+
+        return load
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", loader("tokenizer", "tokens"))
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loader("model", Model()))
+    source = {"revision": "v1", "cache_dir": "there", "token": "secret", "trust_remote_code": True}
+    load_model("someone/small", "cpu", dtype="float32", **source)
+    assert given == {"tokenizer": source, "model": {"dtype": "float32", **source}}
+
 
 LONG_AGO = 1_700_000_000
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 
 from placing_kit import SHAPES, entry
 from ragcachekit.model.kv import ChunkKV, is_packed
-from ragcachekit.model.packed import PackedKV, unpack
 from ragcachekit.store.memory import GpuStore, HostStore
-from ragcachekit.store.quantised import QuantisedStore, pack
+from ragcachekit.store.quantised import PackedKV, QuantisedStore, pack, unpack
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey
 
@@ -66,30 +64,20 @@ def test_scales_go_where_the_eight_bits_go():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_hands_out_eight_bits_where_kernels_run_and_nowhere_else(kind, monkeypatch):
     pytest.importorskip("triton")
-    store, kv = QuantisedStore(GpuStore(1 << 20, "cpu"), kind), wide(6, 0)
+    tier, kv = GpuStore(1 << 20, "cpu"), wide(6, 0)
+    store = QuantisedStore(tier, kind)
     assert store.put(KEY, kv)
     before = store.stats()[0].nbytes
     plain = store.get(KEY).kv
     assert type(plain) is ChunkKV
     monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")
+    store = QuantisedStore(tier, kind)
     packed = store.get(KEY).kv
     assert isinstance(packed, PackedKV)
     assert {t.itemsize for t in packed.stored_layer(0)[:2]} == {1}
     assert all(map(torch.equal, packed.keys, plain.keys))
     assert (packed.nbytes, packed.quantised) == (plain.nbytes, plain.quantised)
     assert store.stats()[0].nbytes == before == pack(kv, kind).nbytes
-
-
-def test_is_lent_as_long_as_it_is_held(triton):
-    store = QuantisedStore(HostStore(pack(wide(6, 0), "int8").nbytes), "int8")
-    assert store.put(KEY, wide(6, 0))
-    held = store.get(KEY).kv
-    other = replace(KEY, chunk_id="other")
-    assert not store.put(other, wide(6, 1)), "the room is in use"
-    alive = weakref.ref(held)
-    del held
-    assert alive() is None
-    assert store.put(other, wide(6, 1))
 
 
 def test_faster_tiers_keep_what_they_always_kept(triton):
