@@ -63,8 +63,7 @@ from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.threads import OPENED_BEFORE_FORK
 from ragcachekit.types import KVKey, whole_id
 
-MIN_REPORTED_WAIT_S = 0.01
-"""Shorter waits for rows of an earlier prompt have no note in the report."""
+MIN_REPORTED_WAIT_S = 0.01  # for rows of an earlier prompt; shorter waits have no note in the report
 
 
 class RagCache:
@@ -178,11 +177,10 @@ class RagCache:
     def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
         """As :meth:`generate`, for several prompts, decoded together; an interrupt cancels them all."""
         self.queue.refuse_own_thread()
-        prompts = several(prompts, "prompts")
+        prompts, requests = several(prompts, "prompts"), list[Request]()
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
         self._checked(options.get("namespace"))
-        requests: list[Request] = []
         try:
             requests += (self.submit(prompt, **{"wait": True, **options}) for prompt in prompts)
             return [request.result() for request in requests]
