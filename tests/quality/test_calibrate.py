@@ -27,6 +27,7 @@ from ragcachekit.commands.calibrate import (
     race,
     upper_bound,
 )
+from ragcachekit.commands.questions import PromptMaker, probes
 from ragcachekit.model.weights import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
 
