@@ -59,16 +59,9 @@ def check_options(options: Mapping[str, Any], model: Any, *arguments: str) -> No
     """Refuse options that could only fail later; costs no model work.
 
     An option that is None is not given, as for transformers. ``arguments`` are further names of the caller's
-    own parameters, one of which may have been meant.
-
-    Raises
-    ------
-    ValueError
-        For a name that neither generate nor the model's forward takes, or a streamer beside several beams.
-    GenerationNotSupported
-        As :func:`links_ahead`.
-    TypeError
-        For a ``generation_config`` of another type.
+    own parameters, one of which may have been meant. ValueError for a name that neither generate nor the
+    model's forward takes, or a streamer beside several beams; errors of :func:`links_ahead`; TypeError for a
+    ``generation_config`` of another type.
     """
     config, defaults = options.get("generation_config"), model.generation_config
     kinds = (GenerationConfig, type(None))
@@ -179,8 +172,11 @@ def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[
     """Options with the neutral value where the model's own generation config would be refused."""
     if options.get("generation_config") is not None:
         return dict(options)
-    unwanted = [name for name in REFUSED if _is_set(name, getattr(defaults, name, None))]
-    neutral = {name: _neutral(name, getattr(defaults, name)) for name in unwanted}
+    neutral = {}
+    for name in REFUSED:
+        if _is_set(name, value := getattr(defaults, name, None)):
+            # transformers replaces None by the model's own default, so use False or 1 where possible.
+            neutral[name] = False if value is True else 1 if name in _ONE_IS_NONE else None
     return {**neutral, "use_cache": True, **options}
 
 
@@ -190,11 +186,6 @@ def _is_set(name: str, value: Any) -> bool:
     if isinstance(value, int | float) and value is not True:
         return value != (1 if name in _ONE_IS_NONE else 0)
     return True  # tensors among them, which cannot be compared
-
-
-def _neutral(name: str, value: Any) -> Any:
-    # transformers replaces None by the model's own default, so use False or 1 where possible.
-    return False if value is True else 1 if name in _ONE_IS_NONE else None
 
 
 # -- token ids to text, and streamers ------------------------------------------------------------------
@@ -238,7 +229,7 @@ class Detokenizer:
 
 
 class RequestStreamer(BaseStreamer):  # type: ignore[misc]
-    """A streamer that gets the prompt once, whatever begins again, and is ended once.
+    """A streamer that gets the prompt and its end once, whatever begins again.
 
     ``streamed``: whether tokens of the answer went through it.
     """

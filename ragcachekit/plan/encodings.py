@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope import Rope
-from ragcachekit.policies.craft import Impact
+from ragcachekit.policies.craft import NO_IMPACT, Impact
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
 from ragcachekit.store.loader import AnyKV
@@ -365,8 +365,9 @@ class VariantPool:
 
     def cost(self, key: KVKey, before: Sequence[str]) -> float:
         """CCI (1 - β') of a variant after ``before``; an unknown one counts as KV without sums."""
-        variant = self._known(key)
-        return (Impact() if variant is None else variant.impact).cost(before)
+        if (variant := self._known(key)) is None:
+            return NO_IMPACT if before else 0.0
+        return variant.impact.cost(before)
 
     def add_average(self, key: KVKey) -> KVKey | None:
         """Record a stored mean or a prompt's own rows; returns the key that it replaces."""

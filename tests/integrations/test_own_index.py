@@ -67,7 +67,7 @@ def test_another_embedder_is_refused(tmp_path):
         model = "other"
 
     RagCacheRetriever.from_documents([Document("a")], WordEmbeddings(), index="brute", path=tmp_path)
-    with pytest.raises(ValueError, match="holds embeddings of"):
+    with pytest.raises(ValueError, match="was made with embedder="):
         RagCacheRetriever.from_documents([], Other(), index="brute", path=tmp_path)
 
 
