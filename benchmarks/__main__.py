@@ -12,9 +12,9 @@ from ragcachekit.commands.console import Commands
 COMMANDS = {
     "demo": "demo.run:demo",
     "serve": "serve.command:serve",
-    "query-cache": "query_cache.command:query_cache",
-    "query-cache-lookup": "query_cache.command:query_cache_lookup",
-    "near-misses": "near_misses.command:near_misses",
+    "query-cache": "query_cache.hits:query_cache",
+    "query-cache-lookup": "query_cache.lookups:query_cache_lookup",
+    "near-misses": "near_misses.run:near_misses",
     "fidelity": "world.fidelity:fidelity",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
@@ -23,9 +23,9 @@ COMMANDS = {
     "framework-batches": "framework_batches:framework_batches",
     "routing": "cluster.routing:routing",
     "serve-routing": "cluster.serve_routing:serve_routing",
-    "store": "store.command:store",
-    "eviction": "eviction.command:eviction",
-    "kernels": "kernels.command:kernels",
+    "store": "store:store",
+    "eviction": "eviction.run:eviction",
+    "kernels": "kernels.run:kernels",
 }
 
 

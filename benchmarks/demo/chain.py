@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,17 +34,8 @@ class Asked:
 
 def build_chain(retriever: Runnable[str, list[Document]], chat: BaseChatModel) -> Runnable[str, str]:
     """Retrieve, put the chunks into the system message, answer."""
-    return (
-        {"context": retriever | format_docs, "question": RunnablePassthrough()}
-        | PROMPT
-        | chat
-        | StrOutputParser()
-    )
-
-
-def format_docs(documents: Iterable[Document]) -> str:
-    """Chunks as one text."""
-    return SEPARATOR.join(document.page_content for document in documents)
+    context = retriever | (lambda found: SEPARATOR.join(document.page_content for document in found))
+    return {"context": context, "question": RunnablePassthrough()} | PROMPT | chat | StrOutputParser()
 
 
 def messages(texts: Sequence[str], question: str) -> list[dict[str, Any]]:

@@ -45,14 +45,10 @@ class RememberedEmbeddings(Embeddings):
         return self._embeddings.embed_documents(texts)
 
     def embed_query(self, text: str) -> list[float]:
-        """As LangChain asks for it."""
-        known = self._known.get(text)
-        return known if known is not None else self._embeddings.embed_query(text)
-
-    def remember(self, texts: Sequence[str], progress: bool = False) -> None:
-        """Embed questions one by one now, so that asking for them later takes no time."""
-        for text in tqdm(texts, desc="embedding questions", unit="text", disable=not progress):
+        """As LangChain asks for it; the second time it takes no time."""
+        if text not in self._known:
             self._known[text] = self._embeddings.embed_query(text)
+        return self._known[text]
 
 
 class ManualRetriever(BaseRetriever):
@@ -82,16 +78,6 @@ class ManualRetriever(BaseRetriever):
             for place in map(int, found.ids)
             if place < len(self.texts)
         ]
-
-
-def manual_texts(tokenizer: Any, limit: int | None, size: int, names: Sequence[str] = ()) -> tuple[str, ...]:
-    """The first ``limit`` chunks of at most ``size`` wordpieces, of all modules or of those in ``names``."""
-
-    def count(text: str) -> int:
-        return len(tokenizer(text, truncation=False, verbose=False).input_ids)
-
-    found = manual.chunks(count, full=limit is None, limit=limit or 1, size=size, names=names)
-    return tuple(chunk.text for chunk in found)
 
 
 def manual_index(rows: NDArray[np.float32], vectors: int, seed: int) -> VectorIndex:
@@ -142,13 +128,6 @@ def calibration_questions() -> tuple[tuple[str, str], ...]:
     """Other questions in two wordings each; every one has a sibling that differs in a word or two."""
     lines = (Path(__file__).parent / "calibration.jsonl").read_text(encoding="utf-8").splitlines()
     return tuple((one, two) for one, two in map(json.loads, lines))
-
-
-def workload(asked: Sequence[Question], seed: int) -> list[tuple[int, str]]:
-    """Every wording of every question with its question's place, shuffled."""
-    out = [(place, text) for place, question in enumerate(asked) for text in question.wordings]
-    random.Random(seed).shuffle(out)
-    return out
 
 
 def _one_line(text: str) -> str:
@@ -205,7 +184,11 @@ class Corpus:
 def read(settings: Settings, progress: bool) -> Corpus:
     """Render, cut and embed the documentation, and choose questions."""
     embedder = MiniLM()
-    texts = manual_texts(embedder.tokenizer, settings.chunks, settings.wordpieces, settings.modules)
+
+    def count(text: str) -> int:
+        return len(embedder.tokenizer(text, truncation=False, verbose=False).input_ids)
+
+    texts = manual.chunks(count, limit=settings.chunks, size=settings.wordpieces, names=settings.modules)
     rows = embedder.embed(texts, progress=progress)
     known = RememberedEmbeddings(embedder)
     found = {
@@ -214,9 +197,11 @@ def read(settings: Settings, progress: bool) -> Corpus:
         if not settings.modules or one.module in settings.modules
     }
     asked = tuple(one for one, places in found.items() if places)[: settings.questions]
-    wordings = workload(asked, settings.seed)
+    wordings = [(place, text) for place, question in enumerate(asked) for text in question.wordings]
+    random.Random(settings.seed).shuffle(wordings)
     start = time.perf_counter()
-    known.remember([text for _, text in wordings], progress)
+    for _, text in tqdm(wordings, desc="embedding questions", unit="text", disable=not progress):
+        known.embed_query(text)
     embed_ms = (time.perf_counter() - start) * 1e3 / max(1, len(wordings))
     index = manual_index(rows, settings.vectors, settings.seed)
     return Corpus(
@@ -238,28 +223,11 @@ def calibrated(pairs: Sequence[tuple[str, str]], embeddings: Embeddings) -> Cali
     ``pairs`` are two wordings of a question each. The different pairs are, for each wording, the nearest
     wording of another question, as a cache that holds all of them would find it.
     """
-    one, two = (
-        np.asarray(embeddings.embed_documents([*side]), np.float32) for side in zip(*pairs, strict=True)
-    )
-    nearest = [_nearest_other(side, (one, two)) for side in (one, two)]
-    return calibrate(
-        (one, two),
-        (np.concatenate([one, two]), np.concatenate(nearest)),
-        metric="cosine",
-        max_false_hit_rate=MAX_FALSE_HITS,
-    )
-
-
-def _nearest_other(rows: NDArray[np.float32], wordings: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """For row i the nearest of all wordings of questions other than i."""
-    everything = np.concatenate(wordings)
-    near = _unit(rows) @ _unit(everything).T
-    own = np.tile(np.arange(len(rows)), len(wordings))
-    near[own[None] == np.arange(len(rows))[:, None]] = -np.inf
-    found: NDArray[np.float32] = everything[near.argmax(axis=1)]
-    return found
-
-
-def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    unit: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    return unit
+    sides = [np.asarray(embeddings.embed_documents([*side]), np.float32) for side in zip(*pairs, strict=True)]
+    everything = np.concatenate(sides)
+    unit = everything / np.linalg.norm(everything, axis=1, keepdims=True)
+    near, places = unit @ unit.T, np.tile(np.arange(len(pairs)), 2)
+    near[places[:, None] == places] = -np.inf  # wordings of the same question
+    nearest = everything[near.argmax(axis=1)]
+    one, two = sides
+    return calibrate((one, two), (everything, nearest), metric="cosine", max_false_hit_rate=MAX_FALSE_HITS)

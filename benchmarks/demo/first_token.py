@@ -42,9 +42,10 @@ def time_all(
     rag.flush()
     with timed_engines(folder, kv, rag) as engines:
         for one in tqdm(answered, "first tokens", unit="question", disable=not progress):
+            chunks = [texts[place] for place in one.cached_chunks]
             for engine in engines.values():
-                engine.register([texts[place] for place in one.cached_chunks])
-            timed.append(_timed(engines, _prompt(one, texts)))
+                engine.register(chunks)
+            timed.append(_timed(engines, messages(chunks, one.question)))
     return timed
 
 
@@ -71,9 +72,7 @@ def rows(timed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     full_ms = median(one[FULL]["ttft_ms"] for one in timed)
     for state in STATES:
         times = [one[state]["ttft_ms"] for one in timed]
-        middle = {
-            name: median(one[state][name] for one in timed) for name in ("prompt_tokens", "reused_tokens")
-        }
+        named = ("prompt_tokens", "reused_tokens", "recompute_ratio")
         out.append(
             {
                 "part": PART,
@@ -82,16 +81,11 @@ def rows(timed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "ttft_ms_min": min(times),
                 "ttft_ms_max": max(times),
                 "speedup": full_ms / median(times),
-                **middle,
-                "recompute_ratio": median(one[state]["recompute_ratio"] for one in timed),
+                **{name: median(one[state][name] for one in timed) for name in named},
                 "n": len(times),
             }
         )
     return out
-
-
-def _prompt(one: Answered, texts: Sequence[str]) -> list[dict[str, Any]]:
-    return messages([texts[place] for place in one.cached_chunks], one.question)
 
 
 def _timed(engines: Mapping[str, RagCache], prompt: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

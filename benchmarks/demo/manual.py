@@ -18,10 +18,8 @@ import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
-DEFAULT_CHUNKS = 1000
 MAX_WORDPIECES = 256
 
 SKIPPED = frozenset(
@@ -54,63 +52,45 @@ _NEEDED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # to start Pyt
 _SECONDS = 300
 
 
-@dataclass(frozen=True)
-class ManualChunk:
-    """A piece of one module's documentation; ``number`` is its place there, from 0.
-
-    ``text`` has the module's dotted name on the first line, then the piece.
-    """
-
-    module: str
-    number: int
-    text: str
-
-
 def chunks(
-    count: Callable[[str], int],
-    *,
-    full: bool = False,
-    limit: int = DEFAULT_CHUNKS,
-    size: int = MAX_WORDPIECES,
-    names: Sequence[str] = (),
-) -> tuple[ManualChunk, ...]:
-    """Return the manual in chunks, in the order of modules and their texts.
+    count: Callable[[str], int], *, limit: int | None, size: int = MAX_WORDPIECES, names: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The manual in chunks of at most ``size`` wordpieces, in the order of modules and their texts.
 
-    The same Python with the same tokenizer gives the same chunks.
+    Each begins with the line of its module's dotted name. ``limit``: the first chunks of every module, in
+    turn, so many in all; None: everything. ``names`` are the modules; default all. The same Python with the
+    same tokenizer gives the same chunks.
 
     ``count`` gives the wordpieces of a text, special tokens included. It is asked about paragraphs, lines
-    and words; what these count for, added up, must be no less than what they count for together. ``full``
-    takes everything; else the first chunks of every module, in turn up to ``limit``. ``size`` is the most
-    wordpieces of a chunk. ``names`` are the modules; default all.
+    and words; what these count for, added up, must be no less than what they count for together.
 
-    Raises RuntimeError if the documentation could not be rendered, ValueError if ``limit`` or ``size`` is too
-    small for anything.
+    Raises RuntimeError if the documentation could not be rendered, ValueError if ``size`` is too small.
     """
-    if limit < 1:
-        raise ValueError(f"limit must be at least 1, not {limit}")
     modules = [cut(module, text, count, size) for module, text in pages(*names)]
-    found = [list(one) for one in modules] if full else _first_of_each(modules, limit)
+    taken: list[list[str]] = [[] for _ in modules]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*modules))
+    found = (
+        (text, at)
+        for text, at in zip(in_turn, itertools.cycle(range(len(modules))), strict=False)
+        if text is not None
+    )
+    for text, at in itertools.islice(found, limit):
+        taken[at].append(text)
     # Some modules say the same twice.
-    return tuple({chunk.text: chunk for of_module in found for chunk in of_module}.values())
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(taken)))
 
 
 def pages(*names: str) -> list[tuple[str, str]]:
-    """Return name and documentation of these modules, or of all, rendered in a child process.
+    """Name and documentation of these modules, or of all that this system has, rendered in a child process.
 
-    Those that this system does not have are left out.
-
-    Raises
-    ------
-    RuntimeError
-        If the child process failed.
+    RuntimeError if that fails.
     """
     # Next to nothing of our environment, which shows in default values; a fixed hash seed, because the
     # order of sets shows too.
     environment = {name: os.environ[name] for name in _NEEDED if name in os.environ}
     environment |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "LC_ALL": "C.UTF-8", "TZ": "UTC"}
-    command = [sys.executable, "-P", "-W", "ignore", __file__, *names]
     done = subprocess.run(
-        command,
+        [sys.executable, "-P", "-W", "ignore", __file__, *names],
         env=environment,
         cwd=os.path.abspath(os.sep),
         stdin=subprocess.DEVNULL,
@@ -125,26 +105,24 @@ def pages(*names: str) -> list[tuple[str, str]]:
     return [(str(module), str(text)) for module, text in json.loads(done.stdout)]
 
 
-def cut(
-    module: str, text: str, count: Callable[[str], int], size: int = MAX_WORDPIECES
-) -> Iterator[ManualChunk]:
+def cut(module: str, text: str, count: Callable[[str], int], size: int) -> Iterator[str]:
     """Cut one module's documentation between paragraphs, else lines, else words.
 
-    Raises
-    ------
-    ValueError
-        If `size` leaves no room beside the module's name.
+    ValueError if ``size`` leaves no room beside the module's name.
     """
     special = count("")
     room = size - count(module)
     if room < 8:
         raise ValueError(f"chunks of {size} wordpieces have no room for text beside {module!r}")
-
-    def cost(part: str) -> int:
-        return count(part) - special
-
-    for number, body in enumerate(_packed(_parts(text, cost, room), cost, room)):
-        yield ManualChunk(module, number, f"{module}\n{body}")
+    held, used = "", 0
+    for part in _parts(text, lambda part: count(part) - special, room):
+        needed = count(part) - special
+        if held and used + needed > room:
+            yield f"{module}\n{held.strip(chr(10))}"
+            held, used = "", 0
+        held, used = held + part, used + needed
+    if held.strip():
+        yield f"{module}\n{held.strip(chr(10))}"
 
 
 def clean(text: str) -> str:
@@ -160,19 +138,6 @@ def clean(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
 
 
-def _first_of_each(modules: list[Iterator[ManualChunk]], limit: int) -> list[list[ManualChunk]]:
-    """The first chunk of every module, then the second, and so on up to ``limit``."""
-    taken: list[list[ManualChunk]] = [[] for _ in modules]
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*modules))
-    for chunk, place in zip(in_turn, itertools.cycle(range(len(modules))), strict=False):
-        if chunk is not None:
-            taken[place].append(chunk)
-            limit -= 1
-        if not limit:
-            break
-    return taken
-
-
 def _parts(text: str, cost: Callable[[str], int], room: int) -> Iterator[str]:
     """Paragraphs, each with the newlines before it; those that do not fit in pieces."""
     for paragraph in text.split("\n\n"):
@@ -182,29 +147,11 @@ def _parts(text: str, cost: Callable[[str], int], room: int) -> Iterator[str]:
         for line in paragraph.split("\n"):
             if cost(line) <= room:
                 yield f"\n{line}"
-            else:
-                yield from _pieces(line, cost, room)
-
-
-def _pieces(line: str, cost: Callable[[str], int], room: int) -> Iterator[str]:
-    """A long line between words; a word that is too long by itself is cut anywhere."""
-    for word in line.split(" "):
-        step = len(word) if cost(word) <= room else room
-        for start in range(0, len(word), step or 1):
-            yield f"{' ' * (start == 0)}{word[start : start + step]}"
-
-
-def _packed(parts: Iterable[str], cost: Callable[[str], int], room: int) -> Iterator[str]:
-    """Neighbouring parts joined while they fit."""
-    held, used = "", 0
-    for part in parts:
-        needed = cost(part)
-        if held and used + needed > room:
-            yield held.strip("\n")
-            held, used = "", 0
-        held, used = held + part, used + needed
-    if held.strip():
-        yield held.strip("\n")
+                continue
+            for word in line.split(" "):  # a word that is too long by itself is cut anywhere
+                step = len(word) if cost(word) <= room else room
+                for start in range(0, len(word), step or 1):
+                    yield f"{' ' * (start == 0)}{word[start : start + step]}"
 
 
 class _PlainText(pydoc.TextDoc):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -18,7 +19,7 @@ from benchmarks.demo.answers import PART, Answered, Answering, quality
 from benchmarks.demo.chain import build_chain
 from benchmarks.demo.corpus import CHUNK, QUICK, Corpus, Question, Settings
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
-from ragcachekit.commands.console import quiet_loading
+from ragcachekit.commands.console import quiet_loading, show
 from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
@@ -55,7 +56,13 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     start = time.monotonic()
     model, kv = Path(resolve_model(settings.model)), out / "kv"
     read = corpus.read(settings, progress)
-    report.corpus(len(read.texts), settings.vectors, read.asked, read.missing)
+    show(
+        f"[bold]SmolLM2-135M-Instruct[/] answers {len(read.asked)} questions from {len(read.texts)} chunks "
+        f"of the documentation of Python's standard library (Faiss, {settings.vectors:,} vectors, random "
+        "fillers included)"
+    )
+    for question in read.missing:
+        show(f"  left out, its answer is not in these chunks: {escape(question.text)}")
     if not read.asked:
         raise RagCacheError("the documentation of this Python answers none of the questions; use another one")
     with RagCache.from_pretrained(model, store=StoreConfig(disk_path=kv), cold="now") as rag:
@@ -70,7 +77,7 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     report.answers(answered)
     report.figures(found)
     report.draw(found, out / PICTURE)
-    report.end(time.monotonic() - start, out, (RESULTS, PICTURE))
+    show(f"Wrote {RESULTS} and {PICTURE} to {out}; {time.monotonic() - start:.0f} s")
     return found
 
 

@@ -6,30 +6,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.eviction.traces import Trace
+from ragcachekit.commands.shapes import SHAPES, Shape
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.store.eviction import Access, EvictionPolicy, Ranking
 
 TREE, CHUNKS = "tree", "chunks"
+SYSTEM, QUESTION = 128, 32
+"""Tokens around the documents: the system prompt is always cached, the question never."""
+
+_FLOPS, _MEMORY, _WIDTH = 60e12, 500e9, 2
+"""An A10G-like GPU: operations and bytes per second, bytes of a value. Assumed: the proportions matter."""
+
+
+def prefill_by_arithmetic(shape: Shape) -> PrefillProfile:
+    """Prefill times of a shape: weights are read once, a row costs two operations per weight, a pair four per
+    layer and dimension."""
+    kv_width = shape.hidden * shape.kv_heads // shape.heads
+    weights = shape.layers * (
+        2 * shape.hidden * shape.hidden + 2 * shape.hidden * kv_width + 3 * shape.hidden * shape.inter
+    )
+    return PrefillProfile(
+        fixed=weights * _WIDTH / _MEMORY,
+        per_row=2 * weights / _FLOPS,
+        per_pair=4 * shape.layers * shape.hidden / _FLOPS,
+    )
+
+
+PROFILE = prefill_by_arithmetic(SHAPES["llama-3.1-8b"])
 
 
 @dataclass(frozen=True)
 class Plan:
     """A trace as the entries that its requests use.
 
-    Attributes
-    ----------
-    trace : Trace
-    structure : str
-        ``tree``: an entry is a document behind certain others, usable only with all of those (RAGCache's
-        knowledge tree). ``chunks``: an entry is a document, wherever it stands.
-    requests : tuple of tuple of int
-        Entry numbers.
-    tokens : tuple of int
-        Of each entry.
-    parents : tuple of int
-        Of each entry; -1 for none.
-    full_seconds : float
-        Prefill time of all requests with nothing but the system prompt cached.
+    In a ``tree`` an entry is a document after certain others, usable only with all of those (RAGCache's
+    knowledge tree); of ``chunks`` it is a document, wherever it stands. ``requests`` are entry numbers,
+    ``tokens`` and ``parents`` (-1: none) those of each entry, ``full_seconds`` the prefill time of all
+    requests with nothing but the system prompt cached.
     """
 
     trace: Trace
@@ -41,27 +54,11 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What stands around the documents, in tokens: the system prompt is always cached, the question never."""
-
-    system: int = 128
-    question: int = 32
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """What a replay came to.
+    """What a replay came to, as shares.
 
-    Attributes
-    ----------
-    hit_rate : float
-        Documents that were there by documents retrieved (RAGCache section 7.4).
-    token_hit_rate : float
-        The same in tokens of documents.
-    request_hit_rate : float
-        Requests of which every document was there.
-    time_saved : float
-        Share of the prefill time that was not spent; loading from a slower tier counts as spent.
+    ``hit_rate`` is of documents that were there (RAGCache section 7.4), ``token_hit_rate`` of their tokens,
+    ``request_hit_rate`` of requests of which every document was there, ``time_saved`` of the prefill time.
     """
 
     hit_rate: float
@@ -70,12 +67,10 @@ class Outcome:
     time_saved: float
 
 
-def plan(trace: Trace, structure: str, profile: PrefillProfile, prompt: Prompt) -> Plan:
-    """Number the entries of a trace; ValueError for an unknown structure."""
-    if structure not in (TREE, CHUNKS):
-        raise ValueError(f"unknown structure {structure!r}; known: {TREE}, {CHUNKS}")
+def plan(trace: Trace, structure: str) -> Plan:
+    """Number the entries of a trace."""
     full = sum(
-        profile.seconds(prompt.system, prompt.question + sum(trace.tokens[doc] for doc in request))
+        PROFILE.seconds(SYSTEM, QUESTION + sum(trace.tokens[doc] for doc in request))
         for request in trace.requests
     )
     if structure == CHUNKS:
@@ -91,50 +86,30 @@ def plan(trace: Trace, structure: str, profile: PrefillProfile, prompt: Prompt) 
     return Plan(trace, structure, tuple(requests), tokens, tuple(parent for parent, _ in numbers), full)
 
 
-class Tally:
-    """Counts what requests found."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._documents = self._tokens = self._requests = 0
-        self._seconds = 0.0
-
-    def add(self, hits: Sequence[int], asked: int, hit_tokens: int, seconds: float) -> None:
-        """One request: the entries that were there, of so many."""
-        self._documents += len(hits)
-        self._tokens += hit_tokens
-        self._requests += len(hits) == asked
-        self._seconds += seconds
-
-    def outcome(self) -> Outcome:
-        """All of them together."""
-        requests, tokens = self._plan.requests, self._plan.tokens
-        return Outcome(
-            self._documents / sum(map(len, requests)),
-            self._tokens / sum(tokens[entry] for request in requests for entry in request),
-            self._requests / len(requests),
-            1 - self._seconds / self._plan.full_seconds,
-        )
-
-
-def replay(
-    plan: Plan, policy: EvictionPolicy, capacity: int, profile: PrefillProfile, prompt: Prompt
-) -> Outcome:
+def replay(plan: Plan, policy: EvictionPolicy, capacity: int) -> Outcome:
     """Serve every request of a plan through a cache of ``capacity`` tokens.
 
     What a request uses is held until it is served; what it lacks is computed, and admitted if there is
     room beside what is held. In a tree an entry is also held while it has children there.
     """
-    cache, tally = _Cache(plan, policy, capacity), Tally(plan)
-    tokens = plan.tokens
+    cache, tokens = _Cache(plan, policy, capacity), plan.tokens
+    documents = found_tokens = whole = 0
+    seconds = 0.0
     for entries in plan.requests:
         hits = cache.find(entries)
         hit_tokens = sum(tokens[entry] for entry in hits)
-        new = prompt.question + sum(tokens[entry] for entry in entries) - hit_tokens
-        seconds = profile.seconds(prompt.system + hit_tokens, new)
-        cache.serve(entries, hits, Access(False, seconds, new))
-        tally.add(hits, len(entries), hit_tokens, seconds)
-    return tally.outcome()
+        new = QUESTION + sum(tokens[entry] for entry in entries) - hit_tokens
+        spent = PROFILE.seconds(SYSTEM + hit_tokens, new)
+        cache.serve(entries, hits, Access(False, spent, new))
+        documents, found_tokens = documents + len(hits), found_tokens + hit_tokens
+        whole, seconds = whole + (len(hits) == len(entries)), seconds + spent
+    asked = [entry for request in plan.requests for entry in request]
+    return Outcome(
+        documents / len(asked),
+        found_tokens / sum(tokens[entry] for entry in asked),
+        whole / len(plan.requests),
+        1 - seconds / plan.full_seconds,
+    )
 
 
 class _Cache:

@@ -27,17 +27,9 @@ _REPEATED, _RECENT = 1 / 3, 100
 
 @dataclass(frozen=True)
 class Trace:
-    """What is replayed.
+    """What is replayed: ``tokens`` of each document, ``requests`` as document numbers in the prompt's order.
 
-    Attributes
-    ----------
-    name : str
-    tokens : tuple of int
-        Of each document.
-    requests : tuple of tuple of int
-        Document numbers, in the order of the prompt.
-    corpus_tokens : int
-        What capacities are a share of.
+    ``corpus_tokens`` is what capacities are a share of.
     """
 
     name: str
@@ -48,16 +40,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class TraceShape:
-    """Sizes of the drawn traces.
-
-    Attributes
-    ----------
-    documents, requests : int
-    top_k : int
-        Documents per request; the paper's default is 2.
-    mean_tokens : int
-        Of a document.
-    """
+    """Sizes of the drawn traces; ``top_k`` documents per request (the paper's default is 2)."""
 
     documents: int = 2000
     requests: int = 4000
@@ -65,8 +48,6 @@ class TraceShape:
     mean_tokens: int = MEAN_TOKENS
 
     def __post_init__(self) -> None:
-        if min(self.documents, self.requests, self.top_k, self.mean_tokens) < 1:
-            raise ValueError("documents, requests, top_k and mean_tokens must all be at least 1")
         if self.top_k * 2 > self.documents:
             raise ValueError(f"top_k = {self.top_k} needs more documents than {self.documents}")
 
@@ -154,17 +135,8 @@ def open_trace(name: str, shape: TraceShape, seed: int) -> Trace:
 def read_trace(path: str | os.PathLike[str], default_tokens: int) -> Trace:
     """A user's trace: per line ``{"docs": [...]}``, each an id or ``{"id": ..., "tokens": ...}``.
 
-    Parameters
-    ----------
-    path : path
-        Of the JSONL file; empty lines are let pass.
-    default_tokens : int
-        Of documents whose size the file never says.
-
-    Raises
-    ------
-    ValueError
-        For a line that is not like that, with its number; for a file without requests.
+    Documents whose size the file never says have ``default_tokens``. ValueError for another line, with its
+    number, or a file without requests.
     """
     numbers: dict[str, int] = {}
     sizes: dict[int, int] = {}
@@ -183,27 +155,18 @@ def read_trace(path: str | os.PathLike[str], default_tokens: int) -> Trace:
 
 
 def _request(found: Any, numbers: dict[str, int], sizes: dict[int, int]) -> tuple[int, ...]:
-    docs = found.get("docs") if isinstance(found, dict) else None
-    if not isinstance(docs, list) or not docs:
-        raise ValueError('expected {"docs": [...]} with at least one document')
-    request = tuple(_document(doc, numbers, sizes) for doc in docs)
-    if len(set(request)) < len(request):
-        raise ValueError("a document stands there twice")
-    return request
-
-
-def _document(doc: Any, numbers: dict[str, int], sizes: dict[int, int]) -> int:
-    name, tokens = (doc.get("id"), doc.get("tokens")) if isinstance(doc, dict) else (doc, None)
-    if not isinstance(name, str | int) or isinstance(name, bool):
-        raise ValueError(f'a document is "id" or {{"id": "...", "tokens": 123}}, not {json.dumps(doc)}')
-    number = numbers.setdefault(str(name), len(numbers))
-    if tokens is None:
-        return number
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-        raise ValueError(f"tokens of {name!r} must be a whole number > 0, got {json.dumps(tokens)}")
-    if sizes.setdefault(number, tokens) != tokens:
-        raise ValueError(f"{name!r} has {tokens} tokens here and {sizes[number]} further up")
-    return number
+    try:
+        docs = [doc if isinstance(doc, dict) else {"id": doc} for doc in found["docs"]]
+        request = []
+        for doc in docs:
+            request.append(numbers.setdefault(str(doc["id"]), len(numbers)))
+            if "tokens" in doc:
+                sizes[request[-1]] = int(doc["tokens"])
+    except (TypeError, KeyError) as error:
+        raise ValueError('expected {"docs": ["id", {"id": "...", "tokens": 123}, ...]}') from error
+    if not request or len(set(request)) < len(request) or min(sizes.values(), default=1) < 1:
+        raise ValueError("give at least one document, none twice, with at least one token each")
+    return tuple(request)
 
 
 class _World:

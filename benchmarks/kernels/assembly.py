@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.checks import TOLERANCE, Case, distance, largest
-from benchmarks.kernels.sizes import CHUNK, Sizes
+from benchmarks.kernels.cases import CHUNK, TOLERANCE, Case, Sizes, distance, largest
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import Place, Places, Rotation
 

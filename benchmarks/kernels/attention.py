@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.checks import TOLERANCE, Case, distance, largest, row_scores
-from benchmarks.kernels.sizes import Sizes, row_sets
+from benchmarks.kernels.cases import TOLERANCE, Case, Sizes, distance, largest, row_scores, row_sets
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernels.sizes import Sizes
+from benchmarks.kernels.cases import Sizes
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value, ``[1, heads, rows or tokens, head_dim]``."""
@@ -26,13 +26,8 @@ nothing where only a preparation is timed. The first set is that of our own kern
 class Baseline:
     """Another way to the same rows, or to all rows.
 
-    Attributes
-    ----------
-    name : str
-    make : callable
-        Makes its inputs and gives the calls; may fail where the way does not run.
-    prepares : bool
-        Whether this is what must be done once per prompt before the calls named alike.
+    ``make`` makes its inputs and gives the calls; it may fail where the way does not run. ``prepares``: this
+    is what must be done once per prompt before the calls named alike.
     """
 
     name: str

@@ -33,15 +33,10 @@ class Samples:
 def timed(calls: Sequence[Call], runs: int, device: torch.device, *, graphs: bool = False) -> Samples:
     """Time ``runs`` calls, going round ``calls``: one call per set of inputs.
 
-    On a GPU events stand before and behind each call on the current stream, and nothing is waited for until
-    the end. With ``graphs`` each call is captured and its replays are timed, so that a short kernel's time
-    is not that of its launch; such calls must not wait for the device. Give as many sets of inputs as it
-    takes to exceed the cache, or one that exceeds it by itself.
-
-    Raises
-    ------
-    RagCacheError
-        If a call cannot be captured. torch is not to be trusted after that: begin a new process.
+    On a GPU, events are recorded before and after each call on the current stream, and nothing is waited for
+    until the end. With ``graphs`` each call is captured and its replays are timed, so that a short kernel's
+    time is not that of its launch; such calls must not wait for the device. Give as many sets of inputs as it
+    takes to exceed the cache. RagCacheError if a call cannot be captured: begin a new process then.
     """
     for _ in range(WARM_UP):
         for call in calls:
@@ -83,14 +78,9 @@ def _clocked(call: Call) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at best: a large matrix product, and a large copy.
+    """What the device reaches at best: a large matrix product in the bench's dtype, and a large copy.
 
-    Attributes
-    ----------
-    tflops : float
-        10^12 floating-point operations per second, in the dtype of the bench.
-    gb_per_s : float
-        10^9 bytes per second, read and written ones together.
+    In 10^12 operations per second, and 10^9 bytes per second, read and written ones together.
     """
 
     tflops: float

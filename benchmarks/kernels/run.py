@@ -4,42 +4,90 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.kernels.assembly import assembly_cases
+from benchmarks.kernels.attention import attention_cases
 from benchmarks.kernels.baselines import full_baselines, row_baselines
-from benchmarks.kernels.cases import KERNELS
-from benchmarks.kernels.checks import Case, distance
+from benchmarks.kernels.cases import QUESTION, Case, Sizes, distance
 from benchmarks.kernels.device_timing import Ceilings, Samples, ceilings, timed
-from benchmarks.kernels.sizes import QUESTION, Sizes
+from benchmarks.kernels.scores import score_cases
+from ragcachekit.commands.console import errors, note, show, written
+from ragcachekit.commands.options import Device, Json, Seed, names, numbers
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.shapes import dtype_named
 from ragcachekit.errors import RagCacheError
 
+KERNELS: dict[str, Callable[[Sizes], Iterator[Case]]] = {
+    "sparse_attention": attention_cases,
+    "column_scores": score_cases,
+    "assembly": assembly_cases,
+}
+"""By name; each makes its inputs when it is asked for the next case."""
+
+
+def kernels(
+    tokens: Annotated[str | None, typer.Option(help="Prompt lengths, with commas between.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=16)] = 128,
+    layers: Annotated[int | None, typer.Option(min=1)] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 (a GPU's default), float16, float32 (a CPU's).")
+    ] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option("--kernels", help="sparse_attention, column_scores, assembly; default: all."),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Calls per figure; the median counts.")] = 20,
+    device: Device = None,
+    seed: Seed = 0,
+    baselines: Annotated[bool, typer.Option(help="torch's own attentions beside.")] = True,
+    graphs: Annotated[bool, typer.Option(help="On a GPU, time replays of captured launches.")] = True,
+    json: Json = None,
+) -> None:
+    """Time every kernel after a check of its result, beside the device's ceilings and torch's attentions.
+
+    On a CPU the torch code that runs there is measured, at smaller sizes.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.device(device).type == "cuda"
+    if not gpu:
+        note("no GPU: this measures the torch code that CPUs use, not the Triton kernels")
+    lengths = numbers("--tokens", tokens or ("32768,8192" if gpu else "2048"))
+    settings = KernelSettings(
+        tokens=tuple(map(int, lengths)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=layers or (32 if gpu else 2),
+        dtype=dtype or ("bfloat16" if gpu else "float32"),
+        kernels=names(kernel) if kernel is not None else tuple(KERNELS),
+        runs=runs,
+        device=device,
+        seed=seed,
+        baselines=baselines,
+        graphs=graphs,
+    )
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=errors(), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        report = run(settings, lambda text: progress.update(task, description=text))
+    show(report.table(f"Kernels: {report.model}", [n for n in report.rows[0] if n != "runs"]))
+    written(report, json)
+
 
 @dataclass(frozen=True)
 class KernelSettings:
-    """What to measure.
+    """What to measure; the model's sizes are Llama 3.1 8B's by default.
 
-    Attributes
-    ----------
-    tokens : tuple of int
-        Prompt lengths, one after the other.
-    heads, kv_heads, head_dim, layers : int
-        The model's sizes; the defaults are Llama 3.1 8B's.
-    dtype : {"bfloat16", "float16", "float32"}
-    kernels : tuple of str
-        Keys of :data:`~benchmarks.kernels.cases.KERNELS`.
-    runs : int
-        Calls per figure.
-    device : str
-    seed : int
-    baselines : bool
-        Whether torch's own attentions are measured beside.
-    graphs : bool
-        Whether our kernels are timed as replays of graphs on a GPU, without the host's part of a launch.
-        Baselines are not: next to their milliseconds a launch is nothing.
+    ``runs`` are calls per figure. ``baselines``: torch's own attentions as well. ``graphs``: our kernels are
+    timed as replays of graphs on a GPU, without the host's part of a launch; next to the milliseconds of a
+    baseline a launch is nothing.
     """
 
     tokens: tuple[int, ...] = (32768, 8192)
@@ -69,19 +117,10 @@ class KernelSettings:
 def run(settings: KernelSettings, step: Callable[[str], object] = lambda _: None) -> BenchReport:
     """Check and measure every case; ``step`` hears what comes next.
 
-    Returns
-    -------
-    BenchReport
-        Rows ``kernel, case, tokens, ms, ms_min, ms_max, runs, unit, achieved, ceiling, share,
-        speedup_over, error`` (and ``failed`` for baselines that do not run). ``achieved`` counts the work
-        that the case needs, in ``unit``; ``ceiling`` is a large matrix product or a large copy in this
-        run, ``share`` the one over the other. In a baseline's row ``speedup_over`` says how many times
-        quicker our kernel did that case, and ``error`` how far its result is from ours.
-
-    Raises
-    ------
-    RagCacheError
-        A kernel's result is wrong: no figure is given then.
+    ``achieved`` counts the work that the case needs, in ``unit``; ``ceiling`` is a large matrix product or a
+    large copy in this run, ``share`` the one over the other. In a baseline's row ``speedup_over`` says how
+    many times quicker our kernel did that case, and ``error`` how far its result is from ours; ``failed`` why
+    it does not run. RagCacheError if a kernel's result is wrong: no figure is given then.
     """
     device = torch.device(settings.device)
     step("what the device can do")

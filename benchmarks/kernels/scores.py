@@ -7,8 +7,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.kernels.checks import Case, row_scores
-from benchmarks.kernels.sizes import CHUNK, QUESTION, Sizes, row_sets
+from benchmarks.kernels.cases import CHUNK, QUESTION, Case, Sizes, row_scores, row_sets
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans
 
@@ -22,8 +21,8 @@ def score_cases(sizes: Sizes) -> Iterator[Case]:
         sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim, salt=200 + i) for i in range(sizes.layers)
     ]
     options = AttentionOptions(sizes.scale)
-    behind = range(0, sizes.tokens - QUESTION, CHUNK)
-    chunked = Spans(tuple((start, min(start + CHUNK, sizes.tokens - QUESTION)) for start in behind))
+    starts = range(0, sizes.tokens - QUESTION, CHUNK)
+    chunked = Spans(tuple((start, min(start + CHUNK, sizes.tokens - QUESTION)) for start in starts))
     for name, spans in (("all keys", None), ("per chunk", chunked)):
         one = partial(dispatch.column_scores, positions=rows, spans=spans, options=options)
 

@@ -11,46 +11,16 @@ from typing import TypeAlias
 Alteration: TypeAlias = Callable[[str, Sequence[str], random.Random], Iterator[str]]
 """Called with a question, names of its article and a random state; gives altered questions."""
 
-_OPPOSITES = (
-    *(("before", "after"), ("more", "less"), ("more", "fewer"), ("most", "least"), ("highest", "lowest")),
-    *(("higher", "lower"), ("largest", "smallest"), ("larger", "smaller"), ("biggest", "smallest")),
-    *(
-        ("first", "last"),
-        ("earliest", "latest"),
-        ("earlier", "later"),
-        ("oldest", "newest"),
-        ("best", "worst"),
-    ),
-    *(("above", "below"), ("maximum", "minimum"), ("longest", "shortest"), ("longer", "shorter")),
-    *(
-        ("upper", "lower"),
-        ("northern", "southern"),
-        ("north", "south"),
-        ("east", "west"),
-        ("input", "output"),
-    ),
-    *(
-        ("increase", "decrease"),
-        ("begin", "end"),
-        ("started", "ended"),
-        ("major", "minor"),
-        ("faster", "slower"),
-    ),
-    *(("greatest", "smallest"), ("simple", "complex"), ("easy", "hard"), ("win", "lose"), ("won", "lost")),
-)
+_OPPOSITES = """before after; more less; more fewer; most least; highest lowest; higher lower;
+largest smallest; larger smaller; biggest smallest; first last; earliest latest; earlier later;
+oldest newest; best worst;
+above below; maximum minimum; longest shortest; longer shorter; upper lower; northern southern; north south;
+east west; input output; increase decrease; begin end; started ended; major minor; faster slower;
+greatest smallest; simple complex; easy hard; win lose; won lost"""
 _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
-_UNITS = (
-    *(
-        ("kilometers", "miles"),
-        ("miles", "kilometers"),
-        ("km", "miles"),
-        ("meters", "feet"),
-        ("feet", "meters"),
-    ),
-    *(("million", "billion"), ("billion", "million"), ("hours", "minutes"), ("years", "months")),
-    *(("days", "weeks"), ("months", "years"), ("percent", "people")),
-)
+_UNITS = """kilometers miles; miles kilometers; km miles; meters feet; feet meters; million billion;
+billion million; hours minutes; years months; days weeks; months years; percent people"""
 _AUXILIARY = re.compile(r"\b(did|does|do|is|was|were|are|can|could|will|would|has|have|had|should)\b", re.I)
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][\w'’.-]*\w(?: [A-Z][\w'’-]*\w)*")
 _ASKED = {
@@ -73,7 +43,7 @@ def numbers(question: str, _names: Sequence[str], rng: random.Random) -> Iterato
     for words in (_NUMBERS, _ORDINALS):
         for found in re.finditer(rf"\b({'|'.join(words)})\b", question, re.I):
             yield _replaced(question, found, rng.choice([one for one in words if one != found[0].lower()]))
-    for unit, another in _UNITS:
+    for unit, another in map(str.split, _UNITS.split(";")):
         for found in re.finditer(rf"\b{unit}\b", question, re.I):
             yield _replaced(question, found, another)
 
@@ -88,7 +58,7 @@ def other_names(question: str, names: Sequence[str], rng: random.Random) -> Iter
 
 
 def negation(question: str, _names: Sequence[str], _rng: random.Random) -> Iterator[str]:
-    """A "not" behind the first auxiliary verb, or the one that is there taken away."""
+    """A "not" after the first auxiliary verb, or the one that is there taken away."""
     if re.search(r"\bnot\b", question):
         yield re.sub(r"\bnot ", "", question, count=1)
     elif found := _AUXILIARY.search(question):
@@ -106,7 +76,7 @@ def roles(question: str, _names: Sequence[str], _rng: random.Random) -> Iterator
 
 def opposites(question: str, _names: Sequence[str], _rng: random.Random) -> Iterator[str]:
     """The opposite of each comparative, superlative or direction."""
-    for pair in _OPPOSITES:
+    for pair in map(str.split, _OPPOSITES.split(";")):
         for one, other in (pair, pair[::-1]):
             for found in re.finditer(rf"\b{one}\b", question, re.I):
                 yield _replaced(question, found, other)

@@ -55,7 +55,7 @@ def articles(path: str | os.PathLike[str]) -> list[Article]:
         ) from error
 
 
-def near_misses(found: Sequence[Article], embedder: MiniLM, seed: int, progress: bool) -> list[Pair]:
+def made_pairs(found: Sequence[Article], embedder: MiniLM, seed: int, progress: bool) -> list[Pair]:
     """Pairs made by rules, and unanswerable questions beside the nearest answerable one of their paragraph.
 
     The article with most questions is to develop on, and every third after it.

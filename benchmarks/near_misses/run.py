@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 
 from benchmarks.near_misses.pairs import (
     ADVERSARIAL,
+    DEVELOP,
     REPORT,
     Pair,
     articles,
     distances,
     lower,
-    near_misses,
+    made_pairs,
     rewordings,
 )
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.embedding import MiniLM
+from ragcachekit.commands.options import Json, Seed
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.near_misses import near_miss
 
@@ -30,13 +34,27 @@ NEAR, SAME, TIME = "near misses", "rewordings", "time"
 _NAME = "questions of SQuAD 2.0, altered by rules and by crowd workers; all-MiniLM-L6-v2, cosine distance"
 
 
+def near_misses(
+    squad: Annotated[
+        Path, typer.Argument(help="Questions in the format of SQuAD 2.0, such as dev-v2.0.json.")
+    ],
+    develop: Annotated[
+        bool, typer.Option("--develop", help="The half of the articles that the guard was made on.")
+    ] = False,
+    lowered: Annotated[bool, typer.Option("--lower", help="Questions without capitals.")] = False,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Wrong hits of near misses and kept rewordings, with and without the guard on the text."""
+    quiet_loading()
+    report = run(squad, DEVELOP if develop else REPORT, lowered, seed, progress=True)
+    for part in (NEAR, SAME, TIME):
+        show(report.part(part).table(f"{part} ({DEVELOP if develop else REPORT} half)"))
+    written(report, json)
+
+
 def run(
-    squad: str | os.PathLike[str],
-    *,
-    half: str = REPORT,
-    lowered: bool = False,
-    seed: int = 0,
-    progress: bool = False,
+    squad: Path, half: str, lowered: bool = False, seed: int = 0, *, progress: bool = False
 ) -> BenchReport:
     """Rows of ``part`` near misses and rewordings per kind and tolerance, and one of the guard's time.
 
@@ -44,10 +62,11 @@ def run(
     ``lowered`` takes the capitals away. ValueError if ``squad`` is not in the format of SQuAD 2.0.
     """
     found, embedder = articles(squad), MiniLM()
-    near = near_misses(found, embedder, seed, progress)
+    near = made_pairs(found, embedder, seed, progress)
     pairs = [pair for pair in (*near, *rewordings(near)) if pair.half == half]
     pairs = [lower(pair) for pair in pairs] if lowered else pairs
-    far, refused = distances(pairs, embedder, progress), np.array([_is_refused(pair) for pair in pairs])
+    far = distances(pairs, embedder, progress)
+    refused = np.array([near_miss(pair.one, pair.other) is not None for pair in pairs])
     rows = [*_near_rows(pairs, far, refused), *_same_rows(pairs, far, refused), _time_row(pairs)]
     return BenchReport("near-misses", _NAME, seed, tuple(rows))
 
@@ -99,7 +118,3 @@ def _time_row(pairs: Sequence[Pair]) -> dict[str, Any]:
         "us_p50": median(spent),
         "us_p95": quantiles(spent, n=20)[-1],
     }
-
-
-def _is_refused(pair: Pair) -> bool:
-    return near_miss(pair.one, pair.other) is not None

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from benchmarks.query_cache.workload import Workload
+from benchmarks.query_cache.workload import Workload, of_dataset
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.retrieval.index import open_index
@@ -37,26 +40,50 @@ TOLERANCES = (0.0, 0.02, 0.05, 0.1)
 Row = dict[str, Any]
 
 
+def query_cache(
+    dataset: Annotated[str, typer.Option(help="squad:FILE or musique:FILE.")],
+    count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 131,
+    wordings: Annotated[int, typer.Option(min=1, max=10, help="Of each question of the dataset.")] = 4,
+    vectors: Annotated[int, typer.Option(min=0, help="Fill the index up to these with noisy copies.")] = 0,
+    index: Annotated[str, typer.Option(help="faiss-flat, faiss-hnsw, hnswlib, ...")] = "faiss-flat",
+    capacities: Annotated[
+        str | None, typer.Option(help="With commas; default: a tenth, half, all of the questions.")
+    ] = None,
+    tolerances: Annotated[str, typer.Option(help="Cosine distances, with commas.")] = "0,0.02,0.05,0.1",
+    guard: Annotated[bool, typer.Option(help="Refuse hits on questions that only look alike.")] = True,
+    reorder: Annotated[bool, typer.Option(help="Order candidates anew for each question.")] = True,
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+    plot: opt.Plot = None,
+) -> None:
+    """Hit rates, search time saved and recall of the query cache, over a dataset."""
+    sizes = tuple(int(size) for size in opt.numbers("--capacities", capacities or ""))
+    sweep = Sweep(sizes, opt.numbers("--tolerances", tolerances), guard, reorder)
+    quiet_loading()
+    asked = of_dataset(dataset, count, wordings=wordings, vectors=vectors, seed=seed, progress=True)
+    report = run(asked, sweep, index, progress=True)
+    show(report.part(SWEEP).table(f"Hit rate and recall: {report.model}"))
+    written(report, json, plot, draw)
+
+
 @dataclass(frozen=True)
 class Sweep:
     """What is varied: every capacity with every tolerance (cosine distance).
 
-    Without ``capacities`` they are a tenth, half and all of the different questions. The workload is asked
-    ``passes`` times, each in the same order. With ``reorder``, as over an index of the retriever's own, a hit
-    puts the cached question's candidates in order for its own; else it returns the cached list (the paper).
+    Without ``capacities`` they are a tenth, half and all of the different questions. With ``reorder``, as
+    over an index of the retriever's own, a hit puts the cached question's candidates in order for its own;
+    else it returns the cached list (the paper).
     """
 
     capacities: tuple[int, ...] = ()
     tolerances: tuple[float, ...] = TOLERANCES
-    eviction: str = "fifo"
-    passes: int = 1
     guard: bool = True
     reorder: bool = True
 
-    def cases(self, distinct: int) -> Iterator[tuple[int, float]]:
+    def cases(self, distinct: int) -> list[tuple[int, float]]:
         """Capacity and tolerance of every replay."""
         sizes = {max(1, distinct // 10), max(1, distinct // 2), distinct}
-        yield from product(self.capacities or sorted(sizes), self.tolerances)
+        return list(product(self.capacities or sorted(sizes), self.tolerances))
 
 
 @dataclass(frozen=True)
@@ -75,16 +102,11 @@ class Searched:
         return tuple(found[:RESULTS] for found in self.candidates)
 
 
-def run(
-    workload: Workload,
-    sweep: Sweep | None = None,
-    index: str = "faiss-flat",
-    progress: bool = False,
-) -> BenchReport:
+def run(workload: Workload, sweep: Sweep, index: str = "faiss-flat", progress: bool = False) -> BenchReport:
     """Replay a workload over an index; rows of the part ``sweep`` as of :func:`replays`."""
     built = open_index(index, workload.chunks.shape[1])
     built.add(range(len(workload.chunks)), workload.chunks)
-    count = FACTOR * RESULTS if sweep is None or sweep.reorder else RESULTS
+    count = FACTOR * RESULTS if sweep.reorder else RESULTS
     found = searched(workload, lambda question: built.search(question, count).ids, progress)
     cases = replays(workload, found, sweep, progress)
     rows = [{"part": SWEEP, "index": index, **row} for row in cases]
@@ -103,12 +125,7 @@ def searched(
     return Searched(tuple(ids), tuple(ms))
 
 
-def replays(
-    workload: Workload,
-    found: Searched,
-    sweep: Sweep | None = None,
-    progress: bool = False,
-) -> Iterator[Row]:
+def replays(workload: Workload, found: Searched, sweep: Sweep, progress: bool = False) -> Iterator[Row]:
     """One row per capacity and tolerance; embedding the questions is in no figure.
 
     A miss costs its lookup, its insert and the time that its own search took without a cache.
@@ -116,18 +133,17 @@ def replays(
     results that are returned. ``wrong_hits`` are hits on another question's entry, as a share of all
     lookups. ``evidence`` is the share of lookups that return a chunk with the answer.
     """
-    sweep = sweep or Sweep()
-    cases = list(sweep.cases(len(set(workload.distinct))))
+    cases = sweep.cases(len(set(workload.distinct)))
     for capacity, tolerance in tqdm(cases, "replay", unit="case", disable=not progress):
         yield _replay(workload, found, sweep, capacity, tolerance)
 
 
 def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, tolerance: float) -> Row:
-    cache = ProximityCache(capacity, tolerance, "cosine", sweep.eviction)
+    cache = ProximityCache(capacity, tolerance, "cosine")
     retrieval: CachedRetrieval[int] = CachedRetrieval(cache, guard=sweep.guard)
     results = found.ids
     lookups_us, latency_ms, recall, wrong, evidence = list[float](), 0.0, 0.0, 0, 0
-    for at in [*range(len(workload.texts))] * sweep.passes:
+    for at in range(len(workload.texts)):
         start = time.perf_counter_ns()
         asked = retrieval.lookup(workload.questions[at], PARTITION, question=workload.texts[at])
         looked_up = time.perf_counter_ns()
@@ -145,10 +161,11 @@ def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, to
         right = set(results[at])
         recall += len(right.intersection(ids)) / len(right) if right else 1.0
         wrong += workload.distinct[maker] != workload.distinct[at]
-        evidence += bool(workload.evidence and workload.evidence[at].intersection(ids))
+        evidence += bool(workload.evidence[at].intersection(ids))
     n, stats = len(lookups_us), retrieval.stats()
-    uncached = sum(found.ms) * sweep.passes
-    row = {
+    uncached = sum(found.ms)
+    own = [bool(chunks.intersection(ids)) for chunks, ids in zip(workload.evidence, results, strict=True)]
+    return {
         "capacity": capacity,
         "tolerance": tolerance,
         "hit_rate": stats.hit_rate,
@@ -159,12 +176,9 @@ def _replay(workload: Workload, found: Searched, sweep: Sweep, capacity: int, to
         "latency_saved": 1 - latency_ms / uncached,
         "result_recall": recall / n,
         "n": n,
+        "evidence": evidence / n,
+        "evidence_uncached": statistics.fmean(own),
     }
-    if workload.evidence:
-        pairs = zip(workload.evidence, results, strict=True)
-        own = [bool(chunks.intersection(ids)) for chunks, ids in pairs]
-        row |= {"evidence": evidence / n, "evidence_uncached": statistics.fmean(own)}
-    return row
 
 
 def _reordered(candidates: tuple[int, ...], workload: Workload, at: int) -> tuple[int, ...]:
@@ -173,16 +187,15 @@ def _reordered(candidates: tuple[int, ...], workload: Workload, at: int) -> tupl
     return tuple(candidates[place] for place in np.argsort(-similar, kind="stable")[:RESULTS])
 
 
-def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
+def draw(report: BenchReport, path: str | os.PathLike[str]) -> None:
     """Draw a heat map per figure that the report has, over capacity and tolerance (Proximity, figure 3)."""
     from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
 
     rows = report.part(SWEEP).rows
     capacities = sorted({row["capacity"] for row in rows})
     tolerances = sorted({row["tolerance"] for row in rows})
-    names = [name for name in PANELS if name in rows[0]]
-    figure = Figure(figsize=(3.6 * len(names), 3.4), layout="constrained")
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names))), names, strict=True):
+    figure = Figure(figsize=(3.6 * len(PANELS), 3.4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         cells = {(row["tolerance"], row["capacity"]): row[name] for row in rows}
         values = np.array([[cells[tolerance, size] for size in capacities] for tolerance in tolerances])
         axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")

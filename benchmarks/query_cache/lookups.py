@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from benchmarks.query_cache.hits import PARTITION
+from ragcachekit.commands import options as opt
+from ragcachekit.commands.console import show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.proximity import Hit, ProximityCache
 
@@ -30,51 +33,35 @@ _ROWS_AT_A_TIME = 8192
 _GAPS = {"cosine": 0.2, "ip": 0.2, "l2": 0.03}  # distances (l2) of near questions from their keys
 
 
-@dataclass(frozen=True)
-class LookupSettings:
-    """What is timed."""
+def query_cache_lookup(
+    capacities: Annotated[
+        str, typer.Option(help="With commas between; 1000000 takes half an hour and 10 GiB.")
+    ] = "300,1000,10000",
+    metrics: Annotated[str, typer.Option(help="With commas between.")] = "cosine,l2,ip",
+    dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.")] = 768,
+    lookups: Annotated[int, typer.Option(min=1, help="Timed lookups of each kind.")] = 1000,
+    seed: opt.Seed = 0,
+    json: opt.Json = None,
+) -> None:
+    """Lookup times of a full query cache by capacity, metric and kind.
 
-    capacities: tuple[int, ...] = (300, 1000, 10_000)
-    metrics: tuple[str, ...] = ("cosine", "l2", "ip")
-    dim: int = 768
-    lookups: int = 1000
-    seed: int = 0
-
-
-def run(settings: LookupSettings, *, progress: bool = False) -> BenchReport:
-    """Time lookups in full caches of made-up questions: wordings of topics.
-
-    ``far`` is a new wording beyond the tolerance, ``near`` a key with noise, ``equal`` a key. Times
-    are median, 10th and 90th percentile.
-
-    Raises RuntimeError if a hit or a miss is wrong; no figure is given then.
+    Questions are made up: wordings of topics. ``far`` is a new wording beyond the tolerance, ``near`` a key
+    with noise, ``equal`` a key. No figure is given if a hit or a miss is wrong.
     """
+    sizes = [int(capacity) for capacity in opt.numbers("--capacities", capacities)]
+    cases = itertools.product(sizes, opt.names(metrics))
     rows = [
-        row
-        for capacity in settings.capacities
-        for metric in settings.metrics
-        for row in lookup_rows(
-            capacity,
-            settings.dim,
-            metric,
-            settings.lookups,
-            settings.seed,
-            progress=progress,
-        )
+        row for size, metric in cases for row in lookup_rows(size, dim, metric, lookups, seed, progress=True)
     ]
-    return BenchReport("query-cache-lookup", "made-up questions", settings.seed, tuple(rows))
+    report = BenchReport("query-cache-lookup", "made-up questions", seed, tuple(rows))
+    show(report.table("One lookup, in microseconds (median, 10th and 90th percentile)"))
+    written(report, json)
 
 
 def lookup_rows(
-    capacity: int,
-    dim: int,
-    metric: str,
-    lookups: int,
-    seed: int,
-    *,
-    progress: bool = False,
+    capacity: int, dim: int, metric: str, lookups: int, seed: int, *, progress: bool = False
 ) -> list[Row]:
-    """The rows of one capacity and metric; see :func:`run`."""
+    """The rows of one capacity and metric; RuntimeError if a hit or a miss is wrong."""
     questions = _Questions(capacity, dim, seed)
     stored = questions.draw(capacity)
     cache = ProximityCache(capacity, TOLERANCE, metric)

@@ -1,8 +1,7 @@
-"""What the query-cache bench asks: a user's log, or a dataset's questions in several wordings."""
+"""What the query-cache bench asks: a dataset's questions in several wordings."""
 
 from __future__ import annotations
 
-import os
 import random
 import zlib
 from dataclasses import dataclass
@@ -10,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.commands.estimate import read_log
 from ragcachekit.commands.questions import Sampling, load_dataset
 
 PREFIXES = (
@@ -32,7 +29,7 @@ class Workload:
 
     ``questions`` and ``chunks`` are embeddings ``[n, dim]``; ``texts`` are the questions' and ``distinct``
     tells equal questions in different wordings by one number. ``evidence`` are the chunks with the answer to
-    each, where they are known.
+    each.
     """
 
     name: str
@@ -40,7 +37,7 @@ class Workload:
     questions: NDArray[np.float32]
     chunks: NDArray[np.float32]
     distinct: tuple[int, ...]
-    evidence: tuple[frozenset[int], ...] = ()
+    evidence: tuple[frozenset[int], ...]
 
 
 def variants(question: str, n: int = 4) -> tuple[str, ...]:
@@ -49,24 +46,6 @@ def variants(question: str, n: int = 4) -> tuple[str, ...]:
         raise ValueError(f"wordings must be between 1 and {len(PREFIXES)}, got {n}")
     start = zlib.crc32(question.encode())
     return tuple(f"{PREFIXES[(start + i) % len(PREFIXES)]} {question}" for i in range(n))
-
-
-def of_log(log: str | os.PathLike[str], corpus: str, chunk_tokens: int, progress: bool = False) -> Workload:
-    """A log's questions, in order, over the chunks of a corpus.
-
-    Raises ValueError, CorpusError, RagCacheError, RetrievalError if either or the embedding model is missing.
-    """
-    asked = [query.question for query in read_log(log)]
-    chunks = read_corpus(corpus, chunk_tokens=chunk_tokens).texts
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(asked))}
-    embedder = MiniLM()
-    return Workload(
-        f"{log} over {corpus}; all-MiniLM-L6-v2",
-        tuple(asked),
-        embedder.embed(asked, progress=progress),
-        embedder.embed(chunks, progress=progress),
-        tuple(numbers[text] for text in asked),
-    )
 
 
 def of_dataset(

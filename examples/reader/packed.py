@@ -1,11 +1,11 @@
 """A context and many questions about it in one forward pass.
 
-The context is read once; every question-answer pair continues right after it, at the positions that it has
-when it is asked alone, and sees the context and itself but none of the other pairs. That is what `generate`
-does with one question, many times over, at a fraction of the price.
+The context is computed once. Every question-answer pair has the positions it would have alone after the
+context; it attends to the context and to itself, not to the other pairs. So one pass gives what `generate`
+would give for each question.
 
-The same forward shows what reuse of KV caches does: `recompute` says how many tokens of each chunk see what
-stood before their chunk; the others are computed from their chunk alone, as a reused cache would hold them.
+The same forward simulates reuse of cached KV: the first `recompute` tokens of a chunk attend to everything
+before them, the others to their own chunk only, as cached KV would.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,17 +14,15 @@ from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from ragcachekit.commands.engines import FULL, Engines, needs_neighbours
-from ragcachekit.commands.questions import MeasureSettings, PromptMaker, Question, Sample
+from ragcachekit.commands.questions import MeasureSettings, PromptMaker
 from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
-from ragcachekit.errors import RagCacheError
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.rope import describe_rope
 from ragcachekit.model.weights import weights_folder
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.measured import Budget, PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.quality.compare import word_f1
 from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
 
 REUSE = "reuse"
@@ -37,28 +35,21 @@ CANDIDATES = (
 )
 """Policies measured by default."""
 
-QUALITIES = ("kl", "f1")
-
 ROUND = 8
 """Questions between two decisions, and the least number of them."""
 
 CONFIDENCE, OVER_CONFIDENCE = 0.9, 0.95
 """Of the upper bound that is compared with a budget, and of the lower bound that drops a candidate."""
 
-MIN_SCORE = 0.1
-"""Least mean score of ``full``; below it most of the score is chance."""
-
 
 @dataclass(frozen=True)
 class CalibrateSettings(MeasureSettings):
     """What is calibrated, and on what; the record goes to the cache folder.
 
-    ``budget`` is what may be lost, in the unit of ``quality``: nats per token of full's answer (``kl``), or
-    shares of ``f1`` of words against the right answer; ``policies`` are the candidates.
+    ``budget`` is what may be lost, in nats per token of full's answer; ``policies`` are the candidates.
     """
 
     encoder: str = "standalone"
-    quality: str = "kl"
     budget: float = 0.1
     namespace: str = "default"
     max_new_tokens: int = 24
@@ -68,19 +59,12 @@ class CalibrateSettings(MeasureSettings):
         Budget(self.budget)
         if not self.namespace:
             raise ValueError("the namespace is empty; leave it out for 'default'")
-        if self.quality not in QUALITIES:
-            raise ValueError(f"unknown quality {self.quality!r}; known: {', '.join(QUALITIES)}")
 
 
 class Loss(NamedTuple):
-    """What one policy loses on one question, in the quality that is calibrated, and KL(full || policy).
-
-    ``score`` is that of full's answer, 0 for the quality ``kl``; ``ratio`` is recomputed / cached rows.
-    """
+    """KL(full || policy) per token of full's answer on one question, and recomputed / cached rows."""
 
     loss: float
-    kl: float
-    score: float
     ratio: float
 
 
@@ -182,11 +166,10 @@ def run(settings: CalibrateSettings, *, progress: bool = False) -> tuple[Calibra
     candidate.
 
     Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
-    the model, the cache folder or a prompt cannot be used, or ``full`` scores (nearly) nothing.
+    the model, the cache folder or a prompt cannot be used.
     """
     CacheFolder(settings.folder).check_writable()
-    scored = settings.quality == "f1"
-    sample = settings.sample(answered=scored, needs_neighbours=needs_neighbours(settings.encoder))
+    sample = settings.sample(answered=False, needs_neighbours=needs_neighbours(settings.encoder))
     if len(sample.questions) < ROUND:
         raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
     model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
@@ -201,74 +184,30 @@ def run(settings: CalibrateSettings, *, progress: bool = False) -> tuple[Calibra
         neighbours=lambda: sample.neighbours(settings.neighbours, progress),
         cache_dir=settings.cache_dir,
     )
+
+    def losses(number: int, names: Sequence[str]) -> Iterator[Loss]:
+        question = sample.questions[number]
+        prompt = maker.prompt(question)
+        _, reference = engines.full(prompt)
+        for name in names:
+            found, link = engines.compare(question, prompt, PolicyAndEncoder(name, encoder), reference)
+            yield Loss(found.kl, link.recompute_ratio)
+
+    order = np.random.default_rng(settings.seed).permutation(len(sample.questions)).tolist()
     with closing(engines):
-        found = race(
-            lambda number, names: _losses(engines, maker, sample.questions[number], names, encoder, scored),
-            policies,
-            np.random.default_rng(settings.seed).permutation(len(sample.questions)).tolist(),
-            settings.budget,
-            seed=settings.seed,
-            worst=float(scored),
-            progress=progress,
-        )
-        record = _record(settings, sample, found, encoder, engines.fingerprint)
-    source = weights_folder(settings.model)
-    loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
-    # The same weights have two fingerprints: by their files, and in memory.
-    by_files = replace(record, fingerprint=loaded.digest)
-    for one in (record, by_files):
-        write_record(calibration_path(settings.folder, one.fingerprint, one.namespace), one)
-    rows = tuple(_row(record, candidate) for candidate in found)
-    return by_files, BenchReport("calibrate", settings.model, settings.seed, rows)
-
-
-def _losses(
-    engines: Engines,
-    maker: PromptMaker,
-    question: Question,
-    policies: Sequence[str],
-    encoder: str,
-    scored: bool,
-) -> list[Loss]:
-    """What each policy loses on one question: KL, or F1 if ``scored``.
-
-    RagCacheError if a prompt cannot be reused.
-    """
-
-    def score(answer: str) -> float:
-        return max(word_f1(answer.strip(), right) for right in question.answers) if scored else 0.0
-
-    prompt, out = maker.prompt(question), list[Loss]()
-    full, reference = engines.full(prompt)
-    right = score(full.text)
-    for way in (PolicyAndEncoder(policy, encoder) for policy in policies):
-        found, report = engines.compare(question, prompt, way, reference)
-        lost = right - score(engines.answer(prompt, way).text) if scored else found.kl
-        out.append(Loss(lost, found.kl, right, report.recompute_ratio))
-    return out
-
-
-def _record(
-    settings: CalibrateSettings, sample: Sample, found: Sequence[Candidate], encoder: str, digest: str
-) -> Calibration:
-    """RagCacheError if ``full`` scores so little that a policy which answers nothing loses nothing."""
-    longest = max(found, key=lambda one: len(one.losses))
-    score, asked = longest.mean.score, len(longest.losses)
-    if settings.quality != "kl" and score < max(MIN_SCORE, settings.budget):
-        raise RagCacheError(
-            f"no budget is stored: a full prefill scores (nearly) nothing ({settings.quality} {score:.3f} on "
-            f"{asked} questions), so that nothing can be lost against it; use the quality kl, which compares "
-            "with full's own answers"
-        )
+        found = race(losses, policies, order, settings.budget, seed=settings.seed, progress=progress)
     curve = [
         CurvePoint(one.policy, one.mean.ratio, one.mean.loss, one.upper, len(one.losses)) for one in found
     ]
     curve.sort(key=lambda point: (point.ratio, point.upper))
-    return Calibration(
-        fingerprint=digest,
+    asked = max(point.n for point in curve)
+    source = weights_folder(settings.model)
+    loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
+    record = Calibration(
+        fingerprint=loaded.digest,
         namespace=settings.namespace,
         encoder=encoder,
-        quality=settings.quality,
+        quality="kl",
         budget=settings.budget,
         curve=(*curve, CurvePoint(FULL.policy, 1.0, 0.0, 0.0, asked)),
         n=asked,
@@ -277,6 +216,11 @@ def _record(
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+    # The same weights have two fingerprints: by their files, and in memory.
+    for one in (record, replace(record, fingerprint=engines.fingerprint)):
+        write_record(calibration_path(settings.folder, one.fingerprint, one.namespace), one)
+    rows = tuple(_row(record, candidate) for candidate in found)
+    return record, BenchReport("calibrate", settings.model, settings.seed, rows)
 
 
 def _row(record: Calibration, found: Candidate) -> dict[str, Any]:
@@ -287,12 +231,10 @@ def _row(record: Calibration, found: Candidate) -> dict[str, Any]:
         "ratio_spent": mean.ratio,
         "loss": mean.loss,
         "upper": found.upper,
-        "kl": mean.kl,
         "n": len(found.losses),
         "decision": found.decision(record.budget),
         "chosen": found.policy == record.cheapest(record.budget).policy,
         "budget": record.budget,
-        "quality": record.quality,
         "namespace": record.namespace,
     }
 
@@ -304,7 +246,7 @@ def summary(record: Calibration) -> str:
         chosen = min((one for one in record.curve if one.policy != FULL.policy), key=lambda one: one.upper)
         more = "full: no candidate is surely within it; give more questions or a larger budget; nearest is "
     return (
-        f"budget:{record.budget:g} -> {more}{chosen.policy} on {record.encoder}: {record.quality} loss "
+        f"budget:{record.budget:g} -> {more}{chosen.policy} on {record.encoder}: KL "
         f"{chosen.loss:.4f}, surely at most {chosen.upper:.4f} (90 %), ratio spent {chosen.ratio:.3f}, "
         f"{chosen.n} questions"
     )

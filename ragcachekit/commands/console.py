@@ -44,8 +44,7 @@ class Commands(TyperGroup):
 def show(renderable: Any) -> None:
     """Print, wide enough for every word of a table; at least 140 columns when piped."""
     console = Console()
-    width = console.width if console.is_terminal else 140
-    whole = Console(width=1000)
+    width, whole = console.width if console.is_terminal else 140, Console(width=1000)
     if isinstance(renderable, Table) and whole.measure(renderable).maximum > width:
         for column in renderable.columns:  # one word per line: rich would cut words before it breaks all
             column.header = str(column.header).replace(" ", "\n")

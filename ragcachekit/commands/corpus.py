@@ -69,20 +69,15 @@ def read_corpus(
     """Read every text file below ``folder`` with one of :data:`SUFFIXES`; hidden ones are skipped.
 
     ``chunk_tokens`` are counted word by word (tokenizers that look beyond words may differ by one or two);
-    without a tokenizer they are words.
-
-    Raises CorpusError if the folder is missing or holds no text; ValueError for ``chunk_tokens`` below 1.
+    without a tokenizer they are words. CorpusError if the folder is missing or holds no text.
     """
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    root, notes = corpus_root(folder), list[str]()
-    count = _words if tokenizer is None else _counter(tokenizer)
+    root, notes = Path(folder).expanduser(), list[str]()
     chunks, files, repeated = dict[str, CorpusChunk](), 0, 0
     for path in _files(root, notes):
         text = _read(path, root, notes)
         files += text is not None
         source = path.relative_to(root).as_posix()
-        for number, piece in enumerate(cut(text or "", chunk_tokens, count)):
+        for number, piece in enumerate(cut(text or "", chunk_tokens, _counter(tokenizer))):
             repeated += piece in chunks
             chunks.setdefault(piece, CorpusChunk(piece, source, number))
     if repeated:
@@ -93,16 +88,11 @@ def read_corpus(
     return Corpus(tuple(chunks.values()), files, tuple(notes))
 
 
-def corpus_root(folder: str | os.PathLike[str]) -> Path:
-    """The folder; CorpusError if it is none."""
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        what = "is a file" if root.exists() else "does not exist"
-        raise CorpusError(f"the corpus folder {root} {what}; give the folder that holds your documents")
-    notes: list[str] = []
-    if not _files(root, notes):
-        raise _no_text(root, notes)
-    return root
+def check_corpus(folder: str | None) -> str | None:
+    """The folder as it was given; CorpusError if it has no text files."""
+    if folder is not None:
+        _files(Path(folder).expanduser(), [])
+    return folder
 
 
 def _no_text(root: Path, notes: Sequence[str]) -> CorpusError:
@@ -123,7 +113,7 @@ def cut(text: str, chunk_tokens: int, count: Count | None = None) -> list[str]:
 
     Every chunk is a substring of ``text`` without outer white space; no word is lost or repeated.
     """
-    counted = count or _words
+    counted = count or (lambda words: [1] * len(words))
     words = list(_fitting(_WORD.findall(text), chunk_tokens, counted))
     sizes = _sizes(words, counted)
     chunks, start = [], 0
@@ -167,32 +157,29 @@ def _sizes(words: Sequence[str], count: Count) -> list[int]:
     return [known[word] for word in words]
 
 
-def _words(words: Sequence[str]) -> list[int]:
-    return [1] * len(words)
-
-
-def _counter(tokenizer: Any) -> Count:
+def _counter(tokenizer: Any) -> Count | None:
     def count(words: Sequence[str]) -> list[int]:
         found = tokenizer(list(words), add_special_tokens=False, verbose=False)["input_ids"]
         return [len(ids) for ids in found]
 
-    return count
+    return None if tokenizer is None else count
 
 
 def _files(root: Path, notes: list[str]) -> list[Path]:
-    def failed(error: OSError) -> None:
-        notes.append(f"skipped {error.filename}: {error.strerror}")
-
-    found, unread = list[Path](), Counter[str]()
-    for folder, below, names in os.walk(root, onerror=failed):
-        below[:] = [name for name in below if not name.startswith(".")]
-        names = [name for name in names if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if name.lower().endswith(SUFFIXES)]
-        unread.update(Path(name.lower()).suffix for name in names)
-    kinds = [f"{unread[kind]} {kind}" for kind in sorted(unread.keys() & UNREAD)]
-    if kinds:
+    """The text files, sorted; CorpusError if there is none."""
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise CorpusError(f"the corpus folder {root} {what}; give the folder that holds your documents")
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*")}
+    seen = [
+        path for name, path in sorted(paths.items()) if not re.search(r"(^|/)\.", name) and path.is_file()
+    ]
+    unread = Counter(path.suffix.lower() for path in seen)
+    if kinds := [f"{unread[kind]} {kind}" for kind in sorted(unread.keys() & UNREAD)]:
         notes.append(f"skipped {', '.join(kinds)} files: {CONVERT}")
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    if not (found := [path for path in seen if path.suffix.lower() in SUFFIXES]):
+        raise _no_text(root, notes)
+    return found
 
 
 def _read(path: Path, root: Path, notes: list[str]) -> str | None:
@@ -200,7 +187,7 @@ def _read(path: Path, root: Path, notes: list[str]) -> str | None:
         text = path.read_bytes().decode("utf-8-sig")
         why = "a binary file" if "\0" in text else None
     except OSError as error:
-        why = error.strerror or str(error)
+        why = error.strerror
     except UnicodeDecodeError:
         why = "not UTF-8 text"
     if why is not None:
@@ -218,17 +205,14 @@ class _Visible(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._unseen += tag in _UNSEEN
-        if _BLOCK.fullmatch(tag):
-            self.parts.append("\n")
+        self.parts.append("\n" * bool(_BLOCK.fullmatch(tag)))
 
     def handle_endtag(self, tag: str) -> None:
         self._unseen -= tag in _UNSEEN and self._unseen > 0
-        if _BLOCK.fullmatch(tag):
-            self.parts.append("\n")
+        self.parts.append("\n" * bool(_BLOCK.fullmatch(tag)))
 
     def handle_data(self, data: str) -> None:
-        if not self._unseen:
-            self.parts.append(data)
+        self.parts.append(data if not self._unseen else "")
 
 
 def _html_text(text: str) -> str:

@@ -47,10 +47,7 @@ def doctor(
     if call is not None:
         text_or_chat, found = called(call, question)
     else:
-        try:
-            text = sys.stdin.read() if prompt == "-" else Path(prompt).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RagCacheError(f"the prompt {prompt} cannot be read as text: {error}") from error
+        text = sys.stdin.read() if prompt == "-" else _read(Path(prompt))
         text_or_chat, found = read_prompt(text), list(read_documents(documents or []))
     diagnosis = run(text_or_chat, found, model)
     typer.echo(str(diagnosis))
@@ -66,12 +63,10 @@ def run(prompt: PromptLike, documents: Iterable[object], model: str | None = Non
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
     if not texts:
         raise RagCacheError("there are no documents; give what the retriever returned with --documents")
-    if model is not None:
-        return diagnose(PromptParser(load_tokenizer(model)), prompt, texts)
-    if isinstance(prompt, str):
-        return diagnose(PromptParser(None), prompt, texts)
-    contents = "\n\n".join(map(_content, prompt))  # type: ignore[arg-type]
-    found = diagnose(PromptParser(None), contents, texts)
+    parser = PromptParser(None if model is None else load_tokenizer(model))
+    if model is not None or isinstance(prompt, str):
+        return diagnose(parser, prompt, texts)
+    found = diagnose(parser, "\n\n".join(map(_content, prompt)), texts)  # type: ignore[arg-type]
     return Diagnosis(found.chunks, (*found.notes, NO_MODEL))
 
 
@@ -96,13 +91,12 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
         if path.is_dir():
             documents += read_documents(sorted(p for p in path.iterdir() if p.is_file()))
             continue
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RagCacheError(f"--documents {path} cannot be read as text: {error}") from error
-        lines = text.splitlines() if path.suffix == ".jsonl" else ()
-        documents += [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        documents += [] if path.suffix == ".jsonl" else [text]
+        text = _read(path)
+        if path.suffix == ".jsonl":
+            lines = enumerate(text.splitlines(), 1)
+            documents += [_line(path, number, line) for number, line in lines if line.strip()]
+        else:
+            documents.append(text)
     return documents
 
 
@@ -124,15 +118,24 @@ def called(target: str, question: str | None) -> tuple[PromptLike, list[object]]
     return found[0], list(found[1])
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RagCacheError(f"{path} cannot be read as text: {error}") from error
+
+
 def _line(path: Path, number: int, line: str) -> str:
     try:
         found: Any = loads(line)
-    except JSONDecodeError as error:
-        raise RagCacheError(f"{path}, line {number} is no JSON: {error}") from error
+    except JSONDecodeError:
+        found = None
     if isinstance(found, dict):
         found = found.get("page_content", found.get("text"))
     if not isinstance(found, str):
-        raise RagCacheError(f"{path}, line {number}: give a string, or an object with page_content or text")
+        raise RagCacheError(
+            f"{path}, line {number}: give a JSON string, or an object with page_content or text"
+        )
     return found
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,8 +25,6 @@ from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ragcachekit.commands.corpus import Corpus
     from ragcachekit.commands.report import BenchReport
 
@@ -60,12 +58,21 @@ def estimate(
     """
     questions = read_log(log)
     quiet_loading()
-    settings = OwnFiles(corpus, model, cache=cache, chunk_tokens=chunk_tokens, k=k, tolerance=tolerance)
-    report = run(settings, questions)
-    summary = report.part(SUMMARY).rows[0]
-    show(_described(summary))
+    report = run(opt.settings_of(OwnFiles, locals()), questions)
+    found = report.part(SUMMARY).rows[0]
+    foreign = found["chunks_not_in_corpus"]
+    rows = {
+        "questions": f"{found['questions']}; the query cache saves {found['searches_saved']:.0%} of the "
+        "searches",
+        "prompts": f"{found['prompt_tokens']:.0f} tokens (median); {found['chunk_token_share']:.0%} of "
+        "all tokens are chunks, the rest is computed every time",
+        "chunks": f"{found['chunk_uses']} uses of {found['chunks_used']} different ones; the corpus has "
+        f"{found['chunks_in_corpus']}" + (f", {foreign} of those used not among them" if foreign else ""),
+        "KV": f"{size(found['kv_bytes_used'])} of the chunks that the log uses",
+    }
+    show(pairs(rows))
     show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
-    typer.echo(summary["verdict"])
+    typer.echo(found["verdict"])
     written(report, json)
 
 
@@ -98,7 +105,7 @@ def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuestion, ...]:
         try:
             if text := line.decode().strip():
                 questions.append(_logged(number, text))
-        except ValueError as error:
+        except ValueError as error:  # of JSON and UTF-8 as well
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not questions:
         raise ValueError(f'{path} holds no question; write one per line, or {{"question": "..."}} per line')
@@ -108,10 +115,7 @@ def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuestion, ...]:
 def _logged(number: int, text: str) -> LoggedQuestion:
     if not text.startswith("{"):
         return LoggedQuestion(number, text)
-    try:
-        found: dict[str, Any] = json_format.loads(text)
-    except json_format.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error.msg} at character {error.pos + 1})") from error
+    found: dict[str, Any] = json_format.loads(text)
     question, chunks = found.get("question"), found.get("chunks")
     if not isinstance(question, str) or not question.strip():
         raise ValueError('"question" must be the question, a text that is not empty')
@@ -135,32 +139,29 @@ def run(settings: OwnFiles, log: Sequence[LoggedQuestion]) -> BenchReport:
     tokenizer, corpus = load_tokenizer(settings.model), settings.checked_corpus()
     for skipped in corpus.notes:
         note(skipped)
-    prompt, token_bytes = PromptMaker(tokenizer), kv_bytes_per_token(settings.model)
-    sizes: dict[str, int] = {}
-    prompts: list[list[str]] = []
-    tokens, saved = [], 0
+    maker, token_bytes = PromptMaker(tokenizer), kv_bytes_per_token(settings.model)
+    sizes, prompts, tokens, saved = dict[str, int](), list[list[str]](), list[int](), 0
     for question, texts, hit in _retrieved(settings, log, corpus):
         for text in texts:
             if text not in sizes:
                 sizes[text] = len(tokenizer(text, add_special_tokens=False).input_ids)
         prompts.append(list(dict.fromkeys(texts)))
-        tokens.append(len(bare_ids(tokenizer, prompt.filled(SEPARATOR.join(texts), question))))
+        tokens.append(len(bare_ids(tokenizer, maker.filled(SEPARATOR.join(texts), question))))
         saved += hit
     if not sizes:
         raise ValueError("no question of the log has chunks, so there is nothing to reuse")
     known, total, used = set(corpus.texts), sum(tokens), sum(sizes.values())
     least = max(sum(sizes[text] for text in texts) for texts in prompts)  # of the largest prompt
-    rows: list[dict[str, Any]] = []
-    for room in (max(round(share * used), least) for share in SHARES):
-        rows.append(
-            {
-                "part": SIZES,
-                "cache_mb": room * token_bytes / 1e6,
-                "share_of_used": room / used,
-                "tokens_found": replay(prompts, sizes.__getitem__, room) / total,
-                "after_precompute": replay(prompts, sizes.__getitem__, room, known) / total,
-            }
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            "part": SIZES,
+            "cache_mb": room * token_bytes / 1e6,
+            "share_of_used": room / used,
+            "tokens_found": replay(prompts, sizes, room) / total,
+            "after_precompute": replay(prompts, sizes, room, known) / total,
+        }
+        for room in (max(round(share * used), least) for share in SHARES)
+    ]
     found, ahead = rows[-1]["tokens_found"], rows[-1]["after_precompute"]
     summary: dict[str, Any] = {
         "part": SUMMARY,
@@ -206,18 +207,18 @@ def _retrieved(
 
 
 def replay(
-    prompts: Sequence[Sequence[str]], tokens: Callable[[str], int], room: int, ahead: Collection[str] = ()
+    prompts: Sequence[Sequence[str]], tokens: Mapping[str, int], room: int, ahead: Collection[str] = ()
 ) -> int:
     """Tokens found in a least-recently-used cache of ``room`` tokens, or among those encoded ``ahead``."""
-    held: OrderedDict[str, int] = OrderedDict()
+    held: OrderedDict[str, None] = OrderedDict()
     total = found = 0
     for texts in prompts:
-        found += sum(tokens(text) for text in texts if text in held or text in ahead)
+        found += sum(tokens[text] for text in texts if text in held or text in ahead)
         for text in texts:
-            total += 0 if text in held else tokens(text)
-            held[text] = held.pop(text, tokens(text))
+            total += 0 if text in held else tokens[text]
+            held[text] = held.pop(text, None)
         while total > room:
-            total -= held.popitem(last=False)[1]
+            total -= tokens[held.popitem(last=False)[0]]
     return found
 
 
@@ -242,17 +243,3 @@ def _verdict(found: float, ahead: float) -> str:
     if found < MIN_SHARE:
         return f"it saves time only if you run precompute first: {shares}"
     return f"it will save you time: {shares}; what answers lose by it: ragcachekit calibrate"
-
-
-def _described(summary: dict[str, Any]) -> Table:
-    foreign = summary["chunks_not_in_corpus"]
-    rows = {
-        "questions": f"{summary['questions']}; the query cache saves {summary['searches_saved']:.0%} of the "
-        "searches",
-        "prompts": f"{summary['prompt_tokens']:.0f} tokens (median); {summary['chunk_token_share']:.0%} of "
-        "all tokens are chunks, the rest is computed every time",
-        "chunks": f"{summary['chunk_uses']} uses of {summary['chunks_used']} different ones; the corpus has "
-        f"{summary['chunks_in_corpus']}" + (f", {foreign} of those used not among them" if foreign else ""),
-        "KV": f"{size(summary['kv_bytes_used'])} of the chunks that the log uses",
-    }
-    return pairs(rows)

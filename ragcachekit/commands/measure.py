@@ -16,11 +16,10 @@ def calibrate(
     corpus: opt.OptionalCorpus = None,
     encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
     neighbours: opt.Neighbours = "document",
-    quality: Annotated[
-        str,
-        typer.Option(help="What may be lost: kl (nats per token) or f1 (share)."),
-    ] = "kl",
-    budget: Annotated[float, typer.Option(help="How much of it, on average over questions.")] = 0.1,
+    budget: Annotated[
+        float,
+        typer.Option(help="Nats per token of full's answer that may be lost, on average over questions."),
+    ] = 0.1,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
     probes: opt.Probes = 30,
@@ -34,7 +33,7 @@ def calibrate(
 ) -> None:
     """Find the cheapest policy that surely loses no more than a budget, and store it for policy="budget:x".
 
-    Questions need no right answers for kl, which compares with full's own answers.
+    Questions need no right answers: full's own are what is compared with.
     """
     from ragcachekit.commands import calibrate as module
 
@@ -43,8 +42,8 @@ def calibrate(
         module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
     )
     record, report = module.run(settings, progress=True)
-    columns = ("policy", "ratio_spent", "n", "loss", "upper", "kl", "decision")
-    show(report.table(f"Loss against full: {record.quality}, up to {record.n} {record.sample}", columns))
+    columns = ("policy", "ratio_spent", "n", "loss", "upper", "decision")
+    show(report.table(f"KL against full in nats per token, up to {record.n} {record.sample}", columns))
     typer.echo(module.summary(record))
     note(f"stored for namespace {record.namespace!r} in {settings.folder}")
     written(report, json)
@@ -59,7 +58,6 @@ def fidelity(
     dataset: opt.Dataset = None,
     count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 50,
     distractors: Annotated[int, typer.Option(min=0, help="Passages beside the relevant ones.")] = 3,
-    order: Annotated[str, typer.Option(help="Of passages: shuffled or given.")] = "shuffled",
     half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "all",
     prompt: Annotated[str, typer.Option(help="ask (as the command does) or few-shot.")] = "ask",
     neighbours: opt.Neighbours = "embedding",
@@ -83,7 +81,7 @@ def fidelity(
 
     quiet_loading()
     lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
-    lists["sampling"] = Sampling(count, distractors, order, half, seed)
+    lists["sampling"] = Sampling(count, distractors, half, seed)
     settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
     report = resumed(lambda work: module.run(settings, work=work, progress=True), module.tables, resume, json)
     if plot is not None:
@@ -98,10 +96,7 @@ def ttft(
         ),
     ] = None,
     model: opt.OptionalModel = None,
-    corpus: Annotated[
-        str | None,
-        typer.Option(callback=opt.check_corpus, help="Documents for --model; else random tokens."),
-    ] = None,
+    corpus: opt.OptionalCorpus = None,
     prompt_tokens: Annotated[str, typer.Option(help="Of the whole prompt; sizes with commas.")] = "2048",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each chunk, about.")] = 490,
     question_tokens: Annotated[int, typer.Option(min=1)] = 64,

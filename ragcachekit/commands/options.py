@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from ragcachekit.commands.corpus import corpus_root
+from ragcachekit.commands.corpus import check_corpus
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError, missing_extra
 
@@ -27,13 +27,6 @@ def _model(name: str) -> str:
     if not name:
         raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
     return name
-
-
-def check_corpus(folder: str | None) -> str | None:
-    """The folder as it was given; CorpusError if it is none."""
-    if folder is not None:
-        corpus_root(folder)
-    return folder
 
 
 def _questions(path: Path | None) -> Path | None:
@@ -151,7 +144,7 @@ Seed = Annotated[int, typer.Option(help="Of all that is drawn, and of bounds.")]
 Neighbours = Annotated[
     str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
 ]
-Dataset = Annotated[str | None, typer.Option(help="squad:FILE, musique:FILE, longbench:FILE or jsonl:FILE.")]
+Dataset = Annotated[str | None, typer.Option(help="squad:FILE or musique:FILE.")]
 Json = Annotated[Path | None, typer.Option(help="Write machine, versions and all rows here.")]
 Plot = Annotated[Path | None, typer.Option(callback=_plot, help="Draw a picture here (.png, .svg, .pdf).")]
 Resume = Annotated[

@@ -6,10 +6,9 @@ import hashlib
 import json
 import os
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,11 @@ EMBEDDING, DOCUMENT = "embedding", "document"
 
 ASK, FEW_SHOT = "ask", "few-shot"
 STYLES = (ASK, FEW_SHOT)
-ORDERS = ("shuffled", "given")
 HALVES = ("all", "develop", "report")
 INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
 """Text between chunks."""
 
-LONGBENCH_WORDS = 200
-"""Chunks of a context without marked passages have at most so many words, or one longer paragraph."""
-
-_PASSAGE = re.compile(r"(?m)^Passage \d+:\n")
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
 _SHOTS = (
     ("What colour is the sky on a clear day?", "blue"),
@@ -62,10 +56,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Passages:
-    """One question as its file has it.
+    """One question as its file has it: the ``relevant`` passages that the answer needs, and ``others``.
 
-    ``relevant`` are the passages that the answer needs, ``others`` further ones, both in the order of the
-    file; ``document`` are the chunks of the document that they come from, in order, if the file has it.
+    ``document`` are the chunks of the document that they come from, in order, if the file has it.
     """
 
     question: str
@@ -73,28 +66,22 @@ class Passages:
     relevant: tuple[str, ...]
     others: tuple[str, ...] = ()
     document: tuple[str, ...] = ()
-    kind: str = ""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which questions of a dataset are asked, and with which passages.
+    """Which questions of a dataset are asked, and with which passages, in random order.
 
-    ``distractors`` passages are added to the relevant ones (None: all of them). The ``half`` to ``develop``
-    on and that to ``report`` are told apart by a digest of the question, whatever the seed.
+    ``distractors`` passages are added to the relevant ones. The ``half`` to ``develop`` on and that to
+    ``report`` are told apart by a digest of the question, whatever the seed.
     """
 
     count: int = 50
-    distractors: int | None = 3
-    order: str = "shuffled"
+    distractors: int = 3
     half: str = "all"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 1 or (self.distractors is not None and self.distractors < 0):
-            raise ValueError("give at least one question, and no fewer than 0 distractors")
-        if self.order not in ORDERS:
-            raise ValueError(f"unknown order {self.order!r}; known: {', '.join(ORDERS)}")
         if self.half not in HALVES:
             raise ValueError(f"unknown half {self.half!r}; known: {', '.join(HALVES)}")
 
@@ -107,15 +94,14 @@ class Sampling:
         return kept[: self.count]
 
     def chunks(self, one: Passages) -> tuple[str, ...]:
-        """The passages of one prompt, in order, each once."""
+        """The passages of one prompt, each once."""
         rng = random.Random(f"{self.seed} {one.question}")
         others = [text for text in dict.fromkeys(one.others) if text not in one.relevant]
-        few = others if self.distractors is None else rng.sample(others, min(self.distractors, len(others)))
+        few = rng.sample(others, min(self.distractors, len(others)))
         chosen = {*one.relevant, *few}
         source = (one.document or (*one.relevant, *one.others)) if few else one.relevant
         out = [text for text in dict.fromkeys(source) if text in chosen]
-        if self.order == "shuffled":
-            rng.shuffle(out)
+        rng.shuffle(out)
         return tuple(out)
 
 
@@ -152,9 +138,45 @@ def load_dataset(spec: str) -> list[Passages]:
 def draw_questions(spec: str, sampling: Sampling) -> tuple[Question, ...]:
     """Questions of ``format:FILE`` with the passages of their prompts; errors as :func:`load_dataset`."""
     return tuple(
-        Question(one.question, sampling.chunks(one), one.answers, one.kind, one.document)
+        Question(one.question, sampling.chunks(one), one.answers, document=one.document)
         for one in sampling.draw(load_dataset(spec))
     )
+
+
+def _squad(text: str) -> list[Passages]:
+    """SQuAD 1.1 and 2.0: a question, its paragraph, and the other paragraphs of the article."""
+    out = []
+    for article in json.loads(text)["data"]:
+        document = tuple(paragraph["context"].strip() for paragraph in article["paragraphs"])
+        for own, paragraph in zip(document, article["paragraphs"], strict=True):
+            for item in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in item["answers"]))
+                if not item.get("is_impossible", False):
+                    out.append(Passages(item["question"].strip(), answers, (own,), document, document))
+    return out
+
+
+def _musique(text: str) -> list[Passages]:
+    """MuSiQue as published, or the passages of about 400 words that CacheBlend evaluates.
+
+    Without marks, passages that contain an answer count as relevant.
+    """
+    is_list, out = text.lstrip().startswith("["), []
+    items = json.loads(text) if is_list else map(json.loads, filter(str.strip, text.splitlines()))
+    for item in (item for item in items if item.get("answerable", True)):
+        parts = item.get("ctxs") or item["paragraphs"]
+        answers = tuple(item["answers"]) if "ctxs" in item else (item["answer"], *item["answer_aliases"])
+        passages: dict[bool, list[str]] = {True: [], False: []}
+        for part in parts:
+            body = (part["text"] if "ctxs" in item else part["paragraph_text"]).strip()
+            passage = f"{part['title']}\n{body}" if part["title"] else body
+            by_answer = any(answer.lower() in passage.lower() for answer in answers)
+            passages[bool(part.get("is_supporting", by_answer))].append(passage)
+        out.append(Passages(item["question"].strip(), answers, tuple(passages[True]), tuple(passages[False])))
+    return out
+
+
+LOADERS: dict[str, Callable[[str], list[Passages]]] = {"musique": _musique, "squad": _squad}
 
 
 def read_questions(path: str | os.PathLike[str], *, answered: bool = True) -> list[Question]:
@@ -196,88 +218,6 @@ def _question(found: Any, answered: bool) -> Question:
         raise TypeError("'type' must be a text other than 'all'")
     answers = (found["answer"],) if "answer" in found else ()
     return Question(found["question"], tuple(chunks), answers, kind, tuple(document))
-
-
-def _items(text: str) -> list[Any]:
-    """The items of a JSON list, or of one JSON value per line."""
-    if text.lstrip().startswith("["):
-        return list(json.loads(text))
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
-
-
-def _squad(text: str) -> list[Passages]:
-    """SQuAD 1.1 and 2.0: a question, its paragraph, and the other paragraphs of the article."""
-    out = []
-    for article in json.loads(text)["data"]:
-        document = tuple(paragraph["context"].strip() for paragraph in article["paragraphs"])
-        for own, paragraph in zip(document, article["paragraphs"], strict=True):
-            for item in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in item["answers"]))
-                if not item.get("is_impossible", False):
-                    out.append(Passages(item["question"].strip(), answers, (own,), document, document))
-    return out
-
-
-def _musique(text: str) -> list[Passages]:
-    """MuSiQue as published, or the passages of about 400 words that CacheBlend evaluates.
-
-    Without marks, passages that contain an answer count as relevant.
-    """
-    out = []
-    for item in (item for item in _items(text) if item.get("answerable", True)):
-        if "ctxs" in item:
-            answers = tuple(item["answers"])
-            texts = [_titled(part["title"], part["text"]) for part in item["ctxs"]]
-            marks = [any(answer.lower() in one.lower() for answer in answers) for one in texts]
-        else:
-            answers = (item["answer"], *item["answer_aliases"])
-            texts = [_titled(part["title"], part["paragraph_text"]) for part in item["paragraphs"]]
-            marks = [bool(part["is_supporting"]) for part in item["paragraphs"]]
-        relevant = tuple(one for one, mark in zip(texts, marks, strict=True) if mark)
-        others = tuple(one for one, mark in zip(texts, marks, strict=True) if not mark)
-        out.append(Passages(item["question"].strip(), answers, relevant, others))
-    return out
-
-
-def _titled(title: str, text: str) -> str:
-    return f"{title}\n{text.strip()}" if title else text.strip()
-
-
-def _longbench(text: str) -> list[Passages]:
-    """LongBench: every question with all of its context, as one document; no passage is marked relevant."""
-    out = []
-    for item in _items(text):
-        document = tuple(_cut(item["context"]))
-        answers, kind = tuple(item["answers"]), item.get("dataset", "")
-        out.append(Passages(item["input"].strip(), answers, document, (), document, kind))
-    return out
-
-
-def _cut(context: str) -> list[str]:
-    starts = [match.start() for match in _PASSAGE.finditer(context)]
-    if starts:
-        parts = [context[a:b].strip() for a, b in pairwise([0, *starts, len(context)])]
-        return [part for part in parts if part]
-    chunks: list[list[str]] = [[]]
-    for paragraph in filter(None, map(str.strip, context.split("\n"))):
-        if chunks[-1] and sum(len(text.split()) for text in (*chunks[-1], paragraph)) > LONGBENCH_WORDS:
-            chunks.append([])
-        chunks[-1].append(paragraph)
-    return ["\n".join(chunk) for chunk in chunks]
-
-
-def _jsonl(text: str) -> list[Passages]:
-    """As :func:`read_questions`; all chunks count as relevant."""
-    found = [_question(item, True) for item in _items(text)]
-    return [Passages(q.question, q.answers, q.chunks, (), q.document, q.question_type) for q in found]
-
-
-LOADERS: dict[str, Callable[[str], list[Passages]]] = {
-    "jsonl": _jsonl,
-    "longbench": _longbench,
-    "musique": _musique,
-    "squad": _squad,
-}
 
 
 @dataclass(frozen=True)
@@ -367,7 +307,7 @@ class MeasureSettings:
         else:
             raise ValueError("give --questions (JSONL), or --corpus to make probes from")
         known = dict.fromkeys(one.document for one in asked if one.document)
-        return Sample(asked, documents=corpus or tuple(known), texts=sum(corpus, ()))
+        return Sample(asked, documents=corpus or tuple(known), texts=tuple(chain.from_iterable(corpus)))
 
 
 def _from_corpus(corpus: Sequence[Sequence[str]], number: int, seed: int) -> tuple[Question, ...]:

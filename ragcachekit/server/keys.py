@@ -288,12 +288,9 @@ class Grant:
             account.used[each] = 0.0 if most is None else max(0.0, account.used[each] - minutes * most)
         if (limit := limits[kind]) is None:
             return
-        if amount > limit:
-            message = f"Request too large for {name!r}: limit {limit} {kind} per minute, not {amount}."
-            raise _refusal(message, kind, None)
         if (wait := (account.used[kind] + amount - limit) * MINUTE / limit) > _ROUNDING:
             message = f"Rate limit reached for {name!r}: {limit} {kind} per minute, requested {amount}."
-            raise _refusal(f"{message} Please try again in {wait:.3g} s.", kind, wait)
+            raise _refusal(message, kind, wait if amount <= limit else None)  # waiting would not help
 
 
 def _refusal(message: str, kind: str, wait: float | None) -> ApiError:

@@ -3,14 +3,7 @@
 import pytest
 
 from benchmarks.demo import manual
-from benchmarks.demo.corpus import (
-    MAX_FALSE_HITS,
-    Question,
-    calibrated,
-    calibration_questions,
-    questions,
-    workload,
-)
+from benchmarks.demo.corpus import MAX_FALSE_HITS, Question, calibrated, calibration_questions, questions
 from ragcachekit.commands.embedding import MiniLM
 
 ALL = questions()
@@ -39,12 +32,6 @@ def test_evidence_is_every_chunk_with_the_sentence():
     texts = ["m\nan  answer\n   is here now", "an answer", "nothing", "so an answer is here"]
     assert question.evidence(texts) == {0, 3}
     assert question.evidence(["an answer"]) == frozenset()
-
-
-def test_the_workload_is_every_wording_shuffled_by_its_seed():
-    found = workload(ALL, 1)
-    assert found == workload(ALL, 1) != workload(ALL, 2)
-    assert sorted(found) == sorted((place, text) for place, q in enumerate(ALL) for text in q.wordings)
 
 
 def test_the_tolerance_is_calibrated_on_other_questions():

@@ -9,13 +9,7 @@ from langchain_core.language_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
 
 from benchmarks.demo.chain import ask, build_chain, messages
-from benchmarks.demo.corpus import (
-    CHUNK,
-    SEARCH,
-    ManualRetriever,
-    manual_index,
-    manual_texts,
-)
+from benchmarks.demo.corpus import CHUNK, SEARCH, ManualRetriever, manual_index
 from langchain_ragcachekit import RagCacheRetriever
 
 TEXTS = tuple(
@@ -82,15 +76,3 @@ def test_the_chain_sends_these_messages_and_shows_what_it_retrieved():
     assert list(first.messages) == messages([TEXTS[place] for place in first.chunks], "the thread pool")
     assert first.messages[1] == {"role": "user", "content": "the thread pool"}
     assert first.report == {"link": {}}
-
-
-def test_texts_are_those_of_the_named_modules():
-    def tokenizer(text, **options):
-        return type("Tokens", (), {"input_ids": text.split()})
-
-    found = manual_texts(tokenizer, 6, 60, ("heapq", "bisect"))
-    assert {text.splitlines()[0] for text in found} == {"heapq", "bisect"}
-    assert len(found) == 6
-    assert max(len(text.split()) for text in found) <= 60
-    everything = manual_texts(tokenizer, None, 60, ("bisect",))
-    assert "\n".join(everything).count("bisect_left") >= 1

@@ -26,11 +26,6 @@ def pages():
         return manual.pages()
 
 
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(manual, "pages", lambda: PAGES)
-
-
 def test_the_manual_is_that_of_the_running_python(pages):
     by_name = dict(pages)
     assert len(by_name) > 150
@@ -84,21 +79,13 @@ def test_clean_drops_sections_bars_and_rules():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "a b c\n\nd e f\n\ng h i j k l",
-        "one two three four five six seven eight nine ten eleven twelve thirteen\nfourteen",
-        "w " * 50,
-        "one\n\n\n\ntwo\n",
-    ],
+    ["a b c\n\nd e f\n\ng h i j k l", "one two three four five six " * 3 + "\nfourteen", "one\n\n\n\ntwo\n"],
 )
 @pytest.mark.parametrize("size", [11, 100])
 def test_pieces_fit_and_lose_nothing(text, size):
     pieces = list(manual.cut("m", text, words, size))
-    assert all(words(piece.text) <= size for piece in pieces)
-    assert [piece.number for piece in pieces] == list(range(len(pieces)))
-    assert all(piece.text.startswith("m\n") for piece in pieces)
-    said = " ".join(piece.text.removeprefix("m\n") for piece in pieces)
-    assert said.split() == text.split()
+    assert all(words(piece) <= size and piece.startswith("m\n") for piece in pieces)
+    assert " ".join(piece.removeprefix("m\n") for piece in pieces).split() == text.split()
 
 
 def test_a_word_that_is_too_long_is_cut():
@@ -106,27 +93,18 @@ def test_a_word_that_is_too_long_is_cut():
         return 2 + len("".join(text.split()))
 
     pieces = list(manual.cut("m", "x" * 40, letters, 15))
-    assert "".join(piece.text.removeprefix("m\n").strip() for piece in pieces) == "x" * 40
-    assert [letters(piece.text) for piece in pieces] == [15, 15, 15, 7]
+    assert "".join(piece.removeprefix("m\n").strip() for piece in pieces) == "x" * 40
+    assert [letters(piece) for piece in pieces] == [15, 15, 15, 7]
 
 
-@pytest.mark.usefixtures("few")
-def test_every_module_gives_its_first_chunk_before_any_gives_its_second():
+def test_every_module_gives_its_first_chunk_before_any_gives_its_second(monkeypatch):
+    monkeypatch.setattr(manual, "pages", lambda: PAGES)
     found = manual.chunks(words, limit=4, size=11)
-    assert [(chunk.module, chunk.number) for chunk in found] == [
-        ("one", 0),
-        ("one", 1),
-        ("two", 0),
-        ("three", 0),
-    ]
+    assert [chunk.partition("\n")[0] for chunk in found] == ["one", "one", "two", "three"]
     assert len(manual.chunks(words, limit=2, size=11)) == 2
-
-
-@pytest.mark.parametrize(("options", "what"), [({"limit": 0}, "limit"), ({"size": 5}, "no room")])
-@pytest.mark.usefixtures("few")
-def test_sizes_that_leave_nothing_are_refused(options, what):
-    with pytest.raises(ValueError, match=what):
-        manual.chunks(words, **options)
+    assert len(manual.chunks(words, limit=None, size=11)) > 4
+    with pytest.raises(ValueError, match="no room"):
+        manual.chunks(words, limit=2, size=5)
 
 
 def test_a_child_that_fails_is_named(monkeypatch, tmp_path):

@@ -64,7 +64,7 @@ def test_the_figures_add_up(tmp_path, monkeypatch) -> None:
     file = tmp_path / "squad.json"
     file.write_text(json.dumps({"data": [article("wool", 3), article("iron", 2)]}))
     for half, questions in ((DEVELOP, 3), (REPORT, 2)):
-        report = module.run(file, half=half)
+        report = module.run(file, half)
         rows = {row["kind"]: row for row in report.part(module.NEAR).rows if row["tolerance"] == 0.1}
         assert rows["number"]["pairs"] == questions
         assert rows["by crowd workers"]["pairs"] == 1
@@ -81,4 +81,4 @@ def test_another_format_is_refused(tmp_path, text: str) -> None:
     file = tmp_path / "squad.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="SQuAD"):
-        module.run(file)
+        module.run(file, REPORT)

@@ -35,12 +35,6 @@ def test_demo_hands_its_options_on(proofs, monkeypatch, tmp_path, arguments, giv
     assert heard == [(given, tmp_path)]
 
 
-def test_demo_is_quick_or_full(proofs):
-    result = proofs("demo", "--quick", "--full")
-    assert result.exit_code == 2
-    assert "not both" in result.output
-
-
 def test_every_command_has_a_help_text(proofs):
     for name in COMMANDS:
         result = proofs(name, "--help")

@@ -65,19 +65,21 @@ def test_stats_by_namespace(command, folder):
     assert sum(map(sum, usage(folder / "kv").values())) == sizes
 
 
-@pytest.mark.parametrize("what", [("stats",), ("verify",), ("repair",), ("clear", "--yes")])
-def test_an_empty_folder_stays_empty(command, tmp_path, what):
-    result = command("cache", *what, "--cache", tmp_path)
-    assert result.exit_code == 0
-    assert f"no chunk KV in {tmp_path}" in result.stdout
-    assert not list(tmp_path.iterdir())
+def test_an_empty_folder_stays_empty(command, tmp_path):
+    for what in (("stats",), ("verify",), ("repair",), ("clear", "--yes")):
+        result = command("cache", *what, "--cache", tmp_path)
+        assert (result.exit_code, f"no chunk KV in {tmp_path}" in result.stdout) == (0, True)
+        assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_does_not_exist_is_an_error(command, tmp_path):
+def test_a_folder_that_is_none_is_an_error(command, tmp_path):
     result = command("cache", "clear", "--yes", "--cache", tmp_path / "typo")
     assert result.exit_code == 2
     assert f"the folder {tmp_path / 'typo'} does not exist; give" in result.output
     assert not (tmp_path / "typo").exists()
+    (tmp_path / "file").write_text("")
+    result = command("cache", "stats", "--cache", tmp_path / "file")
+    assert (result.exit_code, "is a file; give" in result.output) == (2, True)
 
 
 def test_looking_into_the_folder_does_not_import_transformers(folder):
@@ -88,12 +90,6 @@ def test_looking_into_the_folder_does_not_import_transformers(folder):
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.stdout.split()[-1] == "without", result.stderr
-
-
-def test_a_file_is_no_cache_folder(command, tmp_path):
-    (tmp_path / "file").write_text("")
-    result = command("cache", "stats", "--cache", tmp_path / "file")
-    assert (result.exit_code, "is a file; give" in result.output) == (2, True)
 
 
 def test_before_the_first_run_the_users_own_folder_is_no_error(command, tmp_path, monkeypatch):
@@ -177,20 +173,8 @@ def damaged(folder, number=0):
     return path
 
 
-def bytes_of(folder):
-    return {path: path.read_bytes() for path in (folder / "kv").glob("*.safetensors")}
-
-
-def test_verify_of_whole_entries(command, folder):
-    before = bytes_of(folder)
-    result = command("cache", "verify", "--cache", folder)
-    assert result.exit_code == 0
-    assert "3 entries" in result.stdout
-    assert "none damaged" in result.stdout
-    assert bytes_of(folder) == before
-
-
 def test_verify_names_what_is_damaged_and_leaves_it(command, folder):
+    assert command("cache", "verify", "--cache", folder).exit_code == 0
     path = damaged(folder)
     orphan = folder / "kv" / f"999999999-{'0' * 16}.tmp"
     orphan.write_bytes(b"half")
@@ -202,14 +186,6 @@ def test_verify_names_what_is_damaged_and_leaves_it(command, folder):
     assert "1 files of interrupted writes" in result.stdout
     assert path.exists()
     assert orphan.exists()
-
-
-def test_an_entry_under_anothers_name_is_damaged(command, folder):
-    one, other, _ = sorted((folder / "kv").glob("*.safetensors"))
-    other.write_bytes(one.read_bytes())
-    result = command("cache", "verify", "--cache", folder)
-    assert result.exit_code == 1
-    assert f"damaged: {other.name}: holds the entry of another key" in result.stdout
 
 
 def test_repair_drops_the_damaged_and_what_interrupted_writes_left(command, folder, beside):

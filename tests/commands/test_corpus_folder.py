@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcachekit.commands.corpus import corpus_root, cut, read_corpus
+from ragcachekit.commands.corpus import check_corpus, cut, read_corpus
 from ragcachekit.errors import CorpusError
 
 
@@ -129,7 +129,7 @@ def test_documents_of_other_formats_are_counted(tmp_path):
 def test_a_folder_of_pdfs_is_refused_before_a_model_is_loaded(tmp_path, command):
     (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7")
     with pytest.raises(CorpusError, match=r"no text found in .*skipped 1 \.pdf files: convert"):
-        corpus_root(tmp_path)
+        check_corpus(tmp_path)
     result = command("ask", "--corpus", tmp_path, "--model", "no such model", "Why?")
     assert result.exit_code == 2
     assert "pdftotext" in result.output

@@ -140,10 +140,10 @@ def test_bad_logs_are_one_line(estimate, lines, message):
 
 
 def test_the_least_recently_used_chunk_goes_first():
-    prompts = [["a", "b"], ["a", "c"], ["b"], ["a"], ["c"]]
-    assert replay(prompts, lambda _: 10, 30) == 40
-    assert replay(prompts, lambda _: 10, 20) == 10  # a alone comes back before it is dropped
-    assert replay(prompts, lambda _: 10, 20, ahead={"b", "c"}) == 50
+    prompts, sizes = [["a", "b"], ["a", "c"], ["b"], ["a"], ["c"]], dict.fromkeys("abc", 10)
+    assert replay(prompts, sizes, 30) == 40
+    assert replay(prompts, sizes, 20) == 10  # a alone comes back before it is dropped
+    assert replay(prompts, sizes, 20, ahead={"b", "c"}) == 50
 
 
 def test_bytes_of_a_token_are_those_of_the_model():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands import check_model, console, report
+from ragcachekit.commands import console, report
 
 
 def test_the_reader_is_exact(command, tmp_path):
@@ -39,35 +39,6 @@ def test_a_model_with_learned_positions_is_refused(command, reader_copy):
     assert "uses no rotary module" in " ".join(result.stdout.split())
 
 
-def test_a_model_that_would_answer_otherwise_is_wrong(command, monkeypatch):
-    monkeypatch.setattr(check_model, "_answer_difference", lambda model: 0.5)
-    result = command("check-model", READER)
-    assert result.exit_code == 1
-    assert "wrong" in result.stdout
-    assert "by 0.5 of the largest" in result.stdout
-
-
-def test_the_second_look_sees_what_the_model_does():
-    """The comparison must fail when the linked cache is not what the model computed."""
-    from ragcachekit.model.kv import ChunkKV
-    from ragcachekit.model.weights import load_model
-    from ragcachekit.store.memory import HostStore
-
-    model, _ = load_model(READER, "cpu")
-    assert check_model._answer_difference(model) < 1e-4
-    get = HostStore.get
-
-    def shifted(store, key, weight=1.0):
-        found = get(store, key, weight)
-        if found is None:
-            return None
-        return type(found)(ChunkKV(found.kv.keys, tuple(v + 1 for v in found.kv.values)), found.tier)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostStore, "get", shifted)
-        assert check_model._answer_difference(model) > 1e-3
-
-
 def test_bench_ttft_writes_json_and_plot(command, tmp_path):
     result = command(
         *("bench", "ttft", "--shape", "tiny", "--prompt-tokens", "200", "--chunk-tokens", "50"),
@@ -95,12 +66,6 @@ def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
     result = command("bench", "ttft", *arguments)
     assert result.exit_code == 2
     assert message in result.output
-
-
-def test_check_model_needs_a_model(command):
-    result = command("check-model")
-    assert result.exit_code == 2
-    assert "which model" in result.output
 
 
 def test_help_and_version_need_no_torch():

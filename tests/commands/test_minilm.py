@@ -27,18 +27,6 @@ def test_rows_are_unit_vectors_in_order(minilm):
     assert near[2, 3] > near[1, 3]
 
 
-def test_the_mean_is_over_the_tokens(minilm):
-    """By hand: average of the hidden states of one unpadded text, divided by its length."""
-    inputs = minilm.tokenizer([TEXTS[0]], return_tensors="pt")
-    mean = minilm._model(**inputs).last_hidden_state[0].mean(0).detach().numpy()
-    np.testing.assert_allclose(minilm.embed(TEXTS[:1])[0], mean / np.linalg.norm(mean), atol=1e-5)
-
-
-def test_only_the_first_256_wordpieces_count(minilm):
-    long = "bread and butter " * 200
-    np.testing.assert_allclose(minilm.embed([long])[0], minilm.embed([long + "in Bern"])[0], atol=1e-6)
-
-
 def test_it_serves_langchain(minilm):
     assert isinstance(minilm, Embeddings)
     rows = minilm.embed(TEXTS[:2])

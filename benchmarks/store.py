@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import google_crc32c
 import numpy as np
 import torch
+import typer
 
+from ragcachekit.commands.console import note, show, written
+from ragcachekit.commands.options import Json, Seed, numbers
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.errors import RagCacheError
 from ragcachekit.files import read_into
@@ -23,8 +26,6 @@ from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry import entry_name
 from ragcachekit.types import KVKey
 
-THROUGHPUT = "throughput"
-BOOKKEEPING = "bookkeeping"
 READ_WARM, READ_COLD, WRITE = "read, warm", "read, cold", "write"
 KV = "KV of 30 layers, 3 heads, head_dim 64, float32 (smollm2-135m), random numbers"
 
@@ -34,17 +35,26 @@ _BUDGET = 1 << 50
 _ROUND_BYTES = 64_000_000  # of one timing: several small entries, or one large one
 
 
-def run(
-    *,
-    sizes_mb: Sequence[float] = (1, 4, 16, 64),
-    rounds: int = 9,
-    entries: int = 10_000,
-    requests: int = 1000,
-    folder: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    progress: Callable[[str], None] | None = None,
-) -> BenchReport:
-    """Measure throughput over entry sizes, and what a request costs beside moving tensors.
+def store(
+    sizes: Annotated[str, typer.Option(help="Of entries, in MB, with commas between.")] = "1,4,16,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of timings of each row.")] = 9,
+    folder: Annotated[
+        Path | None, typer.Option(help="On the disk to measure; default: the temporary folder.")
+    ] = None,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Read and write throughput of the disk tier beside raw files."""
+    sizes_mb = numbers("--sizes", sizes)
+    if not sizes_mb or min(sizes_mb) <= 0:
+        raise ValueError("--sizes takes numbers > 0 with commas between")
+    report = run(sizes_mb, rounds, folder, seed)
+    show(report.table("Disk tier against raw files (share: median of pairs)"))
+    written(report, json)
+
+
+def run(sizes_mb: Sequence[float], rounds: int, folder: Path | None = None, seed: int = 0) -> BenchReport:
+    """Measure throughput over entry sizes (of about so many 10^6 bytes: entries are of whole tokens).
 
     Each round times the raw file system and the tier one after the other, in turn first, on the same
     number of the same bytes. ``share`` is the median over rounds of raw seconds / tier seconds.
@@ -56,47 +66,14 @@ def run(
     - writing raw: create, write, close, without checksum or index. The tier: ``put``. Neither waits for the
       medium.
 
-    Parameters
-    ----------
-    sizes_mb : sequence of float
-        About, in 10^6 bytes: entries are of whole tokens.
-    rounds : int
-        Of each size and operation.
-    entries, requests : int
-        For the bookkeeping; 0 entries: none of it.
-    folder : path, optional
-        Where a temporary folder is made: on the disk to be measured.
-    seed : int
-
-    Returns
-    -------
-    BenchReport
-        Rows with ``part``. ``throughput``: operation, size_mb, gb_per_s, raw_gb_per_s, share, share_min,
-        share_max, rounds. ``bookkeeping``: see :func:`benchmarks.store.bookkeeping.rows`.
-
-    Raises
-    ------
-    RagCacheError
-        If the tier did not return what was put: no number is reported then.
+    RagCacheError if the tier did not return what was put: no number is reported then.
     """
-    from benchmarks.store import bookkeeping
-    from benchmarks.store import tree as store_bench_tree
-
-    def say(text: str) -> None:
-        if progress is not None:
-            progress(text)
-
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ragcachekit-store-", dir=folder) as where:
         for size in sizes_mb:
-            say(f"entries of {size:g} MB")
+            note(f"entries of {size:g} MB")
             with _Bench(Path(where) / f"{size:g}", size, seed) as bench:
                 rows += bench.rows(rounds)
-        if entries:
-            say(f"bookkeeping at {entries} entries")
-            own = bookkeeping.rows(Path(where) / "many", entries=entries, requests=requests, seed=seed)
-            own += store_bench_tree.rows(nodes=entries, requests=requests, seed=seed)
-            rows += [{"part": BOOKKEEPING, **row} for row in own]
     return BenchReport("store", KV, seed, tuple(rows))
 
 
@@ -146,7 +123,6 @@ class _Bench:
         gigabytes = sum(map(len, self._images)) / 1e9
         shares = [r / t for r, t in zip(raw, tier, strict=True)]
         return {
-            "part": THROUGHPUT,
             "operation": operation,
             "size_mb": round(self.size_mb, 2),
             "gb_per_s": gigabytes / median(tier),
@@ -216,29 +192,6 @@ class _Bench:
         for path in (*self._files, *map(self._file, self._keys)):
             with _opened(path) as fd:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def plot(report: BenchReport, path: str | os.PathLike[str]) -> None:
-    """Draw the share of the raw throughput over entry size, one line per operation."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
-
-    rows = [row for row in report.rows if row["part"] == THROUGHPUT]
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for operation in dict.fromkeys(row["operation"] for row in rows):
-        own = [row for row in rows if row["operation"] == operation]
-        sizes = [row["size_mb"] for row in own]
-        (line,) = axes.plot(sizes, [row["share"] for row in own], "o-", label=operation)
-        low, high = [row["share_min"] for row in own], [row["share_max"] for row in own]
-        axes.fill_between(sizes, low, high, color=line.get_color(), alpha=0.15, lw=0)
-    axes.axhline(1, color="k", lw=0.8, ls="--")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
-    axes.set_xlabel("entry, MB")
-    axes.set_ylabel("throughput of the disk tier / raw file")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 def _tensors(kv: ChunkKV) -> tuple[torch.Tensor, ...]:
