@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragcachekit.retrieval.distances import Float32
+from ragcachekit.retrieval.faiss_index import FaissFlatIndex
 from ragcachekit.retrieval.index import Labels
-from ragcachekit.retrieval.libraries import FaissFlatIndex
 
 
 @dataclass(frozen=True, eq=False)

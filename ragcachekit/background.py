@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Event, Lock
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.errors import Cancelled
@@ -118,21 +118,14 @@ class ActiveRequests:
                 raise Cancelled("closed while waiting for requests")
 
 
-class _Running(Protocol):
-    """Counts requests."""
-
-    @property
-    def running(self) -> int:
-        """How many run now."""
-
-
 class Backoff:
     """Slows one background job's model work down while requests run, to ``share`` of the time.
 
     It competes for the processor with the first token that somebody waits for. Called before every layer.
+    ``active`` has the number of requests in ``running``.
     """
 
-    def __init__(self, active: _Running, closed: Event, share: float = SHARE) -> None:
+    def __init__(self, active: Any, closed: Event, share: float = SHARE) -> None:
         self._active, self._closed, self._share = active, closed, share
         self._since = time.monotonic()
 

@@ -34,7 +34,6 @@ SOURCES = ("source", "document_id", "doc_id", "file_path", "url")
 RULES = KeyRules(
     libraries=LIBRARIES,
     indexes=(VectorStore, BaseStore),
-    delegating=(VectorStore, BaseStore),
     retrievers=(Runnable,),
     models=(Embeddings, BaseLanguageModel),
     ignored=(BaseCallbackHandler, BaseCallbackManager),

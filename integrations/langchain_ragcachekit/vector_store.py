@@ -1,4 +1,4 @@
-"""A LangChain vector store over an embedded index of its own: Faiss or hnswlib, documents beside it."""
+"""A LangChain vector store over an embedded index of its own: Faiss, documents beside it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RagCacheVectorStore(VectorStore):
     embedding : Embeddings
         Embeds documents and questions.
     index, metric, path, **options
-        Those of :class:`ragcachekit.DocumentIndex`: ``faiss-flat`` or ``faiss-hnsw`` (extra
-        ``faiss``), ``hnswlib`` or ``brute``. What the folder ``path`` holds already is opened.
+        Those of :class:`ragcachekit.DocumentIndex`: ``faiss-flat``, ``faiss-hnsw``
+        (extra ``faiss``) or ``brute``. What the folder ``path`` holds already is opened.
     """
 
     def __init__(

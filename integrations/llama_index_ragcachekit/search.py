@@ -30,7 +30,6 @@ RULES = KeyRules(
         *(BaseIndex, BasePydanticVectorStore, BaseDocumentStore),
         *(BaseKVStore, BaseIndexStore, PropertyGraphStore),
     ),
-    delegating=(BasePydanticVectorStore,),
     retrievers=(BaseRetriever,),
     models=(BaseEmbedding, BaseLLM),
     ignored=(CallbackManager, BaseCallbackHandler),

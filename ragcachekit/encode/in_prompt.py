@@ -16,7 +16,8 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.encode.standalone import prefill
-from ragcachekit.forward.rows import ContextSums, SummingCache, segments_of, stop_of
+from ragcachekit.forward.linker import segments_of, stop_of
+from ragcachekit.forward.rows import ContextSums, SummingCache
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV, Stretch, extract
 from ragcachekit.model.rope import Rope

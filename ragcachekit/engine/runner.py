@@ -15,8 +15,8 @@ from ragcachekit.config import QueueConfig
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import Request
+from ragcachekit.forward.linker import own_entries
 from ragcachekit.forward.prefill import Replan
-from ragcachekit.forward.rows import own_entries
 from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.run import FirstScores, Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, plain_plan

@@ -13,11 +13,13 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
+from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.policies.base import AttentionObserver
+from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.policies.base import AttentionObserver, LayerwisePolicy
 from ragcachekit.store.base import Pair
 from ragcachekit.store.loader import AnyKV, LoadingKV
+from ragcachekit.types import ENCODING_PREFIX
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places, Rows
 
@@ -333,3 +335,57 @@ class StoredLayers:
             key: tuple(tensor.to(self._device, non_blocking=True) for tensor in kv.stored_layer(number))
             for key, kv in self._entries.items()
         }
+
+
+# -- exact rows of a plan ------------------------------------------------------------------------------
+
+_EXACT_IN_PLACE = (ENCODING_PREFIX, "standalone", "system")
+"""Encodings whose context is a real prompt's beginning, KV and all, beside those of a prompt's own rows."""
+
+
+def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
+    """Number of rows from the start that equal those of an ordinary prefill.
+
+    These are rows computed after exact rows alone, and exact pieces; with ``rotated`` also pieces stored
+    without RoPE. Recomputed rows count, unless the policy cuts rows from layer to layer.
+    """
+    computed = set(plan.rows)
+    layerwise = isinstance(plan.policy, LayerwisePolicy)
+    layerwise |= plan.request is not None and isinstance(plan.request.policy, LayerwisePolicy)
+    for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
+        if chunk.is_exact and not piece.kv.quantised and (rotated or piece.kv.start is not None):
+            continue
+        for row in range(piece.start, piece.stop):
+            if layerwise or row not in computed:
+                return row
+    return len(plan.token_ids)
+
+
+def segments_of(item: Missing) -> tuple[int, ...]:
+    """Lengths of the segments that a chunk is encoded after, and of the chunk itself."""
+    encoding, context = item.encoding, len(item.encoding.before)
+    before = encoding.segments if isinstance(encoding, InPromptEncoding) else (context,) * (context > 0)
+    return (*before, len(item.token_ids))
+
+
+def stop_of(item: Missing) -> int:
+    """Position after the chunk's last token in its prompt."""
+    return len(item.encoding.before) + len(item.token_ids)
+
+
+def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
+    """Missing entries whose rows the request computes after just their context, and after exact rows only.
+
+    This covers every chunk stored from the prompt's own prefill, the ``prefix``, the ``system`` chunk after
+    it, and a ``standalone`` one at position 0. Entries after approximate rows need a forward of their own:
+    later they would be taken for exact.
+    """
+    computed, last = set(plan.rows), exact_rows(plan, rotated=True)
+    return tuple(
+        item
+        for item in plan.missing
+        if (item.encoding.name in _EXACT_IN_PLACE or isinstance(item.encoding, InPromptEncoding))
+        and stop_of(item) <= last
+        and plan.token_ids[: stop_of(item)] == (*item.encoding.before, *item.token_ids)
+        and computed.issuperset(range(len(item.encoding.before), stop_of(item)))
+    )

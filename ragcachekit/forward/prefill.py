@@ -22,8 +22,9 @@ from ragcachekit.forward.linker import (
     Projected,
     assemble,
     link,
+    own_entries,
 )
-from ragcachekit.forward.rows import OwnRows, own_entries
+from ragcachekit.forward.rows import OwnRows
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection
 from ragcachekit.policies.base import (
@@ -124,18 +125,12 @@ def _whole_prompt(plan: LinkPlan, device: torch.device) -> dict[str, Any]:
 
 
 class LinkedPrompt:
-    """A linked prompt for one call of ``model.generate`` or one loop of your own.
+    """A linked prompt for one call of ``model.generate`` or one loop of your own; it has a ``report``.
 
-    All tokens but the last are in the cache, and the ids are in order: everything that generate offers for
-    a pre-filled cache works. (``rag.generate`` links inside generate's own prefill and saves one pass over
-    the weights.) For several beams or sequences repeat the cache first:
+    All tokens but the last are in the cache, and the ``input_ids`` ``[1, tokens]`` are in order: everything
+    that generate offers for a pre-filled cache works. (``rag.generate`` links inside generate's own prefill
+    and saves one pass over the weights.) For several beams or sequences repeat the cache first:
     ``inputs["past_key_values"].batch_repeat_interleave(n)``.
-
-    Attributes
-    ----------
-    input_ids : torch.Tensor
-        ``[1, tokens]``, the whole prompt.
-    report : LinkReport
     """
 
     def __init__(self, inputs: dict[str, Any], report: LinkReport) -> None:

@@ -14,7 +14,6 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from ragcachekit.forward.batch import RequestKV, decode
 from ragcachekit.forward.check import why_not_together
-from ragcachekit.forward.prefill import Replan
 from ragcachekit.forward.rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.options import effective, end_tokens, uses_beams
 from ragcachekit.generate.run import DecodingLoop, FirstScores, Generated, StopStrings, run_generate
@@ -27,16 +26,10 @@ _OF_GENERATE |= {"generation_config", "seed"}
 
 
 class Decoding:
-    """A request that is decoded in a batch, or ended.
+    """A request that is decoded in a batch, or ended; ``token_ids`` are its new tokens so far.
 
-    Attributes
-    ----------
-    token_ids : list of int
-        The new tokens so far.
-    finished : bool
-        Whether no more tokens will come.
-    error : BaseException or None
-        What sampling, the streamer or a criterion of this request raised; :meth:`generated` raises it.
+    ``error`` is what sampling, the streamer or a criterion of this request raised; :meth:`generated` raises
+    it.
     """
 
     def __init__(
@@ -146,9 +139,8 @@ class Decoding:
         )
 
     def _so_far(self) -> torch.Tensor | None:
-        if self._ids is None:
-            return None
-        return self._ids[:, : len(self.plan.token_ids) + len(self.token_ids)]
+        rows = len(self.plan.token_ids) + len(self.token_ids)
+        return None if self._ids is None else self._ids[:, :rows]
 
     @property
     def _at_end(self) -> bool:
@@ -171,20 +163,10 @@ class BatchDecoder:
 
     A new request joins between two forwards. Each attends over buffers of its own, so none is padded to
     another's length, and chooses its tokens by its own logits processors. Not thread-safe: one thread uses
-    it. Forwards of other threads on the model may run at the same time.
+    it. Forwards of other threads on the model may run at the same time. The model has our attention.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        With our attention installed.
-    rope : Rope
-    decode : callable
-        As for :func:`~ragcachekit.generate.run.run_generate`.
-    max_batch : int
-        Requests that are decoded together at most.
-    max_bytes : int, optional
-        Bytes of KV of their prompts and longest answers at most; a request alone may exceed it. Default: a
-        tenth of a GPU's free memory, else 2 GiB.
+    At most ``max_batch`` requests are decoded together, with at most ``max_bytes`` of KV of their prompts and
+    longest answers (default: a tenth of a GPU's free memory, else 2 GiB); a request alone may exceed it.
     """
 
     def __init__(
@@ -234,27 +216,15 @@ class BatchDecoder:
         fits = (held + tokens) * self._token_bytes <= self._max_bytes
         return fits and len(self._active) < self._max_batch
 
-    def begin(
-        self,
-        plan: LinkPlan,
-        options: Mapping[str, Any],
-        *,
-        stop: Sequence[str] = (),
-        cancel: threading.Event | None = None,
-        first: FirstScores | None = None,
-        capture_missing_rows: bool = False,
-        replan: Replan | None = None,
-    ) -> Decoding:
+    def begin(self, plan: LinkPlan, options: Mapping[str, Any], **how: Any) -> Decoding:
         """Prefill a request and choose its first token; it is active unless it ended with that.
 
-        Arguments are those of :func:`~ragcachekit.generate.run.run_generate`, and its errors are raised.
-        Only for options that :meth:`why_alone` has nothing against.
+        ``how`` are further arguments of :func:`~ragcachekit.generate.run.run_generate`, whose errors are
+        raised. Only for options that :meth:`why_alone` has nothing against.
         """
-        how: dict[str, Any] = {"stop": stop, "cancel": cancel, "first": first, "replan": replan}
-        how["capture_missing_rows"] = capture_missing_rows
         prefilled = self.run(plan, options, one_token=True, **how)
         ends = end_tokens(options, self._model.generation_config)
-        decoding = Decoding(prefilled, ends, options.get("streamer"), cancel)
+        decoding = Decoding(prefilled, ends, options.get("streamer"), how.get("cancel"))
         if not decoding.finished:
             decoding.hold_kv()
             self._active.append(decoding)

@@ -59,16 +59,9 @@ def check_options(options: Mapping[str, Any], model: Any, *arguments: str) -> No
     """Refuse options that could only fail later; costs no model work.
 
     An option that is None is not given, as for transformers. ``arguments`` are further names of the caller's
-    own parameters, one of which may have been meant.
-
-    Raises
-    ------
-    ValueError
-        For a name that neither generate nor the model's forward takes, or a streamer beside several beams.
-    GenerationNotSupported
-        As :func:`links_ahead`.
-    TypeError
-        For a ``generation_config`` of another type.
+    own parameters, one of which may have been meant. ValueError for a name that neither generate nor the
+    model's forward takes, or a streamer beside several beams; errors of :func:`links_ahead`; TypeError for a
+    ``generation_config`` of another type.
     """
     config, defaults = options.get("generation_config"), model.generation_config
     kinds = (GenerationConfig, type(None))
@@ -238,7 +231,7 @@ class Detokenizer:
 
 
 class RequestStreamer(BaseStreamer):  # type: ignore[misc]
-    """A streamer that gets the prompt once, whatever begins again, and is ended once.
+    """A streamer that gets the prompt and its end once, whatever begins again.
 
     ``streamed``: whether tokens of the answer went through it.
     """

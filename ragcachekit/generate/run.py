@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,14 +108,8 @@ class DecodingLoop:
 
     A linked prefill gets the ids permuted. Logits processors, stopping criteria and the streamer get them as
     they are in the prompt, so every option of transformers that reads ids works. ``one_token`` ends the loop
-    after the first token, for a batch that goes on.
-
-    Attributes
-    ----------
-    processors, criteria, config
-        As generate prepared them from the request's options, once the loop has begun.
-    generator : torch.Generator or None
-        Goes on where the first token's draw ended; None: torch's global one.
+    after the first token, for a batch that goes on: with ``processors``, ``criteria`` and ``config`` as
+    generate prepared them, and a ``generator`` that goes on where the first draw ended (None: torch's own).
     """
 
     processors: LogitsProcessorList
@@ -146,7 +141,9 @@ class DecodingLoop:
             return lambda ids, scores: call(torch.cat([in_order, ids[:, columns:]], -1), scores)
 
         end: Any = MaxLengthCriteria(columns + 1) if self._one_token else ordered(stopping_criteria)
-        streamer = None if self._streamer is None else _WithoutEnd(self._streamer, self._one_token)
+        streamer = self._streamer
+        if streamer is not None and self._one_token:  # the batch ends it
+            streamer = SimpleNamespace(put=streamer.put, end=lambda: None)
         return model._sample(
             input_ids,
             LogitsProcessorList([ordered(logits_processor)]),
@@ -155,20 +152,6 @@ class DecodingLoop:
             streamer=streamer,
             **model_kwargs,
         )
-
-
-class _WithoutEnd:
-    """Passes tokens on and, if the request ``goes_on`` after generate, not the end."""
-
-    def __init__(self, inner: Any, goes_on: bool) -> None:
-        self._inner, self._goes_on = inner, goes_on
-
-    def put(self, value: torch.Tensor) -> None:
-        self._inner.put(value)
-
-    def end(self) -> None:
-        if not self._goes_on:
-            self._inner.end()
 
 
 # -- the call ------------------------------------------------------------------------------------------

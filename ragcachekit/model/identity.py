@@ -7,9 +7,8 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,15 +35,11 @@ _ADAPTER_PATHS = frozenset({"base_model_name_or_path", "inference_mode", "revisi
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """Identity of a model as far as KV values go."""
 
     digest: str  # SHA-256 over the parts, as hex; part of every KV key
     parts: dict[str, str]  # by name, e.g. ``weights`` or ``rope``: a digest or a short text
-
-    def __str__(self) -> str:
-        return self.digest
 
 
 def fingerprint(
@@ -114,10 +109,8 @@ def _rotary_buffers(model: nn.Module) -> dict[str, str]:
     buffers = {name: b for name, b in model.named_buffers() if name.endswith("inv_freq")}
     digests: dict[str, str] = {}
     for name, buffer in buffers.items():
-        head, _, tail = name.rpartition("inv_freq")
-        if f"{head}original_inv_freq{tail}" not in buffers:
-            hasher = hashlib.sha256()
-            hash_tensor(hasher, buffer, name)
+        if f"{name.removesuffix('inv_freq')}original_inv_freq" not in buffers:
+            hash_tensor(hasher := hashlib.sha256(), buffer, name)
             digests[name] = f"{buffer.dtype} {hasher.hexdigest()}"
     return digests
 
@@ -129,11 +122,9 @@ def _dtypes(model: nn.Module) -> str:
 
 
 def _quantization(model: nn.Module, config: Any) -> str:
-    settings = getattr(config, "quantization_config", None)
-    quantizer = getattr(model, "hf_quantizer", None)
-    if settings is None and quantizer is None:
-        return "none"
-    return _digest([type(quantizer).__qualname__, _plain(settings)])
+    settings, quantizer = getattr(config, "quantization_config", None), getattr(model, "hf_quantizer", None)
+    is_quantised = settings is not None or quantizer is not None
+    return _digest([type(quantizer).__qualname__, _plain(settings)]) if is_quantised else "none"
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -155,19 +155,6 @@ class ChunkKV:
 # -- the shape of a model's KV ------------------------------------------------------------------------
 
 
-class Described(Protocol):
-    """KV, or KV that is still being read."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def start(self) -> int | None: ...
-    @property
-    def sums(self) -> Mapping[str, torch.Tensor]: ...
-    @property
-    def shapes(self) -> Shapes: ...
-
-
 class KVLayout:
     """Layers, heads, head dimensions and dtypes of one model's KV, from the shapes of a single token's KV."""
 
@@ -188,7 +175,7 @@ class KVLayout:
         sides = (side for layer in self._one_token for side in layer)
         return sum(dtype.itemsize * heads * dim for dtype, (heads, _, dim) in sides)
 
-    def misfit(self, kv: Described, tokens: int) -> str | None:
+    def misfit(self, kv: Any, tokens: int) -> str | None:
         """Why ``kv`` cannot be this model's KV of so many tokens, or None."""
         own = self._of(tokens)
         return None if kv.shapes == own else f"it is {_summary(kv.shapes)}, the model's is {_summary(own)}"
@@ -200,7 +187,7 @@ class KVLayout:
         )
 
 
-def misfit(key: KVKey, kv: Described, tokens: int, layout: KVLayout | None) -> str | None:
+def misfit(key: KVKey, kv: Any, tokens: int, layout: KVLayout | None) -> str | None:
     """Why the KV under ``key`` cannot be that of its ``tokens`` tokens, or None.
 
     Checksums find changed bytes; this finds entries of a writer with another model layout.
@@ -261,18 +248,9 @@ def extract(
 ) -> list[Sides]:
     """Copy stretches of a cache, each into memory of its own.
 
-    Parameters
-    ----------
-    layers : sequence
-        Of a cache: ``keys`` and ``values`` ``[batch, kv_heads, columns, head_dim]``.
-    stretches : sequence of Stretch
-        At least one token each; may overlap.
-    rope : Rope, optional
-        Removed from the rotated side; columns must then be positions. None: copied unchanged.
-    length : int
-        With ``rope``: tokens of the prompt whose frequencies were used; at least every ``stop``.
-    host : bool
-        Copy to the host; otherwise results stay on the device, complete in the order of its stream.
+    ``layers`` have ``keys`` and ``values`` ``[batch, kv_heads, columns, head_dim]``. ``rope`` is removed from
+    the rotated side, with the frequencies of a prompt of ``length`` tokens; columns must then be positions.
+    ``host``: copy to the host; otherwise results stay on the device, complete in the order of its stream.
     """
     out = []
     for item, start, stop in stretches:

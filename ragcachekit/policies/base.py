@@ -17,17 +17,11 @@ from ragcachekit_kernels.dispatch import AttentionOptions
 class PlacedChunk:
     """A chunk at its position in a prompt.
 
-    Attributes
-    ----------
-    is_exact : bool
-        Preceded by exactly the context in which it was encoded: needs no recomputation.
-    attended : torch.Tensor or None
-        ``[tokens]`` float32: attention to each token while the chunk was encoded, from its own tokens, summed
-        over layers, heads and rows. None if not recorded.
-    before, context : tuple of str
-        Ids of all segments that precede it in this prompt, and in its encoding.
-    sums : mapping of str to torch.Tensor
-        All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
+    - ``is_exact``: Preceded by exactly the context in which it was encoded: needs no recomputation.
+    - ``attended``: ``[tokens]`` float32: attention to each token while the chunk was encoded, from its own
+      tokens, summed over layers, heads and rows. None if not recorded.
+    - ``before``, ``context``: Ids of all segments that precede it in this prompt, and in its encoding.
+    - ``sums``: All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
     """
 
     chunk_id: str

@@ -6,7 +6,6 @@ Contexts are ids of segments in order; repeated ids (separators) are matched by 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, takewhile
@@ -158,12 +157,8 @@ class FocusTracker:
             self._settle()
         if self._settled is None:
             return list(rows)
-        away = {
-            p
-            for number, chunk in enumerate(self._chunks)
-            if number not in self._settled
-            for p in range(chunk.start, chunk.stop)
-        }
+        others = [chunk for number, chunk in enumerate(self._chunks) if number not in self._settled]
+        away = {p for chunk in others for p in range(chunk.start, chunk.stop)}
         return [p for p in rows if p not in away]
 
     def _settle(self) -> None:
@@ -222,9 +217,4 @@ def focused(scores: Sequence[float]) -> frozenset[int]:
 
 def _numbered(ids: Sequence[str]) -> list[tuple[str, int]]:
     """Each id with its number of earlier occurrences."""
-    seen: Counter[str] = Counter()
-    out = []
-    for id in ids:
-        out.append((id, seen[id]))
-        seen[id] += 1
-    return out
+    return [(id, ids[:at].count(id)) for at, id in enumerate(ids)]

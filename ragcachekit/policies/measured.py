@@ -23,24 +23,30 @@ class PolicyAndEncoder(NamedTuple):
         return f"{self.policy} on {self.encoder}"
 
 
+class _Replaced(ShownPolicy):
+    """A policy that the engine replaces by a measured one."""
+
+    name: str
+    encoder: str | None = None
+    reads_cache = True
+
+    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
+        """Raise RagCacheError: the engine has not replaced it."""
+        raise RagCacheError(f"{self.name} stands for a calibrated policy; give it to RagCache")
+
+
 @dataclass(frozen=True)
-class Auto(ShownPolicy):
+class Auto(_Replaced):
     """``auto``: the policy and encoder that lose least on this model and these chunks.
 
     The engine replaces it by that pair (:class:`~ragcachekit.quality.auto.AutoPolicies`).
     """
 
     name: str = "auto"
-    encoder: str | None = None
-    reads_cache: bool = True
-
-    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """Raise RagCacheError: the engine has not replaced it."""
-        raise RagCacheError(f"{self.name} stands for a measured policy; give it to RagCache")
 
 
 @dataclass(frozen=True)
-class Budget(ShownPolicy):
+class Budget(_Replaced):
     """``budget:0.05``: the cheapest calibrated policy that loses at most 0.05 on average against ``full``.
 
     The unit is that of the calibration: nats per token of the answer (KL divergence), unless another quality
@@ -48,8 +54,6 @@ class Budget(ShownPolicy):
     """
 
     loss: float
-    encoder: str | None = None
-    reads_cache: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 < self.loss < 1.0:
@@ -58,13 +62,9 @@ class Budget(ShownPolicy):
             )
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         """``budget:x``."""
         return f"budget:{self.loss:g}"
-
-    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """Raise RagCacheError: the engine has not replaced it."""
-        raise RagCacheError(f"{self.name} stands for a calibrated policy; give it to RagCache")
 
 
 @dataclass(frozen=True)

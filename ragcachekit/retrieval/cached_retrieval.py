@@ -94,10 +94,9 @@ class Lookup(NamedTuple, Generic[Document]):
 class SavedEntries(Generic[Document]):
     """The entries of one :class:`CachedRetrieval` in a :class:`JsonStore`, so that they outlive the process.
 
-    The latest one on a folder keeps its entries there; older ones go on in memory. Only entries whose
-    partition is plain (text, a whole number, or :class:`Partition.of` such values) can be saved: an object of
-    this process means nothing to the next. What cannot be is logged once, and stays in memory. Give each
-    configuration (embedder, metric, documents) a store of its own. Changes made meanwhile are not seen.
+    The latest one on a folder keeps its entries there; older ones go on in memory. Only entries with a plain
+    partition (text, a whole number, or a :class:`Partition` of such values) can be saved; if others stay in
+    memory, the log says so. Give each configuration (embedder, metric, documents) a store of its own.
 
     Parameters
     ----------

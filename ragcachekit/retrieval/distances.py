@@ -209,21 +209,11 @@ def calibrate(
 
 
 def _distances(name: str, pairs: tuple[ArrayLike, ArrayLike], metric: str) -> Float64:
-    left, right = (_matrix(name, side) for side in pairs)
-    if left.shape != right.shape or not left.size:
+    left, right = (as_floats(side) for side in pairs)  # as the cache will see them
+    if left.shape != right.shape or left.ndim != 2 or not left.size:
         raise ValueError(
             f"{name}: need two equal shapes [pairs, dim] with rows, got {left.shape}, {right.shape}"
         )
-    if check_metric(metric) == "cosine" and not (left.any(axis=1).all() and right.any(axis=1).all()):
-        raise RetrievalError(f"{name}: a zero vector has no cosine distance")
-    rows = zip(left, right, strict=True)
-    return np.array([distance(metric, q, k, product(q, q), product(k, k)) for q, k in rows])
-
-
-def _matrix(name: str, side: ArrayLike) -> Float64:
-    raw: Float32 = np.asarray(side, np.float32)  # as the cache will see them
-    if raw.ndim != 2:
-        raise ValueError(f"{name}: embeddings must have the shape [pairs, dim], got {list(raw.shape)}")
-    if not np.isfinite(raw).all():
-        raise RetrievalError(f"{name}: the embeddings hold NaN or infinite numbers")
-    return raw.astype(np.float64)
+    check_metric(metric)
+    both = zip(*([as_query(row, None, metric) for row in side] for side in (left, right)), strict=True)
+    return np.array([distance(metric, q.wide, k.wide, q.squared, k.squared) for q, k in both])

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -150,12 +149,6 @@ class DocumentIndex:
             return self._index is not None and one in self._index
 
     @property
-    def dim(self) -> int | None:
-        """Width of the embeddings; None before the first add."""
-        with self._session():
-            return None if self._index is None else self._index.dim
-
-    @property
     def version(self) -> int:
         """Number of changes so far, those of other processes and earlier runs included."""
         with self._session():
@@ -184,7 +177,7 @@ class DocumentIndex:
         """
         if not len(ids) and not np.size(embeddings):
             return
-        width = np.shape(embeddings)[1] if np.ndim(embeddings) == 2 else self.dim or 1
+        width = np.shape(embeddings)[1] if np.ndim(embeddings) == 2 else 1
         rows = as_rows(embeddings, width, self.metric)
         frozen = as_ids(ids, len(rows))
         records = _as_records(frozen, texts, metadatas)
@@ -249,8 +242,7 @@ class DocumentIndex:
         See :meth:`ragcachekit.retrieval.index.VectorIndex.search_stages`. One step more follows if too few of
         the candidates are accepted. No lock is held between the steps.
         """
-        accepts = _as_predicate(where)
-        count = positive("k", k) * (1 if where is None else _MORE)
+        accepts, count = _as_predicate(where), positive("k", k) * (1 if where is None else _MORE)
         with self._session():
             if not self._index:
                 return iter([list[Hit]()])
@@ -261,9 +253,8 @@ class DocumentIndex:
             kept = list[Hit]()
             while True:
                 with self._session():
-                    hits, result = None, None
-                    if self._head.version == version and (result := next(steps, None)) is not None:
-                        hits = self._hits(result)
+                    result = next(steps, None) if self._head.version == version else None
+                    hits = None if result is None else self._hits(result)
                 if hits is None:
                     break
                 kept = [hit for hit in hits if accepts(hit.record)][:k]
@@ -417,31 +408,34 @@ def _document_key(one: DocumentId) -> str:
 
 def _as_records(
     ids: Sequence[DocumentId], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]] | None
-) -> tuple[Record, ...]:
+) -> list[Record]:
     """Checked copies of the documents. ValueError for other lengths, TypeError for what is no JSON value."""
     if isinstance(texts, str):
         raise TypeError("texts must be a sequence of texts, not one string")
-    if len(texts) != len(ids) or (metadatas is not None and len(metadatas) != len(ids)):
-        given = len(texts) if metadatas is None else f"{len(texts)} and {len(metadatas)}"
-        raise ValueError(f"{len(ids)} ids need as many texts and metadatas, got {given}")
-    return tuple(map(_as_record, ids, texts, repeat({}) if metadatas is None else metadatas))
+    given = [{}] * len(ids) if metadatas is None else metadatas
+    if len(texts) != len(ids) or len(given) != len(ids):
+        raise ValueError(
+            f"{len(ids)} ids need as many texts and metadatas, got {len(texts)} and {len(given)}"
+        )
+    return [Record(*one) for one in zip(ids, map(_as_text, texts), map(_as_metadata, given), strict=True)]
 
 
-def _as_record(one: DocumentId, text: str, metadata: Mapping[str, Any]) -> Record:
+def _as_text(text: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"the text of document {one!r} must be a str, not {type(text).__name__}")
+        raise TypeError(f"the text of a document must be a str, not {type(text).__name__}")
+    return text
+
+
+def _as_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(metadata, Mapping):
-        raise TypeError(f"the metadata of document {one!r} must be a mapping, not {type(metadata).__name__}")
-    given = dict(metadata)
+        raise TypeError(f"the metadata of a document must be a mapping, not {type(metadata).__name__}")
     try:
-        copy = json.loads(json.dumps(given, allow_nan=False))
-    except RecursionError as error:
-        raise ValueError(f"the metadata of document {one!r} is nested too deeply") from error
+        copy: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"the metadata of document {one!r} cannot be stored as JSON: {error}") from error
-    if copy != given:  # tuples, keys that are no strings
-        raise TypeError(f"the metadata of document {one!r} must hold JSON values: {copy!r} comes back")
-    return Record(one, text, copy)
+        raise type(error)(f"the metadata of a document cannot be stored as JSON: {error}") from error
+    if copy != metadata:  # tuples, keys that are no strings
+        raise TypeError(f"the metadata of a document must hold JSON values: {copy!r} comes back")
+    return copy
 
 
 def _as_predicate(where: Where | None) -> Callable[[Record], bool]:
@@ -458,15 +452,8 @@ def _as_predicate(where: Where | None) -> Callable[[Record], bool]:
 
 def _check_same(wanted: _Head, held: _Head, options: dict[str, Any], path: Path | None) -> None:
     """ValueError unless what is on disk was made with what is asked for."""
-    if held.kind != wanted.kind or held.metric != wanted.metric:
-        raise ValueError(
-            f"{path} holds a {held.kind!r} index of metric {held.metric!r}, not {wanted.kind!r} of "
-            f"{wanted.metric!r}; open it as it is or give another path"
-        )
-    for name in options:
-        if held.options[name] != wanted.options[name]:
-            raise ValueError(f"{path} was made with {name}={held.options[name]}, not {wanted.options[name]}")
-    if None not in (held.embedder, wanted.embedder) and held.embedder != wanted.embedder:
-        raise ValueError(
-            f"{path} holds embeddings of {held.embedder!r}, not {wanted.embedder!r}; give another path"
-        )
+    made = {"index": held.kind, "metric": held.metric, "embedder": held.embedder, **held.options}
+    asked = {"index": wanted.kind, "metric": wanted.metric, "embedder": wanted.embedder}
+    for name, value in (asked | {name: wanted.options[name] for name in options}).items():
+        if value != made[name] and None not in (value, made[name]):
+            raise ValueError(f"{path} was made with {name}={made[name]!r}, not {value!r}; give another path")

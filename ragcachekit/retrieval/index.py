@@ -1,8 +1,8 @@
 """Vector indexes: one contract, a plain numpy implementation, all of them by name, and their files.
 
-A saved index is a manifest with ids and digests, and the library's own data file beside it: Faiss and hnswlib
-load a file with a flipped bit without an error, so both files are verified first. The data file is named by
-its SHA-256 and the manifest replaced last: a process that dies while saving leaves the older index whole.
+A saved index is a manifest with ids and digests, and the library's own data file beside it. Faiss loads a
+file with a flipped bit without an error, so both files are verified first. The data file is named by its
+SHA-256 and the manifest replaced last: a process that dies while saving leaves the older index whole.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide whic
 _FORMAT = 3
 _KINDS = {
     "brute": ("ragcachekit.retrieval.index", "BruteIndex"),
-    "faiss-flat": ("ragcachekit.retrieval.libraries", "FaissFlatIndex"),
-    "faiss-hnsw": ("ragcachekit.retrieval.libraries", "FaissHnswIndex"),
-    "hnswlib": ("ragcachekit.retrieval.libraries", "HnswlibIndex"),
+    "faiss-flat": ("ragcachekit.retrieval.faiss_index", "FaissFlatIndex"),
+    "faiss-hnsw": ("ragcachekit.retrieval.faiss_index", "FaissHnswIndex"),
 }
 
 
@@ -347,7 +346,7 @@ def load_index(path: str | os.PathLike[str]) -> VectorIndex:
     index = open_index(held["kind"], held["dim"], held["metric"], **held["options"])
     try:
         index.restore(data, held["ids"], held["next_label"])
-    except RuntimeError as error:  # what Faiss and hnswlib raise
+    except RuntimeError as error:  # what Faiss raises
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index
 

@@ -14,7 +14,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -60,8 +60,8 @@ class Partition(NamedTuple):
     """The hard part of a query cache's key: entries of another partition are never considered.
 
     ``namespace`` is tenant and corpus, ``k`` the number of results asked for. The rest is whatever else
-    changes the answer, such as versions of the index and of the embedding model. Use :meth:`of`, which takes
-    dicts and lists apart.
+    changes the answer, such as versions of the index and of the embedding model, as text or other hashable
+    values.
     """
 
     namespace: str
@@ -69,23 +69,6 @@ class Partition(NamedTuple):
     filters: Hashable = None
     search_kwargs: Hashable = None
     index_id: Hashable = None
-
-    @classmethod
-    def of(
-        cls,
-        namespace: str,
-        k: int,
-        *,
-        filters: object = None,
-        search_kwargs: Mapping[str, object] | None = None,
-        index_id: object = None,
-    ) -> Partition:
-        """A partition from ordinary (also mutable) filters and keyword arguments.
-
-        ValueError for a ``k`` below 1; TypeError if a value is a function or does not show its content.
-        """
-        positive("k", k)
-        return cls(namespace, k, *map(KeyReader().key, (filters, dict(search_kwargs or {}), index_id)))
 
 
 class Identity:
@@ -122,8 +105,6 @@ class KeyRules:
         Top-level packages whose classes depend on their fields and on nothing else.
     indexes : tuple of type
         Classes that hold documents: keyed by identity, settings, and the number of changes so far.
-    delegating : tuple of type
-        Abstract index classes whose changing methods only call those of their subclasses.
     retrievers : tuple of type
         Classes whose fields may hold indexes.
     models : tuple of type
@@ -134,7 +115,6 @@ class KeyRules:
 
     libraries: frozenset[str] = frozenset()
     indexes: tuple[type, ...] = ()
-    delegating: tuple[type, ...] = ()
     retrievers: tuple[type, ...] = ()
     models: tuple[type, ...] = ()
     ignored: tuple[type, ...] = ()
@@ -169,7 +149,6 @@ class KeyReader:
     def __init__(self, rules: KeyRules | None = None, limit: int = MAX_VALUES) -> None:
         self._rules, self._limit = rules or KeyRules(), limit
         self._left, self._objects = limit, list[Hashable]()
-        self._holders = (*self._rules.indexes, *self._rules.retrievers)
 
     def key(self, value: Any) -> Hashable:
         """Something hashable, equal only for values of equal types and content; text for plain values.
@@ -184,9 +163,19 @@ class KeyReader:
             raise NotKeyable("there is too much of it to compare at every question") from None
         return (text, *self._objects) if self._objects else text
 
-    def versions(self, value: object) -> tuple[Hashable, ...]:
+    def versions(self, value: object, depth: int = 4) -> tuple[Hashable, ...]:
         """Identities and versions of the indexes among the fields of a retriever and those inside it."""
-        return tuple([self._version(index) for index in self._held_indexes(value)])
+        found, is_index = list[Hashable](), isinstance(value, self._rules.indexes)
+        if is_index:
+            changes, parts = observe(value), self._rules.parts_of(type(value))
+            named = None if parts is None else self.key(parts(value))
+            found.append((Identity(value), None if changes is None else changes.version, named))
+        kinds = self._rules.indexes if is_index else (*self._rules.indexes, *self._rules.retrievers)
+        for one in attributes(value).values() if depth else ():
+            for item in one if isinstance(one, list | tuple) and not is_index else [one]:
+                if isinstance(item, kinds):
+                    found += self.versions(item, depth - 1)
+        return tuple(found)
 
     def _write(self, value: Any) -> str:
         """The value as text, in which numbers stand for objects that are compared otherwise."""
@@ -235,12 +224,10 @@ class KeyReader:
 
     def _write_index(self, kind: type, value: Any, parts: Callable[[Any], object] | None) -> str:
         """An index by identity, version and settings; its documents are what the version counts."""
-        changes = observe(value, self._rules.delegating)
+        changes = observe(value)
         if changes is None:
             raise NotKeyable(f"changes of a {kind.__module__}.{kind.__qualname__} cannot be seen")
-        written = list[str]()
-        if parts is not None:
-            written.append(self._write(parts(value)))
+        written = [] if parts is None else [self._write(parts(value))]
         for name, one in sorted(attributes(value).items()) if parts is None else ():
             if isinstance(one, self._rules.indexes):
                 written.append(self._field(kind, name, one))
@@ -250,20 +237,6 @@ class KeyReader:
                 with suppress(NotKeyable):  # no setting, but its documents, a client, an embedder
                     written.append(self._add((name, KeyReader(limit=_MAX_SETTING).key(one))))
         return f"{self._add(Identity(value))}{changes.version}({','.join(written)})"
-
-    def _version(self, index: Any) -> Hashable:
-        changes, parts = observe(index, self._rules.delegating), self._rules.parts_of(type(index))
-        version = None if changes is None else changes.version
-        return Identity(index), version, None if parts is None else self.key(parts(index))
-
-    def _held_indexes(self, value: object, depth: int = 4) -> Iterator[object]:
-        is_index = isinstance(value, self._rules.indexes)
-        if is_index:
-            yield value
-        for one in attributes(value).values() if depth else ():
-            for item in one if isinstance(one, list | tuple) and not is_index else [one]:
-                if isinstance(item, self._rules.indexes if is_index else self._holders):
-                    yield from self._held_indexes(item, depth - 1)
 
 
 class Partitioner:
@@ -310,7 +283,7 @@ class Partitioner:
             called = self._key((arguments, self._present_version()))
             if self._custom is None:
                 return called, self._key(retriever), self._key(configurable)
-            return called, self._key(counts), self.changes_of(retriever)
+            return called, self._key(counts), KeyReader(self._rules).versions(retriever)
 
         return self._made(namespace, k, parts, question, type(retriever).__name__)
 
@@ -326,10 +299,6 @@ class Partitioner:
             return self._key((where, self._present_version())), self._key(counts), index
 
         return self._made(namespace, k, parts, question, "the index")
-
-    def changes_of(self, index: object) -> Hashable:
-        """Versions of an index, or of those in the fields of a retriever, as far as they can be seen."""
-        return KeyReader(self._rules).versions(index)
 
     def _key(self, value: object) -> Hashable:
         return KeyReader(self._rules).key(value)
@@ -373,13 +342,13 @@ class IndexChanges:
         self.version = next(self._numbers)
 
 
-def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | None:
+def observe(index: object) -> IndexChanges | None:
     """The counter of the index's changes, from now on; None if they cannot be counted.
 
     The changing methods of this one object (``add_documents``, ``delete``, ``insert``, ...) are wrapped:
-    attributes of the object stand before the methods of its class. Methods of ``delegating`` classes stay,
-    as they only call others. Copies and pickles do without the wrappers, which would change the original.
-    Changes past these methods (another process, a client of one's own) are not counted.
+    attributes of the object come before methods of its class. Copies and pickles do without the wrappers,
+    which would change the original. Changes past these methods (another process, a client of one's own) are
+    not counted.
     """
     with _OBSERVING:
         known: Any = getattr(index, "__dict__", {}).get(_COUNTER)
@@ -387,7 +356,7 @@ def observe(index: object, delegating: tuple[type, ...] = ()) -> IndexChanges | 
             return known  # type: ignore[no-any-return]
         try:
             changes = IndexChanges(weakref.ref(index))
-            for name, wrapper in _wrappers(index, changes, delegating).items():
+            for name, wrapper in _wrappers(index, changes).items():
                 object.__setattr__(index, name, wrapper)
         except (TypeError, AttributeError):  # an object without attributes or without weak references
             return None
@@ -408,11 +377,10 @@ def attributes(value: object) -> dict[str, Any]:
     return held | (getattr(value, "__pydantic_private__", None) or {})
 
 
-def _wrappers(index: object, changes: IndexChanges, delegating: tuple[type, ...]) -> dict[str, Any]:
+def _wrappers(index: object, changes: IndexChanges) -> dict[str, Any]:
     kind, out = type(index), dict[str, Any]()
     for name in filter(_CHANGING.match, dir(kind)):
-        by = next((base for base in kind.__mro__ if name in vars(base)), None)
-        function = None if by is None or by in delegating else vars(by)[name]
+        function = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         if isinstance(function, types.FunctionType):
             out[name] = _counted(index, function, changes)
     changes.names = names = frozenset({_COUNTER, *_COPYING, *out})

@@ -174,10 +174,6 @@ class ProximityCache:
             dropped = [stored for stored in self._order if where(stored.entry)]
             return tuple([self._drop(stored, "forgotten") for stored in dropped])
 
-    def clear(self) -> tuple[Entry, ...]:
-        """Drop and return all entries."""
-        return self.forget(lambda _: True)
-
     def entries(self) -> list[tuple[Entry, Float32]]:
         """All entries with copies of their embeddings ``[dim]``; the one that leaves next comes first."""
         with self._lock:

@@ -145,7 +145,7 @@ def test_half_precision_routing_is_no_error_but_a_missing_rotation_is(name, monk
     """An undecided router sends single tokens another way in bfloat16; that must not refuse the family."""
     model = build(FAMILIES[name]).to(torch.bfloat16)
     rope = describe_rope(model)
-    assert admit(model, rope).link_diff < 6e-2
+    assert admit(model, rope).difference < 6e-2
     monkeypatch.setattr(Rope, "rotations", lambda self, layer, turns: (None, None))
     with pytest.raises(ModelNotSupported, match="layer 0"):
         admit(model, rope)

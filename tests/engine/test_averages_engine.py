@@ -143,18 +143,3 @@ class TestForget:
         keys = list(rag.components.store.keys())
         assert "average:3" in [key.encoding for key in keys], "behind the one that is left"
         assert not any(gone in (key.chunk_id, *key.context) for key in keys)
-
-
-def test_rows_of_a_request_that_ends_late_do_not_replace_a_mean(make):
-    rag = make(cold="background")
-    rag.register(FACTS)
-    submit = rag.after_answer.submit
-
-    def meanwhile(*answered):
-        rag.encode(FACTS, system=BEFORE)
-        submit(*answered)
-
-    rag.after_answer.submit = meanwhile
-    rag.generate(PROMPT, **ASKED)
-    rag.flush()
-    assert "sensitivity" in kv_of(rag, TWO).sums

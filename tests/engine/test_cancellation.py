@@ -126,17 +126,6 @@ def test_an_answer_ends_after_its_token_and_keeps_those_before(make, model):
     assert cut.token_ids == whole.token_ids[:3]
 
 
-def test_what_a_cancelled_prompt_missed_is_not_encoded_before_it_returns(make, model):
-    rag, (event, cancel) = make(cold="now"), set_event()
-    with watched(model, LAYERS + 3, cancel) as layers:
-        cut = rag.generate(PROMPT, cancel=event, **ASKED)
-    assert 0 < len(cut.token_ids) <= 2
-    assert layers.most_after <= LAYERS
-    assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied without a forward"
-    rag.generate(PROMPT, **ASKED)
-    assert rag.stats()[0].entries == 3
-
-
 def test_encoding_behind_an_answer_ends_too(make, model, caplog):
     rag, (event, cancel) = make(cold="now"), set_event()
     answer = LAYERS * ASKED["max_new_tokens"]

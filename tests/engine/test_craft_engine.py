@@ -46,15 +46,6 @@ def test_a_context_that_costs_too_much_gets_a_variant_of_its_own():
     assert again.token_ids == greedy(plain("llama"), ids(other), 8)
 
 
-def test_alpha_large_enough_recomputes_all_that_another_context_touched():
-    rag = warmed()
-    other = Prompt([text(9, 77), chunk(40, 31), SEP, chunk(33, 2), text(6, 4)])
-    full = rag.generate(other, policy="full", **ASKED)
-    report = rag.generate(other, policy="craft:100", **ASKED)
-    assert report.token_ids == full.token_ids
-    assert report.report.link.approximate_tokens == 0
-
-
 class TestForgetting:
     def test_follows_the_context(self):
         rag = warmed()

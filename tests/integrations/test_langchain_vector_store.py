@@ -9,7 +9,7 @@ from langchain_ragcachekit import RagCacheVectorStore
 
 
 class TestStandard(VectorStoreIntegrationTests):
-    @pytest.fixture(params=["brute", "faiss-flat", "hnswlib", "folder"])
+    @pytest.fixture(params=["brute", "faiss-flat", "faiss-hnsw", "folder"])
     def vectorstore(self, request, tmp_path):
         kind, path = request.param, None
         if kind == "folder":

@@ -36,7 +36,7 @@ def texts(index, question=QUESTION, **settings):
     return [found.node.get_content() for found in index.as_retriever(**settings).retrieve(question)]
 
 
-@pytest.mark.parametrize("kind", ["brute", "faiss-flat", "hnswlib"])
+@pytest.mark.parametrize("kind", ["brute", "faiss-flat", "faiss-hnsw"])
 def test_it_finds_what_the_default_store_finds(kind, embedder):
     plain = VectorStoreIndex.from_documents(documents(), embed_model=embedder)
     ours = over(RagCacheVectorStore(index=kind), embedder, documents())

@@ -60,7 +60,7 @@ def test_messages_install_packages_of_the_extra_that_they_name(project: dict[str
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("missing_extra", "load_library")
     ]
     named = [(arguments[0], shlex.split(arguments[1])) for arguments in calls if len(arguments) == 2]
-    known = {"redis", "fsspec", "s3", "sample", "hnswlib", "langchain", "llama-index", "serve", "ray"}
+    known = {"redis", "fsspec", "s3", "sample", "langchain", "llama-index", "serve", "ray"}
     assert known | {"prometheus", "opentelemetry"} <= {name for name, _ in named}
     extras = project["project"]["optional-dependencies"]
     for extra, packages in named:

@@ -114,7 +114,7 @@ def test_a_bad_embedding_is_searched_noted_and_said_once(caplog: pytest.LogCaptu
 
 def test_texts_are_forgotten_in_their_namespace_alone() -> None:
     retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
-    one, other = Partition.of("one", 2), Partition.of("other", 2)
+    one, other = Partition("one", 2), Partition("other", 2)
     for partition in (one, other):
         retrieval.get(A, partition, Search(("1", "kept"), ("2", "gone")))
         retrieval.get(B, partition, Search(("1", "kept")))

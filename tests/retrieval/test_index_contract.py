@@ -18,14 +18,17 @@ EXACT = {"brute", "faiss-flat"}
 Make = Callable[..., VectorIndex]
 
 
-CASES = [*product(index_names(), ["cosine"]), ("faiss-flat", "l2"), ("faiss-hnsw", "ip"), ("hnswlib", "l2")]
+CASES = [
+    *product(index_names(), ["cosine"]),
+    ("faiss-flat", "l2"),
+    ("faiss-hnsw", "ip"),
+    ("faiss-hnsw", "l2"),
+]
 
 
 @pytest.fixture(params=CASES, ids="-".join)
 def make(request: pytest.FixtureRequest) -> Make:
     kind, metric = request.param
-    if kind != "brute":
-        pytest.importorskip("hnswlib" if kind == "hnswlib" else "faiss")
     return lambda dim=16: open_index(kind, dim, metric)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ragcachekit.errors import RetrievalError
+from ragcachekit.retrieval.faiss_index import FaissFlatIndex
 from ragcachekit.retrieval.index import VectorIndex, index_names, load_index, open_index
-from ragcachekit.retrieval.libraries import FaissFlatIndex
 
 KEYS = np.random.default_rng(5).standard_normal((40, 8)).astype(np.float32)
 IDS: list[str | int] = [f"é-{i}" if i % 2 else i for i in range(40)]
@@ -160,14 +160,14 @@ def test_a_graph_skips_what_was_removed(metric: str, tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw, hnswlib"):
+    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw"):
         open_index("annoy", 8)
     with pytest.raises(ValueError, match="known: cosine, ip, l2"):
         open_index("brute", 8, "hamming")
     with pytest.raises(ValueError, match="dim must be > 0"):
         open_index("brute", 0)
     with pytest.raises(TypeError, match="lnks"):
-        open_index("hnswlib", 8, lnks=4)
+        open_index("faiss-hnsw", 8, lnks=4)
     with pytest.raises(ValueError, match="links must be > 0"):
         open_index("faiss-hnsw", 8, links=0)
 

@@ -18,7 +18,7 @@ from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.documents import DocumentIndex
 from ragcachekit.retrieval.index import VectorIndex
 
-KINDS = ["brute", "faiss-flat", "faiss-hnsw", "hnswlib"]
+KINDS = ["brute", "faiss-flat", "faiss-hnsw"]
 
 
 def rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
@@ -232,14 +232,14 @@ def test_lost_documents_are_no_empty_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"index": "hnswlib"}, "holds a 'faiss-hnsw' index"),
-        ({"metric": "cosine"}, "of metric 'l2', not 'faiss-hnsw' of 'cosine'"),
-        ({"embedder": "other"}, "holds embeddings of 'mini', not 'other'"),
-        ({"links": 9}, "was made with links=8, not 9"),
+        ({"index": "faiss-flat"}, "was made with index='faiss-hnsw', not 'faiss-flat'"),
+        ({"metric": "cosine"}, "metric='l2', not 'cosine'"),
+        ({"embedder": "other"}, "embedder='mini', not 'other'"),
+        ({"links": 9}, "links=32, not 9"),
     ],
 )
 def test_another_index_is_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
-    made = {"index": "faiss-hnsw", "metric": "l2", "embedder": "mini", "links": 8}
+    made = {"index": "faiss-hnsw", "metric": "l2", "embedder": "mini"}
     with DocumentIndex(path=tmp_path, **made) as index:  # type: ignore[arg-type]
         fill(index, 0, 3)
     with pytest.raises(ValueError, match=match):
@@ -255,7 +255,7 @@ from ragcachekit.retrieval.documents import DocumentIndex
 
 base = int(sys.argv[1].rpartition("#")[2])
 rows = np.random.default_rng(0).standard_normal((4_000, 8)).astype(np.float32)
-with DocumentIndex("hnswlib", "l2", sys.argv[1].rpartition("#")[0]) as index:
+with DocumentIndex("faiss-hnsw", "l2", sys.argv[1].rpartition("#")[0]) as index:
     for at in range(base, base + 500, 25):
         ids = list(range(at, at + 25))
         index.add(ids, rows[ids], [f"{i}" for i in ids])
@@ -267,7 +267,7 @@ with DocumentIndex("hnswlib", "l2", sys.argv[1].rpartition("#")[0]) as index:
 def test_processes_write_and_read_at_once(tmp_path: Path) -> None:
     writers = [child(Path(f"{tmp_path}#{base}"), WRITER) for base in (0, 1_000, 2_000)]
     vectors, failures = rows(4_000), []
-    with DocumentIndex("hnswlib", "l2", tmp_path) as index:
+    with DocumentIndex("faiss-hnsw", "l2", tmp_path) as index:
 
         def read() -> None:
             while any(writer.poll() is None for writer in writers):

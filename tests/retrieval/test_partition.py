@@ -27,7 +27,6 @@ from ragcachekit.retrieval.partition import (
     KeyReader,
     KeyRules,
     NotKeyable,
-    Partition,
 )
 
 KNOWN = KeyRules(libraries=frozenset({__name__.partition(".")[0]}))
@@ -81,29 +80,6 @@ def of_model(value: int) -> Model:
     model = Model(field=[1])
     model._private.append(value)
     return model
-
-
-def test_equal_arguments_make_one_partition() -> None:
-    one, two = (
-        Partition.of("t", 4, filters={"a": [1, {"b"}], "c": None}, search_kwargs={"x": 1, "y": 2})
-        for _ in range(2)
-    )
-    assert one == two
-    assert hash(one) == hash(two)
-    others = {
-        Partition.of("u", 4),
-        Partition.of("t", 5),
-        Partition.of("t", 4, filters={"a": 1}),
-        Partition.of("t", 4, search_kwargs={"a": 1}),
-        Partition.of("t", 4, index_id="v2"),
-    }
-    assert len(others - {Partition.of("t", 4)}) == 5
-
-
-@pytest.mark.parametrize(("k", "error"), [(0, ValueError), (-1, ValueError), (4.0, TypeError)])
-def test_k_must_be_a_positive_int(k: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="k must be"):
-        Partition.of("t", k)
 
 
 DIFFERENT = {

@@ -14,21 +14,20 @@ import pytest
 
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved, SavedEntries
-from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.partition import KeyReader, Partition
 from ragcachekit.retrieval.proximity import ProximityCache
 
-PLACE = Partition.of("acme", 2, filters={"lang": "en", "years": [2020, 2.5, None, {1, "b"}]}, index_id=b"v1")
+PLACE = Partition("acme", 2, KeyReader().key({"lang": "en", "years": [2020, 2.5, {1, "b"}]}), None, "v1")
 QUESTION = "Which items are covered?"
 
 PROGRAM = """
 import sys
 from ragcachekit.json_store import JsonStore
-from ragcachekit.retrieval.partition import Partition
+from ragcachekit.retrieval.partition import KeyReader, Partition
 from ragcachekit.retrieval.proximity import ProximityCache
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
 
-filters = {"lang": "en", "years": [2020, 2.5, None, {"b", 1}]}
-place = Partition.of("acme", 2, filters=filters, index_id=b"v1")
+place = Partition("acme", 2, KeyReader().key({"lang": "en", "years": [2020, 2.5, {"b", 1}]}), None, "v1")
 saved = SavedEntries(JsonStore(sys.argv[1]), str, str)
 retrieval = CachedRetrieval(ProximityCache(10, 0.01, "l2"), text=str, saved=saved)
 for i in range(12):
@@ -111,8 +110,8 @@ def test_a_codec_that_fails_costs_the_entry_alone(tmp_path) -> None:
 def test_altered_values_are_misses(tmp_path, alter) -> None:
     fill(tmp_path)
     with sqlite3.connect(tmp_path / "cache.db") as database:
-        (row,) = database.execute("SELECT rowid, value FROM Cache WHERE value LIKE '%text 5%'").fetchall()
-        database.execute("UPDATE Cache SET value = ? WHERE rowid = ?", (alter(row[1]), row[0]))
+        (row,) = database.execute("SELECT rowid, value FROM entries WHERE value LIKE '%text 5%'").fetchall()
+        database.execute("UPDATE entries SET value = ? WHERE rowid = ?", (alter(row[1]), row[0]))
     retrieval = opened(tmp_path)
     assert [ask(retrieval, at).hit for at in (4.0, 5.0, 6.0)] == [True, False, True]
 

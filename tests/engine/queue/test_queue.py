@@ -176,19 +176,6 @@ def test_a_deadline_ends_a_request_that_waits_or_runs():
         assert not rag.queue.runner.decoder.active
 
 
-def test_a_deadline_ends_a_request_that_runs_alone():
-    with warmed("llama", PROMPT) as rag:
-        begun, alone = time.monotonic(), {**ASKED, "max_new_tokens": 400, "num_beams": 2}
-        with pytest.raises(DeadlineExceeded, match="running"):
-            rag.submit(PROMPT, deadline=0.1, **alone).result(LONG)
-        taken = time.monotonic() - begun
-        assert rag.submit(PROMPT, deadline=LONG, **ASKED).result(LONG).report.output_tokens == 6
-        assert rag.queue.stats().expired == 1
-        begun = time.monotonic()
-        rag.generate(PROMPT, **alone)
-        assert taken < (time.monotonic() - begun) / 2
-
-
 async def test_what_waits_for_room_ends_by_its_scope_or_deadline():
     with warmed("llama", PROMPT, queue=QueueConfig(max_waiting=1)) as rag, CancelScope() as scope:
         with held(rag):

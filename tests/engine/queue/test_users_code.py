@@ -120,15 +120,6 @@ def test_a_streamer_that_fails_at_its_end_hurts_nobody_else(rag, error):
     assert rag.queue.drain(LONG)
 
 
-def test_an_error_that_is_its_own_cause_does_not_hold_the_thread(rag):
-    error = LookupError("round and round")
-    error.__cause__ = error
-    bad = rag.submit(PROMPT, streamer=Streamer(raiser(error), 4), **ASKED)
-    with pytest.raises(LookupError):
-        bad.result(LONG)
-    assert rag.submit(PROMPT, **ASKED).result(LONG).token_ids
-
-
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 async def test_in_asyncio_it_ends_neither_the_task_nor_the_loop(rag, error):
     # Of these, a task would look cancelled by the first, and the next two would end the loop.
@@ -229,11 +220,3 @@ def test_what_does_not_wait_is_allowed_there(rag):
     assert requests[0].result(LONG).token_ids == want
     assert rag.queue.drain(LONG)
     assert [answer.token_ids for answer in answers] == [want]
-
-
-def test_another_engines_request_may_be_waited_for(rag):
-    answers = []
-    with warmed("llama", PROMPT, policy="reuse") as other:
-        then = caught_from(lambda: other.submit(PROMPT, **ASKED).result(LONG).token_ids, answers)
-        request = rag.submit(PROMPT, streamer=Streamer(then), **ASKED)
-        assert answers == [request.result(LONG).token_ids]
