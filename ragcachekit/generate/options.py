@@ -172,8 +172,11 @@ def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[
     """Options with the neutral value where the model's own generation config would be refused."""
     if options.get("generation_config") is not None:
         return dict(options)
-    unwanted = [name for name in REFUSED if _is_set(name, getattr(defaults, name, None))]
-    neutral = {name: _neutral(name, getattr(defaults, name)) for name in unwanted}
+    neutral = {}
+    for name in REFUSED:
+        if _is_set(name, value := getattr(defaults, name, None)):
+            # transformers replaces None by the model's own default, so use False or 1 where possible.
+            neutral[name] = False if value is True else 1 if name in _ONE_IS_NONE else None
     return {**neutral, "use_cache": True, **options}
 
 
@@ -183,11 +186,6 @@ def _is_set(name: str, value: Any) -> bool:
     if isinstance(value, int | float) and value is not True:
         return value != (1 if name in _ONE_IS_NONE else 0)
     return True  # tensors among them, which cannot be compared
-
-
-def _neutral(name: str, value: Any) -> Any:
-    # transformers replaces None by the model's own default, so use False or 1 where possible.
-    return False if value is True else 1 if name in _ONE_IS_NONE else None
 
 
 # -- token ids to text, and streamers ------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.rope import Rope
-from ragcachekit.policies.craft import Impact
+from ragcachekit.policies.craft import NO_IMPACT, Impact
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
 from ragcachekit.store.loader import AnyKV
@@ -24,20 +24,11 @@ DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
 
 IN_PROMPT = "in-prompt"
 
-HALF_LIFE = 1000
-"""Uses in a namespace after which the weight of a variant has halved."""
-
-MIN_COST = 0.05
-"""A use counts 1 / cost; lower costs count as this one."""
-
-SHARE = 0.875
-"""Share of a store's bytes for variants: the pool evicts by weight before the store evicts by its policy."""
-
-NEW_WEIGHT = 1.0
-"""f_r of an unused variant: that of one use at full cost."""
-
-MAX_AVERAGES = 1 << 18
-"""Entries known in all namespaces together, about 250 MB; the least recently used are dropped."""
+HALF_LIFE = 1000  # uses in a namespace after which the weight of a variant has halved
+MIN_COST = 0.05  # a use counts 1 / cost; lower costs count as this one
+SHARE = 0.875  # of a store's bytes for variants: the pool evicts by weight before the store by its policy
+NEW_WEIGHT = 1.0  # f_r of an unused variant: that of one use at full cost
+MAX_AVERAGES = 1 << 18  # entries in all namespaces together, about 250 MB, those used last
 
 
 @dataclass(frozen=True)
@@ -365,8 +356,9 @@ class VariantPool:
 
     def cost(self, key: KVKey, before: Sequence[str]) -> float:
         """CCI (1 - β') of a variant after ``before``; an unknown one counts as KV without sums."""
-        variant = self._known(key)
-        return (Impact() if variant is None else variant.impact).cost(before)
+        if (variant := self._known(key)) is None:
+            return NO_IMPACT if before else 0.0
+        return variant.impact.cost(before)
 
     def add_average(self, key: KVKey) -> KVKey | None:
         """Record a stored mean or a prompt's own rows; returns the key that it replaces."""

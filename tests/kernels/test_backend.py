@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -226,14 +227,6 @@ class TestTritonGivesUp:
 def test_the_guard_changes_the_device_only_where_it_differs(monkeypatch, device, guarded):
     entered = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda given: entered.append(given) or _Nothing())
+    monkeypatch.setattr(torch.cuda, "device", lambda given: entered.append(given) or nullcontext())
     with launch.launching_on(torch.device(device)):
         assert entered == ([torch.device(device)] if guarded else [])
-
-
-class _Nothing:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None

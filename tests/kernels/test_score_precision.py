@@ -116,17 +116,3 @@ def test_of_16_bit_vectors(dtype, limits):
     tolerance = math.expm1(0.3 * (DIM + 1) * ulp(largest_sum(query, key, 1.0))) + EXPONENTIALS
     for start, stop in spans or [(0, tokens)]:
         assert float(ours[start:stop].sum()) == pytest.approx(HEADS, rel=tolerance)
-
-
-@pytest.mark.parametrize("scale", [0.7, 0.3])
-@pytest.mark.parametrize("lengths", [(40,), (300, 300), (17, 3, 20)])
-def test_where_a_chunks_attention_goes(scale, lengths):
-    tokens, begin = sum(lengths), sum(lengths[:-1])
-    query, key = drawn(tokens, 1e4)
-    mass = dispatch.context_mass(query, key, [tokens - 1], lengths, AttentionOptions(scale=scale))
-    tolerance = math.expm1(1.5 * scale * ulp(largest_sum(query, key, 1.0))) + EXPONENTIALS
-    assert float(mass.columns.sum()) == pytest.approx(HEADS, rel=tolerance)
-    assert float(mass.inter.sum() + mass.intra) == pytest.approx(HEADS, rel=tolerance)
-    assert float(mass.outward.sum()) == pytest.approx(
-        float(mass.columns[:begin].sum()), abs=HEADS * tolerance
-    )

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.craft import (
     Craft,
-    CraftFocused,
     Impact,
     context_impact,
     focused,
@@ -156,8 +155,3 @@ def test_the_focus_is_the_top(scores):
 def test_alphas_that_make_no_sense(kind, argument):
     with pytest.raises(ValueError, match="craft"):
         open_policy(f"{kind}:{argument}")
-
-
-def test_names():
-    assert open_policy("craft:1.0").name == "craft:1"
-    assert open_policy("craft-focused:0.5") == CraftFocused(0.5)

@@ -13,10 +13,9 @@ from transformers import DynamicCache
 
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward import prefill as narrow
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.linker import LinkedLayer
 from ragcachekit.forward.prefill import choose, link_ahead
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.plan.encodings import Encodings
@@ -325,20 +324,6 @@ class TestCacheBlend:
         for ours, keys in zip(linked.cache.layers, run.keys, strict=True):
             assert off(ours.keys[0], keys[:, :-1]) < 1e-5
         assert plan.report.approximate_tokens == 0
-
-    def test_the_rows_of_a_layer_are_made_once_for_all_later_layers(self, monkeypatch):
-        given = []
-
-        def noted(layer, rows, projecting=False):
-            given.append((rows, projecting))
-            return narrowed(layer, rows, projecting)
-
-        narrowed = LinkedLayer.narrow
-        monkeypatch.setattr(LinkedLayer, "narrow", noted)
-        link_ahead(wrapped("llama"), described("llama"), plan_for("llama", "cacheblend-gradual:0.3"))
-        ahead = [rows for rows, projecting in given if not projecting]
-        assert len(ahead) == 3 + 2 + 1  # of three layers: before the forward, the second, the third
-        assert len({id(rows) for rows in ahead}) == 3
 
     def test_a_forward_while_torch_registers_the_hook_is_left_alone(self):
         # Another thread's: torch calls the hook without keyword arguments until it is registered.

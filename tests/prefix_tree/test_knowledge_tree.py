@@ -107,13 +107,6 @@ def test_leaves_leave_first_and_parents_after_their_last_child() -> None:
     check(tree)
 
 
-def test_a_request_never_evicts_its_own_beginning() -> None:
-    tree = host_tree(10)
-    request(tree, path_of("s3", "a4"))
-    request(tree, path_of("s3", "a4", "b5"))  # needs 12 rows of 10
-    assert known(tree, "s3", "a4", "b5") == 2
-
-
 def test_what_a_request_holds_is_not_evicted_until_it_is_let_go() -> None:
     tree = host_tree(12)
     request(tree, path_of("s3", "a4"))
@@ -288,17 +281,6 @@ def test_pins_of_a_discarded_node_do_not_reach_the_one_that_follows_it() -> None
 
 
 # -- counting and threads --------------------------------------------------------------------------
-
-
-def test_statistics_count_documents_tier_by_tier() -> None:
-    tree = two_tiers(8, 100)
-    request(tree, path_of("s3", "a4", "b5"))  # three misses in both
-    tree.match(ROOT, path_of("s3", "a4", "b5", "c6"))
-    records = {record.tier: record for record in tree.stats()}
-    assert (records["tree:gpu"].hits, records["tree:gpu"].misses) == (2, 5)
-    assert (records["tree:host"].hits, records["tree:host"].misses) == (1, 4)
-    assert records["tree:gpu"].nbytes == 7 * ROW
-    assert records["tree:host"].entries == 1
 
 
 def test_threads_see_nothing_but_whole_nodes() -> None:

@@ -68,16 +68,6 @@ def test_what_the_chunk_store_has_keeps_nothing_out_of_the_tree_under_prefix(enc
         assert answer.token_ids == greedy("llama", prompt)
 
 
-def test_keys_that_were_turned_back_and_forth_do_not_enter_the_tree() -> None:
-    tree, prompt = tree_of(), Prompt([SYSTEM, A, QUESTION])
-    with rag_for("llama", policy="reuse", encoder="system", tree=tree, cold="now") as rag:
-        rag.generate(prompt, max_new_tokens=1)
-        tree.forget("default")
-        report = rag.generate(prompt, max_new_tokens=1).report.link
-        assert report.exact_tokens == 9 + 33, "exact, from the chunk store, up to a rounding"
-        assert len(nodes(tree)) == 1
-
-
 def test_a_prompt_one_token_beyond_a_change_of_frequencies_is_not_taken_in() -> None:
     tree = tree_of()
     prompt = Prompt([SYSTEM, chunk(LONGROPE_THRESHOLD + 1 - 9 - 6, 40), QUESTION])
@@ -197,15 +187,6 @@ def test_namespaces_share_nothing() -> None:
     with rag_for("llama", policy="prefix", tree=tree_of(), cold="now") as rag:
         rag.generate(THREE, max_new_tokens=1)
         assert rag.generate(THREE, max_new_tokens=1, namespace="globex").report.link.tree_tokens == 0
-
-
-def test_in_the_background_too_and_statistics_say_so() -> None:
-    with rag_for("llama", policy="prefix", tree=TreeConfig(host_bytes=1 << 28), cold="background") as rag:
-        rag.generate(THREE, max_new_tokens=1)
-        assert rag.flush(60)
-        assert rag.generate(THREE, max_new_tokens=1).report.link.tree_tokens == 88
-        record = {record.tier: record for record in rag.stats()}["tree:host"]
-        assert (record.entries, record.hits) == (4, 4)
 
 
 def test_the_disk_keeps_it_for_the_next_process(tmp_path) -> None:
