@@ -63,8 +63,7 @@ from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.threads import OPENED_BEFORE_FORK
 from ragcachekit.types import KVKey, whole_id
 
-MIN_REPORTED_WAIT_S = 0.01
-"""Shorter waits for rows of an earlier prompt have no note in the report."""
+MIN_REPORTED_WAIT_S = 0.01  # for rows of an earlier prompt; shorter waits have no note in the report
 
 
 class RagCache:
@@ -178,11 +177,10 @@ class RagCache:
     def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
         """As :meth:`generate`, for several prompts, decoded together; an interrupt cancels them all."""
         self.queue.refuse_own_thread()
-        prompts = several(prompts, "prompts")
+        prompts, requests = several(prompts, "prompts"), list[Request]()
         if options.get("streamer") is not None and len(prompts) > 1:
             raise ValueError("one streamer cannot tell several prompts apart; submit them one by one")
         self._checked(options.get("namespace"))
-        requests: list[Request] = []
         try:
             requests += (self.submit(prompt, **{"wait": True, **options}) for prompt in prompts)
             return [request.result() for request in requests]
@@ -349,16 +347,18 @@ class RagCache:
         if waited >= MIN_REPORTED_WAIT_S:
             request = request.with_note(f"waited {waited:.2f} s until rows of an earlier prompt were stored")
         begun = time.perf_counter()
-        return _planned_since(begun, self.replan(self.components.planner.look_up(request)))
+        return self.replan(self.components.planner.look_up(request), begun=begun)
 
-    def replan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
+    def replan(
+        self, request: PromptRequest, without: frozenset[KVKey] = frozenset(), *, begun: float | None = None
+    ) -> LinkPlan:
         """The plan of a request whose look-ups have begun, without entries that could not be loaded."""
-        begun, parts = time.perf_counter(), self.components
+        begun, parts = begun or time.perf_counter(), self.components
         plan = parts.planner.plan(request, without)
         lost = parts.background_encoder.refused(item.key for item in plan.missing)
         if lost and not isinstance(parts.store, NullStore):
             plan = plan.with_note(f"{lost} missing entr{'ies' if lost > 1 else 'y'} {NOT_KEPT}")
-        return _planned_since(begun, plan)
+        return replace(plan, report=replace(plan.report, plan_ms=(time.perf_counter() - begun) * 1e3))
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -416,17 +416,11 @@ class RagCache:
         prompt : str, messages or Prompt, optional
             A prompt like those to come, with at least one of the texts: instead of ``system``, the text
             before its first chunk. Nothing is generated.
-        sources : sequence of str, optional
-            As for :meth:`register`.
-        progress : bool
-            Show a progress bar over tokens.
+        sources, progress : optional
+            As for :meth:`register`; whether to show a progress bar over tokens.
 
-        Raises
-        ------
-        ValueError
-            For an empty chunk, one longer than the model's context, a missing ``system``, or a ``prompt``
-            without chunks or beside a ``system``.
-        ModelChanged, Cancelled
+        ValueError for an empty chunk, one longer than the model's context, a missing ``system``, or a
+        ``prompt`` without chunks or beside a ``system``.
         """
         return self.chunks.encode(texts, self._checked(namespace), system, prompt, sources, progress)
 
@@ -448,21 +442,11 @@ class RagCache:
         before this returns stores no forgotten chunk. Another process on the same disk folder keeps its own
         host memory; its knowledge tree follows at its next request in the namespace.
 
-        Parameters
-        ----------
-        ids : iterable of str, optional
-            Chunk ids, as :meth:`encode` returned them. Their texts stay registered: a later prompt with one
-            encodes it again.
-        texts : iterable of str, optional
-            Texts, long or short. Chunks among them are unregistered as well, in every form a chain may give
-            them.
-        namespace : str, optional
-            With neither ids nor texts, all of it is dropped.
+        Chunks among ``texts`` are unregistered as well, in every form a chain may give them. Those of
+        ``ids``, as :meth:`encode` returned them, stay registered: a later prompt encodes them again. With
+        neither, the whole namespace is dropped.
 
-        Raises
-        ------
-        StoreError
-            If a tier cannot confirm the deletion; all others have forgotten. Forget again.
+        StoreError if a tier cannot confirm the deletion; all others have forgotten. Forget again.
         """
         return self.chunks.forget(self._checked(namespace), ids, texts)
 
@@ -478,29 +462,16 @@ class RagCache:
         Prompts are continued by a full prefill and under every candidate. The one whose next tokens differ
         least is chosen and recorded in the cache folder, for this model and namespace.
 
-        Parameters
-        ----------
-        prompts : iterable, optional
-            Prompts as for :meth:`generate`, like those to come, each with two chunks or more; default are the
-            last 16 answered.
-        progress : bool
-            Show a progress bar over prompts.
+        Give ``prompts`` that are like those to come, each with two chunks or more; default are the last 16
+        answered. ``progress`` shows a bar over them.
 
-        Raises
-        ------
-        ValueError
-            Without a prompt of two chunks and text after them, or for the encoder ``in-prompt``.
-        RagCacheError
-            If not even one prompt could be measured in a minute.
-        PromptTooLong, ModelChanged, Cancelled
+        ValueError without a prompt of two chunks and text after them, or for the encoder ``in-prompt``;
+        RagCacheError if not even one prompt could be measured in a minute.
         """
         return self.chunks.tune(prompts, self._checked(namespace), progress)
 
     def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
-        """Let :meth:`forget` drop results of this query cache too; called by retrievers of this engine.
-
-        The cache is referenced weakly. The engine's observers are called at its lookups.
-        """
+        """Let :meth:`forget` drop results of this query cache, and observers see it; called by retrievers."""
         self.chunks.query_caches.add(cache)
         cache.observers = self._observers
 
@@ -559,7 +530,7 @@ class RagCache:
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Call an observer at no further request; no error if it was not added."""
+        """Call an observer no more; no error if it was not added."""
         self._observers.remove(observer)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -624,14 +595,6 @@ class RagCache:
         model = f"{type(self.model).__name__} on {self.model.device}"
         if self._closed:
             return [("model", model), ("state", "closed")]
-        tiers = [
-            f"{tier.tier} {tier.entries} entries, {tier.nbytes / 1e6:.1f} of {tier.budget / 1e6:.0f} MB"
-            for tier in self.stats()
-        ]
+        tiers = "; ".join(f"{tier.tier} {tier.entries} entries" for tier in self.stats()) or "none"
         named = {"policy": self.policy, "encoder": self.encoder, "namespace": self.namespace}
-        return [("model", model), *named.items(), ("tiers", "; ".join(tiers) or "none")]
-
-
-def _planned_since(begun: float, plan: LinkPlan) -> LinkPlan:
-    """The plan, whose report has how long it took; ``begun`` in seconds of :func:`time.perf_counter`."""
-    return replace(plan, report=replace(plan.report, plan_ms=(time.perf_counter() - begun) * 1e3))
+        return [("model", model), *named.items(), ("tiers", tiers)]

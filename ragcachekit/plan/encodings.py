@@ -24,20 +24,11 @@ DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
 
 IN_PROMPT = "in-prompt"
 
-HALF_LIFE = 1000
-"""Uses in a namespace after which the weight of a variant has halved."""
-
-MIN_COST = 0.05
-"""A use counts 1 / cost; lower costs count as this one."""
-
-SHARE = 0.875
-"""Share of a store's bytes for variants: the pool evicts by weight before the store evicts by its policy."""
-
-NEW_WEIGHT = 1.0
-"""f_r of an unused variant: that of one use at full cost."""
-
-MAX_AVERAGES = 1 << 18
-"""Entries known in all namespaces together, about 250 MB; the least recently used are dropped."""
+HALF_LIFE = 1000  # uses in a namespace after which the weight of a variant has halved
+MIN_COST = 0.05  # a use counts 1 / cost; lower costs count as this one
+SHARE = 0.875  # of a store's bytes for variants: the pool evicts by weight before the store by its policy
+NEW_WEIGHT = 1.0  # f_r of an unused variant: that of one use at full cost
+MAX_AVERAGES = 1 << 18  # entries in all namespaces together, about 250 MB, those used last
 
 
 @dataclass(frozen=True)
