@@ -23,11 +23,10 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
-from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
-from ragcachekit.plan.load_planner import LoadPath
+from ragcachekit.plan.load_planner import LoadPath, PrefillCost
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
