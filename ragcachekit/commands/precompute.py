@@ -192,7 +192,7 @@ class PrecomputeRun:
     @property
     def todo_bytes(self) -> int:
         """Bytes of KV to be stored."""
-        return self.todo_tokens * self.token_bytes + sum(chunk.id_bytes for chunk in self.todo)
+        return self.todo_tokens * self.token_bytes + 4 * sum(len(chunk.content) for chunk in self.todo)
 
     @property
     def changes(self) -> str:
