@@ -18,7 +18,7 @@ test: $(SAMPLE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What computes with floats, by the instructions and the orders of summing of other x86 processors.
-COMPUTING := $(addprefix tests/,kernels policies plan forward encode model engine generate prefix_tree query search)
+COMPUTING := $(addprefix tests/,kernels policies plan forward encode model engine generate prefix_tree retrieval)
 test-portable: $(STAMP)
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 \
 		OPENBLAS_CORETYPE=Haswell FAISS_OPT_LEVEL=avx2 $(BIN)/python -m pytest -n 2 $(COMPUTING)
