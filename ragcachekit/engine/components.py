@@ -155,7 +155,7 @@ class EngineComponents:
             encoder=settings.encoder,
             neighbours=by_namespace(settings.neighbours, settings.namespace),
             same_source=settings.companions == "same-source",
-            fetch=lambda: Fetch(loads.source, loads.planner, layout=layout),
+            fetch=partial(Fetch, loads.source, loads.planner, layout=layout),
             tree=self.tree,
             layout=layout,
         )
