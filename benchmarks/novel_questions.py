@@ -101,7 +101,7 @@ def novel_prompts(documents: Documents, count: int, chunks: int, seed: int) -> I
 
 
 def warm_up(rag: RagCache, documents: Documents, chunks: int, prompts: Sequence[Prompt]) -> None:
-    """Choose what ``auto`` stands for, then have every document cached; ``full`` needs one prefill."""
+    """Choose the policy of ``auto``, then have every document cached; ``full`` needs one prefill."""
     if rag.policy.startswith("auto"):
         rag.tune(prompts=prompts)
     every = documents.each_once(chunks)

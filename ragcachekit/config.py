@@ -116,7 +116,7 @@ class StoreConfig:
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
       docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers always
       evict the least recently used.
-    - ``quotas``: Bytes that single namespaces may take in each tier but Redis; ``*`` stands for every other
+    - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*`` stands for every other
       one.
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,
       never called exact, and computed again where exactness was asked for.

@@ -1,4 +1,4 @@
-"""``python -m benchmarks serve-routing``: routers measured with two replicas behind Ray Serve."""
+"""``python -m benchmarks serve-routing``: routers measured with two replicas under Ray Serve."""
 
 from __future__ import annotations
 

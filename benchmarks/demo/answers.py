@@ -135,7 +135,7 @@ class Answering:
 
 
 def contains(answer: str, known: str) -> bool:
-    """Whether the known answer stands in ``answer`` as whole words, in any case and with any blanks."""
+    """Whether ``answer`` has the known answer as whole words, in any case and with any blanks."""
     wanted = r"\s+".join(map(re.escape, known.lower().split()))
     return re.search(rf"(?<!\w){wanted}(?!\w)", answer.lower()) is not None
 

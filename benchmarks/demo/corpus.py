@@ -98,7 +98,7 @@ def manual_index(rows: NDArray[np.float32], vectors: int, seed: int) -> VectorIn
 class Question:
     """A question in several wordings.
 
-    ``answer`` stands in ``sentence``, and that in the documentation of ``module``, if blanks and line ends
+    ``answer`` is in ``sentence``, and that in the documentation of ``module``, if blanks and line ends
     count as the same.
     """
 

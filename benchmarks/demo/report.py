@@ -187,7 +187,7 @@ def _draw_quality(axes: Axes, row: Row) -> None:
         f"{row['other_chunks']} of {n} prompts had other chunks\n"
         f"loss of full's answer: {row['full_loss']:.2f}, with caches {row['cached_loss']:.2f} nats per token"
     )
-    right = "Right: the known answer stands in the text. The lower bars"
+    right = "Right: the text has the known answer. The lower bars"
     detail = f"{right}\ncompare both caches (chunks, queries) with full. 95 % intervals"
     _title(axes, "Are the answers as good?", detail)
 

@@ -1,7 +1,7 @@
 """What no policy can exceed: Belady's optimum where it is one, and true upper bounds elsewhere.
 
 All three functions bound a cache that may also refuse an entry (bypass), and so one that may not. On the
-entries of a knowledge tree (documents behind certain others) they drop the rule that an entry is of use
+entries of a knowledge tree (documents after certain others) they drop the rule that an entry is of use
 only together with its parents, so they bound the tree as well. For equal sizes nothing is lost by that:
 a parent is always needed before its children are, so Belady's algorithm, which lets go of what is needed
 last, never keeps an entry without its parents, and its hit rate is the optimum of the tree itself.

@@ -40,7 +40,7 @@ class Plan:
     """A trace as the entries that its requests use.
 
     In a ``tree`` an entry is a document after certain others, usable only with all of those (RAGCache's
-    knowledge tree); of ``chunks`` it is a document, wherever it stands. ``requests`` are entry numbers,
+    knowledge tree); of ``chunks`` it is a document at any place. ``requests`` are entry numbers,
     ``tokens`` and ``parents`` (-1: none) those of each entry, ``full_seconds`` the prefill time of all
     requests with nothing but the system prompt cached.
     """

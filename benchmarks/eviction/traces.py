@@ -1,4 +1,4 @@
-"""Requests to replay: ordered documents behind a system prompt, drawn or read from a file."""
+"""Requests to replay: ordered documents after a system prompt, drawn or read from a file."""
 
 from __future__ import annotations
 

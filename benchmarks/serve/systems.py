@@ -164,7 +164,7 @@ class Engine:
         self._open: list[tuple[Served, Any]] = []
 
     def warm_up(self, requests: Sequence[ServeRequest]) -> None:
-        """Choose what ``auto`` stands for, encode all documents, then answer the requests."""
+        """Choose the policy of ``auto``, encode all documents, then answer the requests."""
         if self._rag.policy.startswith("auto"):
             self._rag.tune(prompts=[request.prompt for request in requests])
         for prompt in self._prompts:

@@ -157,8 +157,8 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
     ) -> ChatGenerationChunk:
         if answer is None or reader is None:
             return ChatGenerationChunk(message=AIMessageChunk(content=text))
-        message = AIMessageChunk(**self._fields(text, answer, reader), chunk_position="last")
-        return ChatGenerationChunk(message=message)
+        last = AIMessageChunk(**self._fields(text, answer, reader), chunk_position="last")
+        return ChatGenerationChunk(message=last)
 
     def _fields(self, text: str, answer: Answer, reader: ToolCallReader) -> dict[str, Any]:
         link, output = answer.report.link, answer.report.output_tokens
@@ -168,18 +168,14 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
             total_tokens=link.prompt_tokens + output,
             input_token_details=InputTokenDetails(cache_read=link.reused_tokens),
         )
+        named = {"model_name": self.model_name, "model_provider": "ragcachekit"}
         response = {
-            "model_name": self.model_name,
-            "model_provider": "ragcachekit",
+            **named,
             "finish_reason": answer.report.finish_reason,
             "ragcachekit": answer.report.to_dict(),
         }
-        return {
-            "content": text,
-            **tool_fields(reader),
-            "usage_metadata": usage,
-            "response_metadata": response,
-        }
+        tools = tool_fields(reader)
+        return {"content": text, **tools, "usage_metadata": usage, "response_metadata": response}
 
     @property
     def _llm_type(self) -> str:

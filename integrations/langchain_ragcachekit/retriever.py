@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any, Self, Unpack
@@ -58,19 +59,14 @@ class RagCacheRetriever(BaseRetriever):
     Its results are also registered with the engine, so that the chat model recognises the chunks in the
     prompt and entries on disk begin to load. Documents are copies with the same ``id``.
 
-    A result is found again only for the same namespace, ``k``, search arguments and fields of the wrapped
-    retriever. Unless that is a plain vector store retriever, the ``configurable`` values of the run must be
-    the same, too. Classes and functions of your own may depend on anything: what they find is not cached
-    unless ``partition`` names what counts, or the class does so in a method ``cache_key_parts()``. The same
-    holds for functions as search arguments, and for what is too large to be compared at every question. This
-    is logged once.
-
-    Changes of vector stores and document stores through their methods (``add_documents``, ``delete``, ...)
-    are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
+    A result is found again only for the same namespace, ``k``, search arguments, fields of the wrapped
+    retriever and, unless that is a plain vector store retriever, ``configurable`` values of the run. What
+    your own classes and functions find is not cached unless ``partition``, or their method
+    ``cache_key_parts()``, names what counts. Changes of stores through their methods are seen; call
+    :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
-    callbacks: the distance of the cached question, the microseconds of the lookup, a note if the question's
-    embedding could not be used, and why a near enough question was refused.
+    callbacks: distance, microseconds, and why a cached question was not used.
 
     Attributes
     ----------
@@ -146,6 +142,11 @@ class RagCacheRetriever(BaseRetriever):
         )
         store.add_documents(documents, progress=progress)
         return cls.wrap(store, k=k, **settings)
+
+    @property
+    def query_cache(self) -> RetrieverCache[Document]:
+        """The cached questions."""
+        return self._retrieval
 
     @property
     def vectorstore(self) -> VectorStore | None:
@@ -279,17 +280,11 @@ class RagCacheRetriever(BaseRetriever):
 
 def _copied(document: Document) -> Document:
     # The text is immutable and shared; model_copy copies the id and the fields of subclasses.
-    return document.model_copy(update={"metadata": _copy_metadata(document.metadata)})
-
-
-def _copy_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    # deepcopy costs more than the lookup, and most metadata is flat.
-    if all(value is None or isinstance(value, str | int | float) for value in metadata.values()):
-        return dict(metadata)
-    try:
-        return deepcopy(metadata)
-    except Exception:  # a lock, a client: whoever put it there shares it
-        return dict(metadata)
+    metadata = dict(document.metadata)
+    if not all(value is None or isinstance(value, str | int | float) for value in metadata.values()):
+        with suppress(Exception):  # a lock, a client: whoever put it there shares it
+            metadata = deepcopy(metadata)
+    return document.model_copy(update={"metadata": metadata})
 
 
 def _event(result: Retrieved[Document]) -> tuple[str, dict[str, float | str | None]]:

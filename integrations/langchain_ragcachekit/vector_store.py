@@ -86,7 +86,10 @@ class RagCacheVectorStore(VectorStore):
         Only documents that are not there with the same text are embedded, some at a time: what an error or
         an interrupt leaves is kept. ``progress`` shows a bar.
         """
-        names = _names(documents, ids)
+        given = ids or [None] * len(documents)
+        if len(given) != len(documents):
+            raise ValueError(f"{len(given)} ids for {len(documents)} documents")
+        names = [name or one.id or _digest(one) for name, one in zip(given, documents, strict=True)]
         todo = dict(zip(names, documents, strict=True))
         for known in self.index.get(list(todo)):
             document = todo[str(known.id)]
@@ -148,14 +151,6 @@ def as_where(filter: Filter | None) -> Any:
 def as_document(found: Any) -> Document:
     """A document of the index as one of LangChain."""
     return Document(found.text, id=str(found.id), metadata=found.metadata)
-
-
-def _names(documents: Sequence[Document], ids: Sequence[str | None] | None) -> list[str]:
-    """Given ids, those of the documents, or digests of their content."""
-    given = ids or [None] * len(documents)
-    if len(given) != len(documents):
-        raise ValueError(f"{len(given)} ids for {len(documents)} documents")
-    return [name or document.id or _digest(document) for name, document in zip(given, documents, strict=True)]
 
 
 def _digest(document: Document) -> str:

@@ -41,9 +41,6 @@ from ragcachekit.retrieval.plumbing import (
 
 dispatcher = get_dispatcher(__name__)
 
-SCORE_NOTE = "ragcachekit_score"
-"""Metadata key of a node whose score is that of the cached question; hidden from model and embedder."""
-
 QUESTION_FIELDS = frozenset({"query_str", "custom_embedding_strs", "embedding"})
 """Of a query bundle; its other fields are part of the key."""
 
@@ -73,18 +70,13 @@ class RagCacheRetriever(BaseRetriever):
     """Wraps any LlamaIndex retriever; a question near enough to an earlier one is not searched.
 
     The nodes' bare texts are registered with the engine, so that the model finds them in the prompt
-    although query engines put metadata before them. A hit gives copies, with the scores of their search; for
-    a near question, the nodes' metadata shows that under ``ragcachekit_score``.
+    although query engines put metadata before them. A hit gives copies, with the scores of their search.
 
-    A result is found again only for the same namespace and the same fields of the wrapped retriever. Classes
-    and functions of your own may depend on anything: what they find is not cached unless ``partition`` names
-    what counts, or the class does so in a method ``cache_key_parts()``. The same holds for what is too large
-    to be compared at every question. This is logged once.
-
-    Changes of indexes and stores through their methods (``insert``, ``delete_ref_doc``, ``refresh``, ``add``,
-    ...) are seen. Call :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
-
-    ``aretrieve`` searches a retriever that has no ``_aretrieve`` of its own in a thread.
+    A result is found again only for the same namespace and fields of the wrapped retriever. What your own
+    classes and functions find is not cached unless ``partition``, or their method ``cache_key_parts()``,
+    names what counts. Changes of indexes and stores through their methods are seen; call :meth:`clear` after
+    others. ``cache.forget`` drops results that name a forgotten text. ``aretrieve`` searches a retriever
+    that has no ``_aretrieve`` of its own in a thread.
 
     Parameters
     ----------
@@ -120,11 +112,11 @@ class RagCacheRetriever(BaseRetriever):
         self._exact = settings.get("tolerance", 0) == 0
         index, given, cache = own_index_of(retriever), dict(settings), RetrieverCache
         namespace: Any = given.pop("namespace", None)
-        self._retrieval: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, index=index, **given)  # type: ignore[arg-type]
+        self.query_cache: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, index=index, **given)  # type: ignore[arg-type]
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
-        self._namespace = self._retrieval.namespace_of(namespace)
+        self._namespace = self.query_cache.namespace_of(namespace)
 
     @classmethod
     def from_nodes(
@@ -177,25 +169,23 @@ class RagCacheRetriever(BaseRetriever):
         ``ids`` and ``texts`` name nodes, ``filter`` is a function of the node. Needed where an index was
         changed past its methods; a node that is new there calls for :meth:`clear`.
         """
-        return self._retrieval.invalidate_documents(
+        return self.query_cache.invalidate_documents(
             lambda found: found.node.node_id, ids, texts, filter, _with_score
         )
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""
-        return self._retrieval.clear()
+        return self.query_cache.clear()
 
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
         return self._retriever, self._embed_model, self._namespace, self._exact, self._custom
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        call = self._call(query_bundle, is_async=False)
-        return _handed_out(call, finished(self._retrieval.retrieve(call)))
+        return _handed_out(finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        call = self._call(query_bundle, is_async=True)
-        return _handed_out(call, await self._retrieval.retrieve(call))
+        return _handed_out(await self.query_cache.retrieve(self._call(query_bundle, is_async=True)))
 
     def _call(self, bundle: QueryBundle, is_async: bool) -> Call[NodeWithScore]:
         own, inner, model = own_search(self._retriever, self._embed_model), self._retriever, self._embed_model
@@ -223,10 +213,10 @@ class RagCacheRetriever(BaseRetriever):
 
     def _partition(self, bundle: QueryBundle, own: OwnSearch[NodeWithScore] | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
-        namespace, partitioner = self._namespace, self._retrieval.partitioner
+        namespace, partitioner = self._namespace, self.query_cache.partitioner
         others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
         if own is not None and not any(others.values()):
-            name = self._retrieval.follow(own.index)
+            name = self.query_cache.follow(own.index)
             return partitioner.of_own_index(namespace, own.k, name, filters_of(self._retriever), (bundle,))
         asked: object = None
         if self._exact and not is_by_embedding(self._retriever, self._embed_model):
@@ -235,21 +225,14 @@ class RagCacheRetriever(BaseRetriever):
         return partitioner.partition(namespace, 1, self._retriever, arguments, question=(bundle,))
 
 
-def _handed_out(call: Call[NodeWithScore], answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
+def _handed_out(answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
     """Copies of the nodes, after an event of the lookup."""
     result = answer.result
     if result is None:
         return list(answer.documents)
-    event = QueryCacheEvent(
-        hit=result.hit,
-        distance=result.distance,
-        lookup_us=result.lookup_us,
-        note=result.note,
-        refused=result.refused,
-    )
-    dispatcher.event(event)
-    is_near = bool(result.distance) and call.own is None
-    return [copied(item, is_near) for item in answer.documents]
+    names = ("hit", "distance", "lookup_us", "note", "refused")
+    dispatcher.event(QueryCacheEvent(**{name: getattr(result, name) for name in names}))
+    return [copied(item) for item in answer.documents]
 
 
 def asked_by(bundle: QueryBundle) -> str:
@@ -269,15 +252,11 @@ def _source(item: NodeWithScore) -> str | None:
     return item.node.ref_doc_id
 
 
-def copied(item: NodeWithScore, is_near: bool = False) -> NodeWithScore:
-    """A copy, marked if its score is of another question; a query engine that it points to is shared."""
+def copied(item: NodeWithScore) -> NodeWithScore:
+    """A copy; a query engine that the node points to is shared."""
     target = getattr(item.node, "obj", None)
     try:
         node = deepcopy(item.node, {id(target): target})
     except Exception:  # metadata with a lock, a client: whoever put it there shares it
         node = item.node.model_copy(update={"metadata": dict(item.node.metadata)})
-    if is_near and item.score is not None:
-        node.metadata[SCORE_NOTE] = "of the cached question"
-        node.excluded_llm_metadata_keys.append(SCORE_NOTE)
-        node.excluded_embed_metadata_keys.append(SCORE_NOTE)
     return NodeWithScore(node=node, score=item.score)

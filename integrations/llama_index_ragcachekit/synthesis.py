@@ -32,8 +32,6 @@ class RagCachePromptHelper(PromptHelper):
     For any response mode: ``get_response_synthesizer(prompt_helper=...)``, or ``Settings.prompt_helper`` for
     everything, chat engines included.
 
-    Examples
-    --------
     >>> helper = RagCachePromptHelper.from_llm(llm)  # doctest: +SKIP
     >>> get_response_synthesizer(llm, helper, response_mode="tree_summarize")  # doctest: +SKIP
     """
@@ -51,11 +49,6 @@ class RagCachePromptHelper(PromptHelper):
             "tokenizer": lambda text: list(range(count(text))),
         }
         return cls(**defaults | settings)
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Name under which LlamaIndex serialises the class."""
-        return "RagCachePromptHelper"
 
     def repack(
         self,
@@ -101,11 +94,6 @@ class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
         check_engine(cls.__name__, cache)
         return cache
 
-    @classmethod
-    def class_name(cls) -> str:
-        """Name under which LlamaIndex serialises the class."""
-        return "RagCachePostprocessor"
-
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
@@ -120,20 +108,10 @@ class RagCacheSynthesizer(CompactAndRefine):
     COMPACT with a :class:`RagCachePromptHelper`. Where postprocessors replaced the text of nodes, put a
     :class:`RagCachePostprocessor` after them.
 
-    Parameters
-    ----------
-    llm : RagCacheLLM, optional
-        Or a structured model around one; ``Settings.llm`` by default.
-    **settings
-        Of LlamaIndex's ``CompactAndRefine``, such as ``streaming``, ``text_qa_template`` and ``output_cls``.
+    ``llm`` is a :class:`RagCacheLLM`, or a structured model around one (TypeError for another), and
+    ``Settings.llm`` by default. ``settings`` are those of LlamaIndex's ``CompactAndRefine``, such as
+    ``streaming``, ``text_qa_template`` and ``output_cls``.
 
-    Raises
-    ------
-    TypeError
-        For another model.
-
-    Examples
-    --------
     >>> synthesizer = RagCacheSynthesizer(llm)  # doctest: +SKIP
     >>> RetrieverQueryEngine.from_args(retriever, llm, synthesizer)  # doctest: +SKIP
     """

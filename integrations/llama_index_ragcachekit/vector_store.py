@@ -51,11 +51,6 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
         super().__init__(stores_text=True)
         self._index = DocumentIndex(index, metric, path, embedder=embedder, **options)
 
-    @classmethod
-    def class_name(cls) -> str:
-        """Name under which LlamaIndex serialises the class."""
-        return "RagCacheVectorStore"
-
     def cache_key_parts(self) -> tuple[object, ...]:
         """What results depend on beside the object: changes of other processes and objects on the folder."""
         return (self._index.version,)

@@ -90,6 +90,11 @@ class AppSettings(BaseModel):
     router: str = "ragcachekit.cluster.router:ChunkRouter"
     router_options: dict[str, float] = {}
 
+    @property
+    def has_contexts(self) -> bool:
+        """Whether every replica finds the contexts."""
+        return self.contexts is not None or self.replicas == 1
+
 
 def build_app(settings: AppSettings | dict[str, Any]) -> serve.Application:
     """The deployments of one model, for ``serve run``, ``serve.run`` and config files.
@@ -118,8 +123,8 @@ def build_app(settings: AppSettings | dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0.1},
     )(Ingress)
     engines = replicas.bind(partial(open_replica, settings))
-    has_contexts = settings.contexts is not None or settings.replicas == 1
-    return ingress.bind(engines, partial(open_reader, settings), ServerConfig().max_body_bytes, has_contexts)
+    body = ServerConfig().max_body_bytes
+    return ingress.bind(engines, partial(open_reader, settings), body, settings.has_contexts)
 
 
 def open_replica(settings: AppSettings) -> tuple[RagCache, FastAPI]:
@@ -297,7 +302,7 @@ class Ingress:
             log.error("a replica failed", exc_info=error)
             if started:
                 raise
-            refused = overloaded("The engine is gone; please try again.")
+            refused = overloaded("The replica failed; please try again.")
             await response(refused, scope)(scope, receive, send)
         finally:
             gone.cancel()

@@ -128,8 +128,8 @@ class EncodingActor:
             found = self._own.get(key)
             if found is not None and not self._store(key, found.kv):
                 raise StoreError(
-                    "the shared tier does not take the KV of a chunk: look at its budget, its key and "
-                    "whether all machines reach it; then run the same command again"
+                    "the shared tier refused the KV of a chunk: check its budget, its key, and that every "
+                    "machine can reach it; then run the same command again"
                 )
             self._own.evict(key)
         return rows.select(["chunk_id"])

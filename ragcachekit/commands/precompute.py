@@ -192,7 +192,7 @@ class PrecomputeRun:
     @property
     def todo_bytes(self) -> int:
         """Bytes of KV to be stored."""
-        return self.todo_tokens * self.token_bytes + sum(chunk.id_bytes for chunk in self.todo)
+        return self.todo_tokens * self.token_bytes + 4 * sum(len(chunk.content) for chunk in self.todo)
 
     @property
     def changes(self) -> str:
@@ -342,7 +342,7 @@ def _digest(text: str) -> str:
 
 def _token_bytes(model: Any) -> int:
     """Bytes of one token's entry over all layers, with what is kept for policies."""
-    from ragcachekit.encode.standalone import ChunkEncoder
+    from ragcachekit.encode.encoders import ChunkEncoder
     from ragcachekit.forward.rows import observed_cache
     from ragcachekit.model.encoding import Encoding
     from ragcachekit.model.rope import describe_rope

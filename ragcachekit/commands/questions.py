@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, documents, read_corpus
-from ragcachekit.commands.probes import probes
 from ragcachekit.commands.workspace import CacheFolder, load_tokenizer
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
@@ -29,6 +29,13 @@ INSTRUCTION = "Answer the question from the context."
 SEPARATOR = "\n\n"
 """Text between chunks."""
 
+CHUNKS = 4
+"""Chunks per probe: one and its predecessor in the document, among random others."""
+
+MIN_CHARS, MAX_CHARS = 24, 400
+"""Length of the sentence that a probe cuts in half."""
+
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 _PLACE = "\N{BLACK SQUARE} the chunks stand here \N{BLACK SQUARE}"
 _SHOTS = (
     ("What colour is the sky on a clear day?", "blue"),
@@ -317,6 +324,44 @@ def _from_corpus(corpus: Sequence[Sequence[str]], number: int, seed: int) -> tup
         raise CorpusError(f"the corpus is too small to ask about ({error}); give --questions") from error
     ask = 'How does the sentence continue that begins with "{}"?'
     return tuple(Question(ask.format(one.beginning), one.chunks, (one.rest,)) for one in found if one.rest)
+
+
+class Probe(NamedTuple):
+    """Chunk texts in prompt order, and a sentence of one of them, cut in half."""
+
+    chunks: tuple[str, ...]
+    beginning: str
+    rest: str
+
+
+def probes(documents: Sequence[Sequence[str]], number: int, seed: int = 0) -> list[Probe]:
+    """At most ``number`` probes, each about another chunk; ValueError for fewer than two different chunks.
+
+    ``documents`` are lists of chunks. The other chunks of a prompt are those of other probes where there are
+    enough, so that few have to be encoded.
+    """
+    rng = random.Random(seed)
+    places = [(texts, at) for texts in documents for at, text in enumerate(texts) if text.strip()]
+    pool = list(dict.fromkeys(texts[at].strip() for texts, at in places))
+    if len(pool) < 2:
+        raise ValueError(f"at least two chunks are needed to make prompts of, got {len(pool)}")
+    rng.shuffle(places)
+    groups = [[text.strip() for text in texts[max(0, at - 1) : at + 1]] for texts, at in places[:number]]
+    asked = list(dict.fromkeys(text for group in groups for text in group if text))
+    pool = asked if len(asked) >= CHUNKS else pool
+    return [_probe(list(dict.fromkeys(filter(None, group))), pool, rng) for group in groups]
+
+
+def _probe(group: list[str], pool: Sequence[str], rng: random.Random) -> Probe:
+    others = [text for text in pool if text not in group]
+    others = rng.sample(others, min(CHUNKS - len(group), len(others)))
+    place = rng.randint(0, len(others))
+    text = group[-1]
+    found = [part for part in _SENTENCE.split(text) if MIN_CHARS <= len(part) <= MAX_CHARS]
+    sentence = rng.choice(found) if found else text[:MAX_CHARS]
+    half = (len(sentence) + 1) // 2
+    half = max(sentence.rfind(" ", 0, half), 0) or half
+    return Probe((*others[:place], *group, *others[place:]), sentence[:half], sentence[half:].strip())
 
 
 @dataclass(frozen=True)

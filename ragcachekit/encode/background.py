@@ -9,9 +9,8 @@ from dataclasses import replace
 from threading import Lock
 
 from ragcachekit.background import BackgroundWorker, Pause
+from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
-from ragcachekit.encode.similar import NeighbourEncoder, with_ingredients
-from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import ChunkKV, with_token_ids
 from ragcachekit.plan.link_plan import Missing
@@ -24,9 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # requests whose missing entries may wait; further ones are dropped
 MAX_REFUSED = 4096  # remembered entries that the store could not keep
-
-MAX_COUNTED = 65_536
-"""Entries counted in all namespaces together, about 50 MB."""
+MAX_COUNTED = 65_536  # entries whose misses are counted, about 50 MB
 
 
 class BackgroundEncoder:
@@ -154,35 +151,25 @@ class BackgroundEncoder:
 
 
 class MissCounts:
-    """Misses of the entries that were not encoded yet. Not thread safe.
+    """Misses of the entries that were not encoded yet, those missed last. Not thread safe.
 
-    Beyond :data:`MAX_COUNTED` entries, the namespace with the most of them drops the one that was missed
-    least recently: a busy tenant does not push out others. ``in-prompt`` entries are counted per chunk, as
-    their context hardly ever comes back as a whole.
+    ``in-prompt`` entries are counted per chunk, as their context hardly ever comes back as a whole.
     """
 
     def __init__(self) -> None:
-        self._namespaces: dict[str, OrderedDict[KVKey, int]] = {}
+        self._misses: OrderedDict[KVKey, int] = OrderedDict()
 
     def is_due(self, item: Missing, after: int) -> bool:
         """Count a miss; True for the ``after``-th one, which ends the count of this entry."""
         key = replace(item.key, context=()) if isinstance(item.encoding, InPromptEncoding) else item.key
-        counts = self._namespaces.setdefault(key.namespace, OrderedDict())
-        misses = counts.pop(key, 0) + 1
+        misses = self._misses.pop(key, 0) + 1
         if misses < after:
-            counts[key] = misses
-        fullest = key.namespace
-        if sum(map(len, self._namespaces.values())) > MAX_COUNTED:
-            fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
-            self._namespaces[fullest].popitem(last=False)
-        for name in {key.namespace, fullest}:
-            if not self._namespaces[name]:
-                del self._namespaces[name]
+            self._misses[key] = misses
+            if len(self._misses) > MAX_COUNTED:
+                self._misses.popitem(last=False)
         return misses >= after
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
         """Drop what ``store.forget`` with the same arguments drops."""
-        counts = self._namespaces.pop(namespace, OrderedDict())
-        left = OrderedDict((key, n) for key, n in counts.items() if not concerns(key, namespace, chunk_ids))
-        if left:
-            self._namespaces[namespace] = left
+        for key in [key for key in self._misses if concerns(key, namespace, chunk_ids)]:
+            del self._misses[key]

@@ -1,9 +1,4 @@
-"""Encoders that run a chunk inside a prompt: ``in-prompt`` and ``average:n``.
-
-``in-prompt`` (Cache-Craft section 3.1) takes a chunk's rows after what really preceded it. ``average:n``
-(ours, docs/encoders.md) takes the mean of its rows after one, two, ... n other chunks: what precedes it in
-the next prompt is not known, and that mean is nearer to its KV there than any one of them.
-"""
+"""Encoders that run a chunk inside a prompt: ``in-prompt`` (Cache-Craft 3.1) and ``average:n`` (ours)."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.encode.standalone import prefill
+from ragcachekit.encode.encoders import prefill
 from ragcachekit.forward.linker import segments_of, stop_of
 from ragcachekit.forward.rows import ContextSums, SummingCache
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
@@ -46,8 +41,7 @@ class InPromptEncoder:
     """
 
     def __init__(self, model: Any, rope: Rope) -> None:
-        self._model = model
-        self._rope = rope
+        self._model, self._rope = model, rope
 
     def encode(
         self, items: Iterable[Missing], summed: Callable[[Missing], bool] = lambda _: True
@@ -107,7 +101,7 @@ class AverageEncoder:
     ) -> Iterator[tuple[Missing, ChunkKV]]:
         means = {ids: _Mean() for ids in items}
         samples = (
-            _behind(item, group)
+            _after(item, group)
             for (ids, item) in items.items()
             for group in _groups(item, (ids, item.encoding.before) in alone)
         )
@@ -176,7 +170,7 @@ def _groups(item: Missing, is_plain: bool) -> Iterable[tuple[Ids, ...]]:
     return dict.fromkeys(((), *groups)) if is_plain else groups
 
 
-def _behind(item: Missing, group: tuple[Ids, ...]) -> Missing:
+def _after(item: Missing, group: tuple[Ids, ...]) -> Missing:
     """The item as the forward of a prompt computes it after these chunks."""
     encoding = _encoding(item)
     lengths = [len(ids) + len(encoding.joint) for ids in group]

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.forward.attention import install, uninstall

@@ -16,19 +16,17 @@ from torch import nn
 from ragcachekit.background import ActiveRequests, BackgroundWorker, Backoff, flush_all
 from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
 from ragcachekit.encode.background import BackgroundEncoder
+from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.encode.similar import NeighbourEncoder
-from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
-from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
-from ragcachekit.plan.companions import Neighbours, by_namespace
-from ragcachekit.plan.load_planner import LoadPath
+from ragcachekit.plan.companions import Neighbours
+from ragcachekit.plan.load_planner import LoadPath, PrefillCost
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
@@ -146,6 +144,7 @@ class EngineComponents:
         opened.callback(self.loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
         self.parser = PromptParser(tokenizer)
+        near = {} if settings.neighbours is None else settings.neighbours
         self.planner = Planner(
             model,
             self.parser,
@@ -153,7 +152,7 @@ class EngineComponents:
             store=self.store,
             fingerprint=self.fingerprint,
             encoder=settings.encoder,
-            neighbours=by_namespace(settings.neighbours, settings.namespace),
+            neighbours=near if isinstance(near, Mapping) else {settings.namespace: near},
             same_source=settings.companions == "same-source",
             fetch=partial(Fetch, loads.source, loads.planner, layout=layout),
             tree=self.tree,

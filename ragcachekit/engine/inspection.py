@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import json
+import unicodedata
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
+from typing import NamedTuple
 from uuid import uuid4
 
 from rich.console import Console
@@ -14,7 +19,6 @@ from rich.text import Text as RichText
 
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
 from ragcachekit.plots import MeasuredPolicy
-from ragcachekit.prompt.differences import Difference, difference
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.registry import is_inside_word
 from ragcachekit.prompt.segments import Segmentation
@@ -26,6 +30,18 @@ from ragcachekit.types import Chunk, Prompt
 
 COLOURS = {"exact": "#b7e4c7", "approximate": "#fff1a8", "recomputed": "#ffcf9e", "computed": "#d6e4ff"}
 """Background of a piece by how its KV was had."""
+
+PIECE = 16  # characters that are in a prompt by no accident
+PRESENT = 0.3  # share of a document's pieces; with fewer in a prompt it is not there
+_CHANGES: dict[str, Callable[[str], str]] = {
+    "printed as Python": lambda text: repr(text)[1:-1],
+    "JSON-escaped": lambda text: json.dumps(text)[1:-1],
+}
+_FOLDED: dict[str, Callable[[str], str]] = {
+    "whitespace": lambda text: " ".join(text.split()),
+    "Unicode form": lambda text: unicodedata.normalize("NFKC", text),
+    "upper or lower case": str.casefold,
+}
 
 _CONTEXT = 4  # tokens before a segment that it is decoded after, for its leading space
 Decode = Callable[[Sequence[int]], str]
@@ -172,10 +188,7 @@ ADVICE = {
     "Unicode form": "normalise texts once, before they are indexed, and not in the prompt",
     "upper or lower case": f"its case was changed: {_UNALTERED}",
     "truncated": "raise the limit that cuts it (context window, prompt helper), or retrieve fewer chunks",
-    "beginning missing": "leave the text before the split as it is, or register what the prompt holds",
-    "both ends missing": "register what the prompt holds: a compressor or window took a part of it",
-    "cut into pieces": "other text is in between: put metadata before the text, and do not split it again",
-    "altered": f"words differ: {_UNALTERED}",
+    "altered": f"words differ, or a part is missing: {_UNALTERED}",
     "absent": "it is not in this prompt: look at k, filters, a reranker, or a limit that drops documents",
 }
 """What to do, by the reason why a document is not found."""
@@ -280,6 +293,36 @@ def _chunks(segmentation: Segmentation) -> set[str]:
 
 def _text(segmentation: Segmentation) -> str:
     return "".join(segment.text or "" for segment in segmentation.segments)
+
+
+class Difference(NamedTuple):
+    """Kind of difference, and the characters around the first one in the document and in the prompt."""
+
+    why: str
+    document: str = ""
+    prompt: str = ""
+
+
+def difference(text: str, prompt: str) -> Difference:
+    """What ``prompt`` made of ``text``, which it does not hold verbatim."""
+    text, end = text.strip(), 0
+    if text[:PIECE] in prompt:  # as long as its beginning is there, so is each shorter one
+        end = bisect_left(range(1, len(text) + 1), True, key=lambda length: text[:length] not in prompt)
+    at = prompt.index(text[:end]) + end
+    shown = (text[max(end - 12, 0) : end + 24], prompt[max(at - 12, 0) : at + 24]) if end else (text[:24],)
+    for why, change in _CHANGES.items():
+        if change(text) != text and change(text) in prompt:
+            return Difference(why, *shown)
+    if text in html.unescape(prompt):
+        return Difference("HTML-escaped", *shown)
+    for why, fold in _FOLDED.items():
+        if fold(text) in fold(prompt):
+            return Difference(why, *shown)
+    pieces = [text[start : start + PIECE] in prompt for start in range(0, len(text) - PIECE + 1, PIECE)]
+    if sum(pieces) < PRESENT * max(len(pieces), 1):
+        return Difference("absent")
+    goes_on = any(text[start : start + PIECE] in prompt for start in range(end, len(text) - PIECE + 1, PIECE))
+    return Difference("truncated" if end and not goes_on else "altered", *shown)
 
 
 def _at_its_edges(body: str, whole: str) -> Difference:

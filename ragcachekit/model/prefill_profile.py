@@ -16,7 +16,6 @@ from ragcachekit.model.kv import one_token_cache
 
 MAX_DRIFT = 16.0  # largest factor by which observations scale the estimates, up or down
 BUDGET_SECONDS = 1.5  # approximate time of a measurement; slow models are measured at fewer tokens
-NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
 
 _CACHED = 256
 _NEW = (16, 64, 256, 1024)
@@ -98,39 +97,3 @@ def _timed(model: Any, sample: DynamicCache, cached: int, new: int) -> Point:
     out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     out[0][0, -1, 0].item()
     return cached, new, time.perf_counter() - started
-
-
-class PrefillCost:
-    """Costs of a model's prefills, for eviction; 0 (unknown) until they are measured.
-
-    They are needed once a share :data:`NEEDED_AT` of a cache is filled. ``context`` is the model's, in
-    tokens.
-    """
-
-    def __init__(self, model: Any, *, context: int) -> None:
-        self._model, self._context = model, context
-        self.profile: PrefillProfile | None = None
-        self._filled = 0.0
-        self._tried = False
-
-    def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
-        """Seconds of a prefill at the measured speed, or 0 if unknown.
-
-        ``share`` is the part of a cache that the result takes.
-        """
-        if self.profile is None:
-            self._filled += share
-            return 0.0
-        # Without the current scale: entries are compared that came at other times.
-        return self.profile.seconds(cached, new) / self.profile.scale
-
-    @property
-    def needed(self) -> bool:
-        """Whether it is time to :meth:`measure`."""
-        return not self._tried and self.profile is None and self._filled >= NEEDED_AT
-
-    def measure(self) -> None:
-        """Measure the profile, unless that was tried before."""
-        if self.profile is None and not self._tried:
-            self._tried = True
-            self.profile = measure_profile(self._model, context=self._context)

@@ -82,9 +82,9 @@ def _identity(path: Path) -> dict[str, int]:
 
 
 def state_digest(model: nn.Module) -> str:
-    """SHA-256 over the state dict: name, dtype, shape and bytes of every tensor, sorted by name.
+    """SHA-256 over the state dict, by name: dtype, shape and bytes; tensors that share memory are read once.
 
-    Tensors that share memory are read once. ModelNotSupported if a tensor has no readable bytes.
+    ModelNotSupported if a tensor has no readable bytes.
     """
     hasher = hashlib.sha256()
     seen: dict[tuple[object, ...], str] = {}
@@ -106,18 +106,14 @@ def hash_tensor(hasher: Any, tensor: torch.Tensor, name: str = "tensor") -> None
     A tensor that is not contiguous is copied as a whole first.
     """
     if tensor.is_meta:
-        raise ModelNotSupported(
-            f"{name} is on the meta device: load the whole model into memory, not offloaded"
-        )
+        raise ModelNotSupported(f"{name} is on the meta device: load the whole model, not offloaded")
     try:
         flat, size = tensor.detach().reshape(-1), max(1, PIECE_BYTES // tensor.element_size())
         for start in range(0, flat.numel(), size):
             hasher.update(flat[start : start + size].cpu().view(torch.uint8).numpy())
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        kind = type(tensor).__name__
-        raise ModelNotSupported(
-            f"the bytes of {name} ({kind}, {tensor.dtype}) cannot be read: {error}"
-        ) from error
+        kind = f"{type(tensor).__name__}, {tensor.dtype}"
+        raise ModelNotSupported(f"the bytes of {name} ({kind}) cannot be read: {error}") from error
 
 
 def source_digest(model: nn.Module, folder: Path, digests: FileDigests) -> str | None:
@@ -136,9 +132,7 @@ def source_digest(model: nn.Module, folder: Path, digests: FileDigests) -> str |
         for file in files:
             _frame(hashed, digests.get(file))
     except (OSError, ValueError, SafetensorError) as error:
-        _log.warning(
-            "cannot read the weights files in %s (%s); hashing the loaded weights instead", folder, error
-        )
+        _log.warning("cannot read the weights files in %s (%s); hashing the loaded ones", folder, error)
         return None
     return hashed.hexdigest()
 

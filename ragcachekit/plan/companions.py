@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -14,9 +13,7 @@ import numpy as np
 
 from ragcachekit.types import Ids, KVKey, chunk_id
 
-MAX_TOKENISED = 4096
-"""Texts whose token ids are cached: a prompt needs ten neighbours per chunk."""
-
+MAX_TOKENISED = 4096  # texts whose token ids are cached: a prompt needs ten neighbours per chunk
 BLOCK = 4  # chunks of one block of companions
 MAX_COMPANIONS = 65_536  # chunks per namespace
 MAX_NAMESPACES = 1024  # whose last system text is known
@@ -26,38 +23,23 @@ _DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder 
 
 @runtime_checkable
 class Neighbours(Protocol):
-    """Chunks that are likely to be retrieved along with a chunk. Implementations promise:
+    """Chunks that are likely to be retrieved along with a chunk.
 
-    - ``of`` is thread safe and fast: it is called for every chunk of every prompt;
-    - neighbours and their order stay the same until chunks are to be encoded anew. They are part of the KV
-      key: other neighbours are a miss, never a wrong answer.
+    ``of`` is thread safe and fast: it is called for every chunk of every prompt. Neighbours and their order
+    are part of the KV key: others are a miss, never a wrong answer.
     """
 
     def of(self, text: str) -> Sequence[str]:
-        """Texts of the chunks most similar to ``text``, most similar first; empty for an unknown text.
-
-        ``text`` itself may be among them. The caller drops it and takes as many as it needs.
-        """
-        ...
+        """Texts of the chunks most similar to ``text``, most similar first; empty for an unknown text."""
 
 
 class SimilarChunks:
     """The most similar chunks by cosine of their embeddings (FusionRAG section 3.1), by brute force.
 
-    Parameters
-    ----------
-    texts : iterable of str
-        The corpus. A text that occurs twice is one chunk; outer whitespace does not count.
-    embeddings : array_like or callable
-        ``[texts, dimensions]``, one row per text (a row of zeros is similar to nothing); or a function
-        from the list of texts to it, such as ``embed_documents`` of LangChain embeddings.
-    most : int
-        Maximal number of neighbours of a chunk.
-
-    Raises
-    ------
-    ValueError
-        If there is not one finite row per text.
+    ``embeddings`` is ``[texts, dimensions]``, one row per text (a row of zeros is similar to nothing), or a
+    function from the list of texts to it, such as ``embed_documents`` of LangChain embeddings. A text that
+    occurs twice is one chunk; outer whitespace does not count. ``most`` limits the neighbours of a chunk.
+    ValueError if there is not one finite row per text.
     """
 
     def __init__(
@@ -101,8 +83,7 @@ class PrecedingChunks:
     """The chunks before a chunk in its own document, nearest first.
 
     The graph of FusionRAG section 3.1 (discussion) with one kind of edge, for chunks that refer to a name
-    in an earlier chunk. ``documents`` are each document's chunks in order. Of a repeated text the first
-    place counts.
+    in an earlier one. ``documents`` are each document's chunks in order; of a repeated text the first counts.
     """
 
     def __init__(self, documents: Iterable[Sequence[str]]) -> None:
@@ -115,15 +96,6 @@ class PrecedingChunks:
         """The chunks before it, nearest first."""
         chunks, place = self._places.get(text.strip(), ([], 0))
         return chunks[:place][::-1] if place else ()
-
-
-def by_namespace(
-    neighbours: Neighbours | Mapping[str, Neighbours] | None, namespace: str
-) -> Mapping[str, Neighbours]:
-    """A mapping from namespaces; a single source belongs to ``namespace``."""
-    if neighbours is None or isinstance(neighbours, Mapping):
-        return neighbours or {}
-    return {namespace: neighbours}
 
 
 def checked_texts(texts: Iterable[str]) -> list[str]:
@@ -281,52 +253,45 @@ def _blocks(chunks: Sequence[_Named]) -> list[Sequence[_Named]]:
     return [chunks[start:stop] for start, stop in pairwise(cuts)]
 
 
-@dataclass
-class _SystemTexts:
-    last: Ids
-    seen: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # hash, was it new
-
-
 class LastPrompts:
     """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`. Thread safe."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _SystemTexts] = {}
+        # The text; hashes of the last ones, and whether each was new then.
+        self._known: dict[str, tuple[Ids, deque[tuple[int, bool]]]] = {}
         self._lock = threading.Lock()
 
     def observe(self, namespace: str, system: Ids) -> None:
         """Record the system text of a prompt with chunks."""
         with self._lock:
-            seen = self._put(namespace, system).seen
+            _, seen = self._known.pop(namespace, ((), deque(maxlen=WINDOW)))
             seen.append((hash(system), all(hash(system) != known for known, _ in seen)))
+            self._put(namespace, system, seen)
 
     def suggest(self, namespace: str, system: Ids) -> None:
         """Take a system text for the last one where no prompt was observed."""
         with self._lock:
             if namespace not in self._known:
-                self._put(namespace, system)
+                self._put(namespace, system, deque(maxlen=WINDOW))
 
     def last(self, namespace: str) -> Ids | None:
         """Token ids of the system text; None before any prompt."""
         with self._lock:
             known = self._known.get(namespace)
-            return None if known is None else known.last
+            return None if known is None else known[0]
 
     def changing(self, namespace: str) -> bool:
         """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
         with self._lock:
-            known = self._known.get(namespace)
-            return known is not None and sum(new for _, new in known.seen) > WINDOW // 2
+            _, seen = self._known.get(namespace, ((), ()))
+            return sum(new for _, new in seen) > WINDOW // 2
 
     def forget(self, namespace: str) -> None:
         """Forget the namespace's system text."""
         with self._lock:
             self._known.pop(namespace, None)
 
-    def _put(self, namespace: str, system: Ids) -> _SystemTexts:
-        known = self._known.pop(namespace, None) or _SystemTexts(system)
-        known.last = system
-        self._known[namespace] = known
+    def _put(self, namespace: str, system: Ids, seen: deque[tuple[int, bool]]) -> None:
+        self._known[namespace] = system, seen
         if len(self._known) > MAX_NAMESPACES:
             del self._known[next(iter(self._known))]
-        return known

@@ -24,44 +24,28 @@ DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
 
 IN_PROMPT = "in-prompt"
 
-HALF_LIFE = 1000
-"""Uses in a namespace after which the weight of a variant has halved."""
-
-MIN_COST = 0.05
-"""A use counts 1 / cost; lower costs count as this one."""
-
-SHARE = 0.875
-"""Share of a store's bytes for variants: the pool evicts by weight before the store evicts by its policy."""
-
-NEW_WEIGHT = 1.0
-"""f_r of an unused variant: that of one use at full cost."""
-
-MAX_AVERAGES = 1 << 18
-"""Entries known in all namespaces together, about 250 MB; the least recently used are dropped."""
+HALF_LIFE = 1000  # uses in a namespace after which the weight of a variant has halved
+MIN_COST = 0.05  # a use counts 1 / cost; lower costs count as this one
+SHARE = 0.875  # of a store's bytes for variants: the pool evicts by weight before the store by its policy
+NEW_WEIGHT = 1.0  # f_r of an unused variant: that of one use at full cost
+MAX_AVERAGES = 1 << 18  # entries in all namespaces together, about 250 MB, those used last
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A cacheable segment of a prompt; ``exact``: its KV is exact at ``start``.
-
-    ``before`` are the ids of all preceding segments, texts too, in order. Where the encoder is
-    ``average:n``: ``average`` is the key of the chunk's mean KV after any chunks, ``plain`` that of its KV
-    after the system text alone, and ``in_place`` that of the rows that this prompt computes if it must.
-    Of a chunk that is in the prompt in part, ``whole`` is all of it: its rows from number ``first`` on
-    serve as well, and it is what is encoded.
-    """
+    """A cacheable segment of a prompt. The keys below ``before`` are those of the encoder ``average:n``."""
 
     start: int
     token_ids: Ids
     key: KVKey
     encoding: Encoding
-    exact: bool
-    before: tuple[str, ...] = ()
-    average: KVKey | None = None
-    plain: KVKey | None = None
-    in_place: KVKey | None = None
-    whole: Wanted | None = None
-    first: int = 0
+    exact: bool  # at ``start``
+    before: tuple[str, ...] = ()  # ids of all preceding segments, texts too, in order
+    average: KVKey | None = None  # of the chunk's mean KV after any chunks
+    plain: KVKey | None = None  # of its KV after the system text alone
+    in_place: KVKey | None = None  # of the rows that this prompt computes if it must
+    whole: Wanted | None = None  # of a chunk that is in the prompt in part: all of it, which is encoded
+    first: int = 0  # number of its first row that serves here
 
     @property
     def to_encode(self) -> Wanted:

@@ -134,11 +134,6 @@ class Missing:
         between = (token for ids in near for token in (*ids, *joint))
         return (*self.encoding.before, *between, *self.token_ids)
 
-    @property
-    def id_bytes(self) -> int:
-        """Bytes that its entry takes for the ids of its :attr:`content`."""
-        return 4 * len(self.content)
-
 
 @dataclass(frozen=True, eq=False)
 class Piece:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
-from ragcachekit.model.prefill_profile import PrefillCost, PrefillProfile
+from ragcachekit.model.prefill_profile import PrefillProfile, measure_profile
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader, LoadingKV
@@ -25,6 +26,7 @@ MIN_READS = 8
 TIE = 0.01
 """Relative difference below which times are equal; then the choice that computes more, as it is exact."""
 
+NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
 MAX_JOBS = 64  # prefetches that may wait; further ones are dropped
 
 _FADING = 0.99  # weight of a read relative to the next one: about a hundred reads count
@@ -164,6 +166,42 @@ class LoadPlanner:
 def pipelined(load: float, compute: float, layers: int) -> float:
     """Seconds of a prefill that computes layer by layer while later layers load."""
     return max(compute + load / layers, load + compute / layers)
+
+
+class PrefillCost:
+    """Costs of a model's prefills, for eviction; 0 (unknown) until they are measured.
+
+    They are needed once a share :data:`NEEDED_AT` of a cache is filled. ``context`` is the model's, in
+    tokens.
+    """
+
+    def __init__(self, model: Any, *, context: int) -> None:
+        self._model, self._context = model, context
+        self.profile: PrefillProfile | None = None
+        self._filled = 0.0
+        self._tried = False
+
+    def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
+        """Seconds of a prefill at the measured speed, or 0 if unknown.
+
+        ``share`` is the part of a cache that the result takes.
+        """
+        if self.profile is None:
+            self._filled += share
+            return 0.0
+        # Without the current scale: entries are compared that came at other times.
+        return self.profile.seconds(cached, new) / self.profile.scale
+
+    @property
+    def needed(self) -> bool:
+        """Whether it is time to :meth:`measure`."""
+        return not self._tried and self.profile is None and self._filled >= NEEDED_AT
+
+    def measure(self) -> None:
+        """Measure the profile, unless that was tried before."""
+        if self.profile is None and not self._tried:
+            self._tried = True
+            self.profile = measure_profile(self._model, context=self._context)
 
 
 class LoadPath:

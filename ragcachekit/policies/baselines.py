@@ -60,11 +60,8 @@ class Random(RatioPolicy):
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """The same tokens of a chunk at every use."""
-        return [
-            position
-            for chunk in chunks
-            if not chunk.is_exact
-            for position in random.Random(chunk.chunk_id).sample(
-                range(chunk.start, chunk.stop), share(self.ratio, chunk.tokens)
-            )
-        ]
+        out = []
+        for chunk in [chunk for chunk in chunks if not chunk.is_exact]:
+            positions, count = range(chunk.start, chunk.stop), share(self.ratio, chunk.tokens)
+            out += random.Random(chunk.chunk_id).sample(positions, count)
+        return out

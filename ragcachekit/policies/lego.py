@@ -33,9 +33,5 @@ class Lego(ShownPolicy):
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """The first ``k`` positions of each chunk that is not exact."""
-        return [
-            position
-            for chunk in chunks
-            if not chunk.is_exact
-            for position in range(chunk.start, min(chunk.start + self.k, chunk.stop))
-        ]
+        starts = ((c.start, min(c.start + self.k, c.stop)) for c in chunks if not c.is_exact)
+        return [position for start, stop in starts for position in range(start, stop)]

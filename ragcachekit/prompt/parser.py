@@ -37,29 +37,24 @@ PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, which a chat template renders."""
 
-_CERTAIN = "only chat messages separate them from the template's own for certain"
-
 AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given; the joined text has other ids"
 
 BOS_TWICE = (
     "the prompt begins with BOS twice, as tokenizer(text) adds one before text that brings its own; give "
     "messages, or leave the BOS string out"
 )
-
 SLOW_SPECIAL = (
     "documents hold special-token strings, and this tokenizer gives no offsets: tokenised segment by segment"
 )
-
+LOST = "computed chunks: {}, as their tokens in this prompt are not those of the text alone"
+PLAIN = "special-token strings in chunks read as plain text: {}; there the ids are not the tokenizer's own"
 NO_TEMPLATE = (
     "the prompt is plain text, so the model's chat template was not applied: give messages, "
     '[{"role": "user", "content": ...}], unless the text went through a template already'
 )
 
-MAX_SHIFT = 8
-"""Tokens by which a boundary may shift the rest of a chunk: ``"\\n\\n" + "The"`` or ``" The"``, ..."""
-
-ANCHOR = 8
-"""Tokens of a chunk's middle that are searched for where the tokenizer gives no offsets."""
+MAX_SHIFT = 8  # tokens by which a boundary may shift the rest of a chunk: "\\n\\n" + "The" or " The", ...
+ANCHOR = 8  # tokens of a chunk's middle that are searched for where the tokenizer gives no offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +194,9 @@ class PromptParser:
     def _split(self, segmentation: Segmentation, namespace: str) -> Segmentation:
         segments = self.special_tokens.split(namespace, segmentation.segments)
         before = plain_count(segmentation.segments)
-        return replace(segmentation, segments=tuple(segments)).noting_plain(before, f"; {_CERTAIN}")
+        return replace(segmentation, segments=tuple(segments)).noting_plain(
+            before, "; only chat messages separate them from the template's own for certain"
+        )
 
     def _tokenise(
         self, prompt: PromptLike, found: Segmentation, texts: dict[Ids, str]
@@ -227,10 +224,10 @@ class PromptParser:
         if first:
             system = self.tokens.before_chunk(text[:first], special=special)
         lost, plain = runs.count(None), tokens.plain - plain_count(segments)
-        notes = [*([_lost(lost)] if lost else []), *([_plain(plain)] if plain > 0 else [])]
-        if special and self.tokens.bos is not None and tokens.ids[:2] == (self.tokens.bos,) * 2:
-            notes.append(BOS_TWICE)
-        return _cut(tokens.ids, system, zip(runs, own, strict=True)), tuple(notes)
+        bos_twice = special and self.tokens.bos is not None and tokens.ids[:2] == (self.tokens.bos,) * 2
+        notes = {LOST.format(lost): lost, PLAIN.format(plain): plain > 0, BOS_TWICE: bos_twice}
+        made = _cut(tokens.ids, system, zip(runs, own, strict=True))
+        return made, tuple(note for note, holds in notes.items() if holds)
 
     def _differs(self, segments: Sequence[Segment], given: Sequence[TokenSegment]) -> bool:
         """Whether the tokenizer makes other ids of the joined text than of its segments."""
@@ -301,16 +298,6 @@ def _clean(segment: Segment) -> Segment:
     return replace(segment, text=without_lone_surrogates(body(text) if isinstance(segment, Chunk) else text))
 
 
-def _lost(count: int) -> str:
-    chunks = "chunk is" if count == 1 else "chunks are"
-    return f"{count} {chunks} computed: their tokens in this prompt are not those of the text alone"
-
-
-def _plain(count: int) -> str:
-    strings = f"{count} special-token string{'s' * (count > 1)}"
-    return f"{strings} in chunks read as plain text: there the ids are not those of the tokenizer's own call"
-
-
 # -- token runs of chunks -------------------------------------------------------------------------------
 
 
@@ -328,18 +315,9 @@ def find_runs(
     """For each chunk, the longest run of prompt tokens that equals tokens of its own, in order.
 
     A token that spans a chunk's boundary (``".\\n\\n"``, a leading space) is in no run. None where less than
-    half of a chunk's tokens are found: they are computed.
-
-    Parameters
-    ----------
-    ids : tuple of int
-        The whole prompt.
-    offsets : sequence of (start, end), optional
-        Characters of each token. Without (slow tokenizers), the chunk's middle is searched for.
-    spans : sequence of (start, end)
-        Characters of each chunk, ascending and apart.
-    own : sequence of tuple of int
-        Each chunk's own tokens.
+    half of a chunk's tokens are found: they are computed. ``ids`` are the whole prompt's, ``offsets`` the
+    characters of each token (None from slow tokenizers: the chunk's middle is searched for), ``spans`` those
+    of each chunk, ascending and apart, and ``own`` each chunk's own tokens.
     """
     runs: list[Run | None] = []
     # Special tokens that the tokenizer adds have (0, 0), also at the end: offsets must not go back.

@@ -9,11 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-DEFAULT_MAX_CHUNKS = 100_000
-DEFAULT_MIN_CHARS = 16
-
-_BASE_BUDGET = 100_000
-_BUDGET_PER_CHAR = 8
+_BASE_BUDGET, _BUDGET_PER_CHAR = 100_000, 8
 _JOINER = "\u200d"
 
 
@@ -25,11 +21,7 @@ class Match(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """Result of a search.
-
-    ``found`` are, from left to right, the leftmost occurrences whose edges are not inside a word, and of
-    those the longest. ``searched`` is the number of characters searched where that is not the whole text.
-    """
+    """Occurrences from left to right; ``searched`` is how many characters were, if not the whole text."""
 
     found: tuple[Match, ...]
     searched: int | None = None
@@ -47,36 +39,23 @@ def forms(text: str) -> tuple[str, ...]:
 class ChunkRegistry:
     """Registered chunk texts per namespace, all found in one pass over a prompt. Thread safe.
 
-    Namespaces are separate indexes: a text registered by one tenant is never found in another
-    tenant's prompt. A full namespace evicts the chunk that was neither registered nor found for longest.
-    The time of a search is linear in the prompt; one that would take longer ends early and reports where.
+    Namespaces are separate indexes. A full one evicts the chunk that was neither registered nor found for
+    longest. The time of a search is linear in the prompt; one that would take longer ends early.
 
     ``max_chunks`` is the limit per namespace (a text with outer whitespace counts twice, see :func:`forms`),
     ``min_chars`` the shortest text registered, outer whitespace aside: shorter ones are found everywhere.
-
-    Examples
-    --------
-    >>> registry = ChunkRegistry()
-    >>> registry.add("acme", ["Berlin is the capital of Germany.", "Berlin"])
-    1
-    >>> registry.find("acme", "Context: Berlin is the capital of Germany.").found
-    (Match(start=9, end=42),)
     """
 
-    def __init__(self, max_chunks: int = DEFAULT_MAX_CHUNKS, min_chars: int = DEFAULT_MIN_CHARS) -> None:
-        self.max_chunks = max_chunks
-        self.min_chars = min_chars
+    def __init__(self, max_chunks: int = 100_000, min_chars: int = 16) -> None:
+        self.max_chunks, self.min_chars = max_chunks, min_chars
         self._lock = threading.Lock()
         self._namespaces: dict[str, _Namespace] = {}
-        self._refused: set[str] = set()  # namespaces that were given shorter texts
 
     def add(self, namespace: str, texts: Sequence[str]) -> int:
         """Register chunk texts; known ones count as used now. Returns how many are long enough."""
         taken = [text for text in texts if len(text.strip()) >= self.min_chars]
-        with self._lock:
-            if len(taken) < len(texts):
-                self._refused.add(namespace)
-            if taken:
+        if taken:
+            with self._lock:
                 registered = self._namespaces.setdefault(namespace, _Namespace(self.min_chars))
                 for text in taken:
                     registered.put(text, self.max_chunks)
@@ -86,7 +65,6 @@ class ChunkRegistry:
         """Forget texts and their stripped forms; with None, the whole namespace."""
         with self._lock:
             if texts is None:
-                self._refused.discard(namespace)
                 self._namespaces.pop(namespace, None)
             elif known := self._namespaces.get(namespace):
                 for text in texts:
@@ -113,21 +91,16 @@ class ChunkRegistry:
 
     def nothing_found(self, namespace: str) -> str:
         """Why a prompt has no chunk of the namespace, and what to do."""
-        with self._lock:
-            refused = namespace in self._refused
         if self.texts(namespace):
-            why = (
+            return (
                 f"no chunk registered in namespace {namespace!r} occurs verbatim in the prompt: cut, in "
                 "another case, re-wrapped, or with a word that runs on, a chunk is not recognised; put the "
                 "texts into the prompt as they are (LangChain: format_docs), or register what the chain makes"
             )
-        else:
-            why = (
-                f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
-                "encode or register, or mark the chunks in the prompt"
-            )
-        short = f"; texts shorter than {self.min_chars} characters were not registered, mark those"
-        return why + (short if refused else "")
+        return (
+            f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
+            f"encode or register, or mark the chunks in the prompt (any below {self.min_chars} characters)"
+        )
 
 
 class _Namespace:

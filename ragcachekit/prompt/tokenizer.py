@@ -15,9 +15,7 @@ from ragcachekit.types import Chunk, Ids, Segment, Text
 
 Span = tuple[int, int]
 
-_FOLLOWED_BY = ("A", "1", "(")
-"""What chunks begin with: a letter, a digit, a sign. Tokens before them that depend on it are not stable."""
-
+_FOLLOWED_BY = ("A", "1", "(")  # what chunks begin with; tokens before them that depend on it are not stable
 MAX_TEXTS = 1024  # per namespace, those registered or retrieved last
 MAX_COMPARISONS = 1 << 16  # occurrences times texts; beyond that every occurrence is plain text
 WINDOW = 16  # characters compared before and after an occurrence, without whitespace and special tokens

@@ -142,8 +142,8 @@ def as_floats(embeddings: ArrayLike) -> Float32:
 class Calibration(Report):
     """A tolerance and what it does to the pairs it was chosen on.
 
-    ``tolerance`` is in the unit of the metric. ``hit_rate`` is the share of the ``same_pairs`` rewordings
-    within it, ``false_hit_rate`` that of the ``different_pairs`` with different answers.
+    ``hit_rate`` is the share of the ``same_pairs`` rewordings within the tolerance (in the metric's unit),
+    ``false_hit_rate`` that of the ``different_pairs`` with different answers.
     """
 
     metric: str

@@ -51,8 +51,7 @@ class Hit(NamedTuple):
     score: float
 
 
-Where: TypeAlias = Mapping[str, Any] | Callable[[Record], bool]
-"""A filter: metadata values that must be equal, or a predicate."""
+Where: TypeAlias = Mapping[str, Any] | Callable[[Record], bool]  # equal metadata values, or a predicate
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,9 @@ class _Head:
 class DocumentIndex:
     """Documents by id with their vectors: add, replace, delete, search with filters, persist, reopen.
 
-    Thread safe. With a ``path``, what a call has acknowledged survives a killed process. Writers of several
-    processes take turns; after a change by another one, the next call reads the index from the disk again, so
-    let one process write. Scores are distances, as in :class:`~ragcachekit.retrieval.index.SearchResult`:
-    smaller is nearer.
+    Thread safe. With a ``path``, what a call has acknowledged survives a killed process. After a change by
+    another process, the next call reads the index from the disk again, so let one process write. Scores are
+    distances: smaller is nearer.
 
     Parameters
     ----------
@@ -124,10 +122,10 @@ class DocumentIndex:
             self._writers = FileLock(self.path / "lock", mode=0o600)
         with self._writers:
             if self._values.get("head") is None:
-                damaged = (
-                    () if self.path is None else [*self.path.glob("index-*"), *self.path.glob("*.damaged-*")]
+                files = (
+                    () if self.path is None else (self.path.glob("index-*"), self.path.glob("*.damaged-*"))
                 )
-                if len(self._values) or damaged:
+                if any(map(any, files)) or (isinstance(self._values, JsonStore) and len(self._values)):
                     raise self._lost()
                 self._values.put({"head": asdict(wanted)})
             head = self._stored_head()
@@ -216,9 +214,8 @@ class DocumentIndex:
     def search(self, embedding: ArrayLike, k: int, where: Where | None = None) -> list[Hit]:
         """The k nearest documents that ``where`` accepts, nearest first; fewer if there are no more.
 
-        A mapping asks for equal metadata values; a callable is given each :class:`Record`, without a lock. A
-        filter that accepts few documents makes the search go through many. RetrievalError for an unusable
-        embedding.
+        A filter that accepts few documents makes the search go through many; a callable is given each
+        :class:`Record`, without a lock. RetrievalError for an unusable embedding.
         """
         accepts = _as_predicate(where)
         count = positive("k", k) * (1 if where is None else _MORE)
@@ -384,9 +381,6 @@ class _Memory:
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
-    def __len__(self) -> int:
-        return len(self._texts)
-
     def get(self, key: str) -> Any:
         text = self._texts.get(key)
         return None if text is None else json.loads(text)
@@ -417,13 +411,10 @@ def _as_records(
         raise ValueError(
             f"{len(ids)} ids need as many texts and metadatas, got {len(texts)} and {len(given)}"
         )
-    return [Record(*one) for one in zip(ids, map(_as_text, texts), map(_as_metadata, given), strict=True)]
-
-
-def _as_text(text: str) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"the text of a document must be a str, not {type(text).__name__}")
-    return text
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"the text of a document must be a str, not {type(text).__name__}")
+    return [Record(*one) for one in zip(ids, texts, map(_as_metadata, given), strict=True)]
 
 
 def _as_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:

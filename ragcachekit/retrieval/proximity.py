@@ -174,11 +174,6 @@ class ProximityCache:
             dropped = [stored for stored in self._order if where(stored.entry)]
             return tuple([self._drop(stored, "forgotten") for stored in dropped])
 
-    def entries(self) -> list[tuple[Entry, Float32]]:
-        """All entries with copies of their embeddings ``[dim]``; the one that leaves next comes first."""
-        with self._lock:
-            return [(stored.entry, stored.keys.rows[stored.row].copy()) for stored in self._order]
-
     def stats(self) -> QueryCacheStats:
         """Counters and present content."""
         with self._lock:

@@ -72,7 +72,7 @@ def create_app(
             sweeps.cancel()
             await asyncio.wait((sweeps,))
             if not await to_thread(rag.flush, FLUSH_SECONDS):
-                log.warning("background work was not done within %g s; it is dropped", FLUSH_SECONDS)
+                log.warning("background work was not done within %g s and is dropped", FLUSH_SECONDS)
 
     # Without the pages that would load scripts from elsewhere.
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)

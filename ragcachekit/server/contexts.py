@@ -279,7 +279,7 @@ class ContextStore:
             context = replace(await asyncio.to_thread(self.get, tenant, name), expires=0.0)
             await asyncio.to_thread(self._files.put, owner, context)
             if not await self._swept(owner):
-                message = "The cache could not confirm the deletion. It is tried again; the content is gone."
+                message = "The cache could not confirm the deletion; it will be retried. The content is gone."
                 raise ApiError(500, message, kind="server_error")
 
     async def expire(self) -> None:
@@ -294,7 +294,7 @@ class ContextStore:
             try:
                 await self.expire()
             except Exception:
-                log.exception("the contexts cannot be listed; it is tried again")
+                log.exception("could not list the contexts; will retry")
             await asyncio.sleep(every)
 
     # -- steps, in threads and with the owner's lock held, except _encoded ------------------------------
@@ -310,7 +310,7 @@ class ContextStore:
             (sum(context.tokens for context in contexts), tenant.limits.context_tokens, "tokens in them"),
         ):
             if most is not None and count > most:
-                message = f"{tenant.name!r} may have {most} {what}; this would make it {count}. Delete some."
+                message = f"{tenant.name!r} may have {most} {what}; this would be {count}. Delete some."
                 raise ApiError(429, message, kind="insufficient_quota", code="insufficient_quota")
         self._files.put(owner, new)
 
@@ -347,7 +347,7 @@ class ContextStore:
         try:
             await asyncio.to_thread(self._sweep, owner)
         except Exception:
-            log.exception("contexts that ended could not be forgotten; it is tried again")
+            log.exception("could not forget contexts that ended; will retry")
             return False
         return True
 

@@ -153,7 +153,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 async def parsed(request: Request, model: type[_Body]) -> _Body:
-    """The request's JSON body as a pydantic model; ApiError 400 names what is wrong and where."""
+    """The request's JSON body as a pydantic model; ApiError 400 names what is wrong, and where."""
     try:
         return model.model_validate_json(await request.body())
     except ValidationError as error:
@@ -162,7 +162,7 @@ async def parsed(request: Request, model: type[_Body]) -> _Body:
 
 def _refused(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    # Of a union's errors, that of the member which fits best.
+    # Of a union, the error of the member that fits best.
     same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
     first = max(same, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
     kind, message, param = first["type"], first["msg"], ""

@@ -89,7 +89,7 @@ class ApiKeys:
     """The tenants of API keys; without a file every request is ``open_tenant``'s. Thread safe.
 
     RagCacheError for a file that is not as :func:`add_key` writes it, or that others may write to. It is read
-    again when it has changed. If it cannot be read then, that is logged, and the keys from before stay valid.
+    again when it has changed; if that fails, the error is logged and the old keys stay valid.
     """
 
     def __init__(self, file: Path | None, open_tenant: Tenant) -> None:
@@ -139,7 +139,7 @@ class ApiKeys:
                 self._tenants = _tenants(file)
                 log.info("%s: read %d API keys", file, len(self._tenants))
             except RagCacheError as error:
-                log.error("the API keys stay those that were read before: %s", error)
+                log.error("keeping the API keys that were read last: %s", error)
 
 
 def add_key(file: Path, name: str, namespace: str | None = None, limits: Limits | None = None) -> str:
@@ -175,7 +175,7 @@ def check_exposure(host: str, keys: Path | None, no_keys: bool) -> None:
     """RagCacheError if a server without keys would be reachable from other machines, unless ``no_keys``."""
     if keys is None and not no_keys and not _is_loopback(host):
         raise RagCacheError(
-            f"everybody who reaches {host} could use this server; give --keys FILE (`ragcachekit keys add`), "
+            f"anybody who can reach {host} could use this server; give --keys FILE (`ragcachekit keys add`), "
             "or --no-keys if something else keeps strangers out"
         )
 

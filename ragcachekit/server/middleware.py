@@ -22,10 +22,10 @@ BODY_SECONDS = 60.0
 """Time in which a body must arrive."""
 
 MAX_BODIES = 16
-"""How many bodies of the largest size may be in memory."""
+"""Bodies of the largest size that may be in memory together."""
 
 CLIENT_GONE = 499
-"""Status of a response that nobody reads."""
+"""Status when the client has disconnected."""
 
 _MAX_DRAINED = 8  # bodies of the largest size
 _DRAIN_SECONDS = 5.0
@@ -68,7 +68,7 @@ class BodyLimit:
             except ClientDisconnect:
                 return None
             except ApiError as error:
-                if "expect" not in request.headers:  # else the client waits for a word before it sends
+                if "expect" not in request.headers:  # else the client waits for an answer before it sends
                     await self._drain(parts)
                 return await response(error, scope)(scope, receive, send)
             return await self._app(scope, _replay(bytes(body), receive), send)
@@ -140,7 +140,7 @@ class Gate:
         try:
             await self._app(scope, receive, named)
         except _Stalled:
-            log.warning("%s: its client read nothing for %g s", name, self._send_timeout)
+            log.warning("%s: the client read nothing for %g s", name, self._send_timeout)
 
 
 class _Stalled(Exception):

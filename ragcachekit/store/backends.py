@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from ragcachekit.errors import StoreError, missing_extra
-from ragcachekit.store.base import concerns, quota_of
+from ragcachekit.store.base import concerns
 from ragcachekit.store.entry import EntryDamaged, hashed
 from ragcachekit.store.remote import RemoteStore, Usage, key_of_sealed
 from ragcachekit.types import KVKey
@@ -49,19 +49,8 @@ class RedisStore(RemoteStore):
     """Chunk KV in a Redis or Valkey server, which evicts by itself.
 
     Give the server a ``maxmemory`` and the policy ``allkeys-lru``, and nothing else to hold: its memory is
-    this tier's budget, whatever its clients are. While it is down, all look-ups miss.
-
-    Parameters
-    ----------
-    url : str
-        ``redis://[user:password@]host:port/0``, ``rediss://`` over TLS, ``unix://``.
-    key, deadline
-        As in :class:`RemoteStore`.
-    entry_bytes : int
-        Limit per entry; larger ones are refused, which counts as no failure.
-
-    Counts what is in the whole database, which is for this tier alone. Raises ValueError for a bad url or
-    key, and StoreError if redis-py is not installed.
+    this tier's budget, whatever its clients are. While it is down, all look-ups miss. Raises ValueError for a
+    bad url (``redis://``, ``rediss://``, ``unix://``) or key, and StoreError if redis-py is not installed.
     """
 
     def __init__(self, url: str, *, key: bytes | str | None, entry_bytes: int, deadline: float) -> None:
@@ -172,30 +161,18 @@ def _connected(url: str, deadline: float) -> Any:
 # -- fsspec ----------------------------------------------------------------------------------------------
 
 _ENDING = ".kv"
-_TEMP = "tmp"
+_TEMP = ".tmp"
 _ABANDONED = 3600.0  # seconds after which a temporary file is deleted
 
 
 class FsspecStore(RemoteStore):
-    """Chunk KV as objects in a folder of a local, network or object store.
+    """Chunk KV as objects in a folder of any fsspec file system, or of ``fs`` if ``url`` has no protocol.
 
-    The budget is this process's own: the folder is listed when it is opened, and what this process writes
-    counts from then on. Several writers of one folder can together exceed it; give each its own folder or
-    share.
-
-    Parameters
-    ----------
-    url : str
-        ``s3://bucket/kv``, ``file:///mnt/kv``, ``memory://kv`` or any other fsspec url.
-    budget, key, deadline, quotas
-        As in :class:`RemoteStore`. A write waits ``deadline`` seconds for another one to end.
-    fs : AbstractFileSystem, optional
-        The file system, if ``url`` is a folder without protocol.
-
-    An entry is one immutable object, ``{root}/{hash of the namespace}/{digest}.kv``. Sizes, order of use and
-    keys are in memory after one listing; reads ignore that, and ``forget`` lists. An object that others
-    deleted counts until it would be evicted. Raises ValueError for a bad url or key, and StoreError if
-    fsspec, or what it needs for this url, is not installed.
+    An entry is one immutable object, ``{root}/{hash of the namespace}/{digest}.kv``. The budget is this
+    process's own: the folder is listed when it is opened, and what this process writes counts from then on.
+    Reads ignore that index, and ``forget`` lists. A write waits ``deadline`` seconds for another one to end.
+    Raises ValueError for a bad url or key, and StoreError if fsspec, or what it needs for this url, is not
+    installed.
     """
 
     def __init__(
@@ -205,7 +182,6 @@ class FsspecStore(RemoteStore):
         *,
         key: bytes | str | None,
         deadline: float,
-        quotas: Mapping[str, int] | None = None,
         fs: Any = None,
     ) -> None:
         try:
@@ -228,7 +204,7 @@ class FsspecStore(RemoteStore):
         self._listing = Lock()  # around both, never while waiting for the file system
         self._changing = Lock()  # around writes, deletions and forgets
         self._is_listed = False
-        super().__init__("bulk", key=key, deadline=deadline, budget=budget, quotas=quotas)
+        super().__init__("bulk", key=key, deadline=deadline, budget=budget)
 
     def connect(self) -> None:
         with self._alone():
@@ -247,7 +223,7 @@ class FsspecStore(RemoteStore):
         name = _object_name(key)
         with self._alone():
             self._list()
-            evicted = self._make_room(name, len(blob), quota_of(self._quotas, key.namespace))
+            evicted = self._make_room(name, len(blob))
             if not wanted():
                 return None
             with self._listing:  # before it is written, since what cannot be deleted again counts as well
@@ -299,20 +275,18 @@ class FsspecStore(RemoteStore):
             if name in self._sizes:
                 self._sizes.move_to_end(name)
 
-    def _make_room(self, name: str, nbytes: int, quota: int | None) -> int:
+    def _make_room(self, name: str, nbytes: int) -> int:
         """Evict until ``nbytes`` under ``name``, in place of what it has now, fit; returns how many."""
-        evicted, group = 0, name.partition("/")[0]
-        for prefix, limit in ((f"{group}/", quota), ("", self._max)):
-            while limit is not None:
-                with self._listing:
-                    others = {n: s for n, s in self._sizes.items() if n != name and n.startswith(prefix)}
-                if sum(others.values()) + nbytes <= limit:
-                    break
-                victim = next(iter(others))
-                self._use(victim)  # if it cannot be deleted, the next eviction tries another one
-                self._discard(victim)
-                evicted += 1
-        return evicted
+        evicted = 0
+        while True:
+            with self._listing:
+                others = {other: size for other, size in self._sizes.items() if other != name}
+            if sum(others.values()) + nbytes <= self._max:
+                return evicted
+            victim = next(iter(others))
+            self._use(victim)  # if it cannot be deleted, the next eviction tries another one
+            self._discard(victim)
+            evicted += 1
 
     def _list(self) -> None:
         """Add the objects of earlier runs, oldest first, and evict down to the budget; once."""
@@ -322,7 +296,7 @@ class FsspecStore(RemoteStore):
         with self._listing:
             self._sizes.update(found)
         self._is_listed = True  # before evicting, which may fail and is continued by the next write
-        self._make_room("", 0, None)
+        self._make_room("", 0)
 
     # -- objects -----------------------------------------------------------------------------------
 
@@ -334,10 +308,9 @@ class FsspecStore(RemoteStore):
         if not self._is_folder:
             self._fs.pipe_file(path, bytes(blob))
             return
-        temp = f"{self._root}/{_TEMP}/{secrets.token_hex(16)}"
+        temp = f"{path}-{secrets.token_hex(8)}{_TEMP}"
         os.makedirs(self._root, mode=0o700, exist_ok=True)  # text can be recovered from KV
-        for file in (temp, path):
-            self._fs.makedirs(file.rpartition("/")[0], exist_ok=True)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         try:
             self._fs.pipe_file(temp, blob)
             self._fs.mv(temp, path)
@@ -366,10 +339,10 @@ class FsspecStore(RemoteStore):
         rows = []
         for path, info in found.items():
             # Others may use the folder as well.
-            folder, _, file = path.removeprefix(self._root).strip("/").partition("/")
-            if file.endswith(_ENDING) and "/" not in file:
-                rows.append((_written(info), f"{folder}/{file.removesuffix(_ENDING)}", int(info["size"])))
-            elif folder == _TEMP and file and _written(info) < time.time() - _ABANDONED:
+            name = path.removeprefix(self._root).strip("/")
+            if name.endswith(_ENDING) and name.count("/") == 1:
+                rows.append((_written(info), name.removesuffix(_ENDING), int(info["size"])))
+            elif name.endswith(_TEMP) and _written(info) < time.time() - _ABANDONED:
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(path)
         return {name: nbytes for _, name, nbytes in sorted(rows)}

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ragcachekit.config import DEFAULT_DISK_BYTES
@@ -72,32 +71,16 @@ def default_disk_bytes(folder: Path) -> int:
 
 
 class DiskStore(KVStore):
-    """Chunk KV in files that survive the process; several processes may share the folder.
+    """Chunk KV in files that survive the process; several processes may share the folder ``path``.
 
     A read opens the file, verifies all of it, and sets its modification time: the order of use. A write goes
     to a temporary file, which is renamed. A killed process leaves whole entries, and a temporary file that
-    the next start removes.
+    the next start removes. ``budget`` limits the bytes of all entry files, on top of which comes the entry
+    being written; ``quotas`` those of single namespaces (``*``: every other one).
 
-    Parameters
-    ----------
-    path : Path
-        The folder, created with mode 0700 (POSIX only); then the attribute ``folder``.
-    budget : int
-        Bytes of all entry files together; > 0. The entry being written comes on top.
-    quotas : mapping of str to int
-        Bytes of single namespaces (``*``: every other one). A namespace above its quota loses its own least
-        recently used entries.
-
-    Notes
-    -----
     A power failure may tear what was written last, which checksums detect: a miss. What was forgotten does
     not come back. On a medium that is full, read-only or failing the folder is opened for reading, and a put
-    returns False until the medium takes writes again.
-
-    Raises
-    ------
-    StoreError
-        If the folder is not a folder, or is not ours alone.
+    returns False until the medium takes writes again. StoreError if the folder is not ours alone.
     """
 
     shared = True
@@ -119,27 +102,24 @@ class DiskStore(KVStore):
         except (OSError, StoreError) as error:
             if is_full(error, _NO_WRITES):
                 self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
-            elif isinstance(error, LockFailed) and error.busy:
-                raise StoreError(f"cannot open the cache folder {self.folder}: {error}") from error
-            elif isinstance(error, StoreError) and not isinstance(error, LockFailed):
-                raise
-            else:
+            elif isinstance(error, OSError) or (isinstance(error, LockFailed) and not error.busy):
                 raise not_writable(self.folder, error) from error
+            else:
+                raise
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
-        source = self._opened(key)
+        source = self.open(key)
         if source is None:
             return None
-        entry, ended = source
         try:
-            kv = entry.kv()
-        except (EntryDamaged, OSError) as error:
-            ended(error)
+            keys, values = zip(*map(source.layer, range(source.layers)), strict=True)
+        except (EntryDamaged, OSError):
             return None
         finally:
-            entry.close()
-        ended(None)
+            source.close()
+        kv = ChunkKV.checked(keys, values, source.start, source.sums, source.quantised)
+        source.finished(kv)
         return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
@@ -147,16 +127,29 @@ class DiskStore(KVStore):
 
         One that is closed early is neither a hit nor a miss.
         """
-        opened = self._opened(key)
-        if opened is None:
+        name, file, seen = entry_name(key), None, None
+        try:
+            if not self._is_served(name):
+                raise FileNotFoundError(name)
+            file = open_file(self._files.path(name))
+            seen = os.fstat(file.fd)
+            entry = EntryReader.of_file(file, key)
+        except FileNotFoundError:
+            self._counters.count("misses")
             return None
-        entry, ended = opened
+        except BaseException as error:
+            if file is not None:
+                file.close()
+            if not isinstance(error, EntryDamaged | OSError):
+                raise
+            self._ended(name, seen, error)
+            return None
         over: list[bool] = []
 
         def end(error: EntryDamaged | OSError | None) -> None:
             if not over:
                 over.append(True)
-                ended(error)
+                self._ended(name, seen, error)
 
         def layer(number: int) -> Pair:
             try:
@@ -166,17 +159,9 @@ class DiskStore(KVStore):
                 raise
 
         header = entry.header
-        return LayerSource(
-            "disk",
-            entry.nbytes,
-            header.layers,
-            layer,
-            lambda _: end(None),
-            entry.close,
-            header.start,
-            entry.sums,
-            header.quantised,
-        )
+        calls = layer, lambda _: end(None), file.close
+        about = header.start, entry.sums, header.quantised
+        return LayerSource("disk", entry.nbytes, header.layers, *calls, *about)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Write ``kv`` to its file, evicting least recently used entries first; replaces an entry atomically.
@@ -274,28 +259,6 @@ class DiskStore(KVStore):
 
     def _is_served(self, name: str) -> bool:
         return self._is_readable and name not in self._undeleted
-
-    def _opened(
-        self, key: KVKey
-    ) -> tuple[EntryReader, Callable[[EntryDamaged | OSError | None], None]] | None:
-        """The open entry and what is to be called with the outcome (None: all read), or a counted miss."""
-        name, file, seen = entry_name(key), None, None
-        if self._is_served(name):
-            try:
-                file = open_file(self._files.path(name))
-                seen = os.fstat(file.fd)
-                return EntryReader.of_file(file, key), partial(self._ended, name, seen)
-            except FileNotFoundError:
-                pass
-            except BaseException as error:
-                if file is not None:
-                    file.close()
-                if not isinstance(error, EntryDamaged | OSError):
-                    raise
-                self._ended(name, seen, error)
-                return None
-        self._counters.count("misses")
-        return None
 
     def _ended(self, name: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None) -> None:
         """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
@@ -397,12 +360,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
     damaged, unreadable, gone, left = [], [], 0, 0
     for name, nbytes in files.items():
         try:
-            with open_file(folder / name) as file:
-                entry = EntryReader.of_file(file)
-                if entry_name(entry.header.key) != name:
-                    raise EntryDamaged("holds the entry of another key")
-                for number in range(len(entry.header.layers)):
-                    entry.layer(number)
+            read_key(folder / name, whole=True)
         except EntryDamaged as error:
             damaged.append(BadEntry(name, str(error)))
         except FileNotFoundError:  # another process evicted it just now

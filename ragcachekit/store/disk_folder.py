@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -23,6 +24,7 @@ from ragcachekit.files import (
     make_folder,
     open_regular,
     others_may_write,
+    parse_json,
     read_regular,
     write_all,
 )
@@ -127,8 +129,9 @@ class EntryFolder:
 
     A name begins with the hash of the entry's namespace, its group (:func:`group_of`). The modification time
     of a file is the time of its last use. Files are added with the folder's lock held. The file ``writer``
-    names who changed the folder last: only after somebody else's changes, and to find further files to evict,
-    it is listed.
+    holds the sums of their sizes, which every change updates; the folder is listed to open it, to find
+    further files to evict, and where the sums are missing. After a kill they may be larger than the files,
+    not smaller.
 
     Parameters are those of :class:`~ragcachekit.store.disk.DiskStore`.
     """
@@ -138,11 +141,10 @@ class EntryFolder:
         self._quotas = {name if name == "*" else hashed(name): quota for name, quota in quotas.items()}
         self._prefix = os.path.join(folder, "")
         self._lock = FolderLock(folder / "lock")
-        self._id = secrets.token_hex(16).encode()
         # Guarded by the lock.
         self._writer = folder / "writer"
         self._oldest: dict[str, tuple[int, int]] = {}  # when used and size; least recently used first
-        self._nbytes = Counter[str]()  # by group; right if we are the last writer
+        self._nbytes = Counter[str]()  # by group
 
     def path(self, name: str) -> str:
         """Path of an entry file; as text, since joining paths is a tenth of what a small read costs."""
@@ -174,12 +176,13 @@ class EntryFolder:
                 with OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW) as file:
                     write_all(file.fd, parts)
                 _touch(path)
+                self._count(name, more)
+                self._write_sums()  # before the file counts, lest a kill leaves it uncounted
                 os.replace(path, self.path(name))
             except BaseException:
                 with suppress(OSError):  # if the medium fails, the next start sweeps it
                     os.unlink(path)
                 raise
-            self._count(name, more)
 
     def make_space(self, nbytes: int, but: str) -> bool:
         """Evict least recently used entries of ``nbytes`` together, as the volume is full.
@@ -211,11 +214,12 @@ class EntryFolder:
             except OSError as error:
                 self._warn_undeleted(error)
                 return False
-            if locked and seen is None and self._is_last_writer():  # damage may change the size
-                self._count(name, -status.st_size)
-            else:
-                with suppress(OSError):
-                    self._writer.unlink()
+            with suppress(OSError):
+                if locked and seen is None and self._read_sums():  # damage may change the size
+                    self._count(name, -status.st_size)
+                    self._write_sums()
+                else:
+                    self._writer.unlink(missing_ok=True)
         return True
 
     def record_use(self, name: str) -> None:
@@ -226,9 +230,10 @@ class EntryFolder:
     def prepare(self, seconds: float) -> None:
         """Remove what dead writers left, and evict down to budget and quotas, which may be smaller now."""
         self.wait_for_writers(seconds)
-        with self._changing(seconds):
+        with self._changing(seconds, anew=True):
             for group in [*self._nbytes]:
                 self._shrink(group)
+            self._write_sums()
 
     def wait_for_writers(self, seconds: float) -> None:
         """Wait for puts under way, and remove what dead writers left."""
@@ -247,14 +252,12 @@ class EntryFolder:
             yield locked
 
     @contextmanager
-    def _changing(self, seconds: float) -> Iterator[None]:
+    def _changing(self, seconds: float, *, anew: bool = False) -> Iterator[None]:
         """Within it the folder is locked, and ``_nbytes`` agree with it unless files were removed by hand."""
         with self._lock.held(seconds):
             try:
-                if not self._is_last_writer():
+                if anew or not self._read_sums():
                     self._list()
-                    with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
-                        os.ftruncate(file.fd, write_all(file.fd, [self._id]))
                 yield
             except BaseException:
                 with suppress(OSError):
@@ -263,10 +266,21 @@ class EntryFolder:
 
     # -- the lock is held --------------------------------------------------------------------------
 
-    def _is_last_writer(self) -> bool:
-        with suppress(OSError):
-            return read_regular(self._writer) == self._id
+    def _read_sums(self) -> bool:
+        """Set ``_nbytes`` to the sums in ``writer``; False if it lacks them, or those of groups."""
+        with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
+            total, groups = parse_json(read_regular(self._writer))
+            if groups is not None or not self._quotas:
+                self._nbytes = Counter({str(name): int(size) for name, size in (groups or {}).items()})
+                self._nbytes[_ALL] = int(total)
+                return True
         return False
+
+    def _write_sums(self) -> None:
+        groups = {name: nbytes for name, nbytes in self._nbytes.items() if name != _ALL and nbytes}
+        text = json.dumps([self._nbytes[_ALL], groups if self._quotas else None])
+        with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
+            os.ftruncate(file.fd, write_all(file.fd, [text.encode()]))
 
     def _list(self) -> None:
         self._oldest, self._nbytes = {}, Counter()

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGN = 64
 _LENGTH_BYTES = 8
 _PROBE = 16384  # bytes of the first read: most headers
-_BATCH = 2 << 20  # bytes of layers that are read at once
 _MAX_HEADER = 100_000_000  # as the safetensors library
 _MAX_ELEMENTS = 1 << 40  # with zeros in a shape counted as ones, so that strides do not overflow
 _OPENING = b'{"__metadata__":{"crc32c":"'
@@ -232,23 +231,21 @@ class EntryReader:
     if it is not that of ``key``; what ``read`` raises passes through.
     """
 
-    def __init__(
-        self, read: Read, size: int, key: KVKey | None = None, close: Callable[[], None] = lambda: None
-    ) -> None:
-        self._read, self.close = read, close
+    def __init__(self, read: Read, size: int, key: KVKey | None = None) -> None:
+        self._read = read
         self.header, self._start = read_header(lambda at, nbytes: read(at, nbytes).numpy().tobytes(), size)
         if key is not None and self.header.key != key:
             raise EntryDamaged("the entry of another key")
         layers = len(self.header.layers)
         self.sums = {
-            name: _tensor(self._verified(number, number + 1)[0], spec)
+            name: _tensor(self._verified(number), spec)
             for number, (name, spec) in enumerate(self.header.sums.items(), layers)
         }
 
     @classmethod
     def of_file(cls, file: OpenFile, key: KVKey | None = None) -> EntryReader:
         """Over an open file, which may be deleted meanwhile; OSError if it cannot be read."""
-        return cls(lambda at, nbytes: _pread(file, at, nbytes), os.fstat(file.fd).st_size, key, file.close)
+        return cls(lambda at, nbytes: _pread(file, at, nbytes), os.fstat(file.fd).st_size, key)
 
     @property
     def nbytes(self) -> int:
@@ -257,38 +254,25 @@ class EntryReader:
 
     def layer(self, number: int) -> Pair:
         """Keys and values of one layer, in memory of their own."""
-        return self._layers(number, number + 1)[0]
+        keys, values = self.header.layers[number]
+        raw, middle = self._verified(number), nbytes_of(keys)
+        return _tensor(raw[:middle], keys), _tensor(raw[middle:], values)
 
     def kv(self) -> ChunkKV:
         """The whole entry."""
         header = self.header
-        step = max(1, _BATCH // max(1, header.offsets[1]))  # small layers are read several at a time
-        pairs: list[Pair] = []
-        for first in range(0, len(header.layers), step):
-            pairs += self._layers(first, min(first + step, len(header.layers)))
-        keys, values = zip(*pairs, strict=True)
+        keys, values = zip(*map(self.layer, range(len(header.layers))), strict=True)
         return ChunkKV.checked(keys, values, header.start, self.sums, header.quantised)
 
-    def _layers(self, first: int, end: int) -> list[Pair]:
-        pairs = []
-        for raw, (keys, values) in zip(
-            self._verified(first, end), self.header.layers[first:end], strict=True
-        ):
-            middle = nbytes_of(keys)
-            pairs.append((_tensor(raw[:middle], keys), _tensor(raw[middle:], values)))
-        return pairs
-
-    def _verified(self, first: int, end: int) -> list[torch.Tensor]:
-        """The bytes of some layers or sums, as views of one tensor."""
-        offsets, crcs = self.header.offsets[first : end + 1], self.header.crcs[first:end]
-        raw = self._read(self._start + offsets[0], offsets[-1] - offsets[0])
-        if len(raw) != offsets[-1] - offsets[0]:
+    def _verified(self, number: int) -> torch.Tensor:
+        """The bytes of a layer, or of a sum after them."""
+        start, end = self.header.offsets[number : number + 2]
+        raw = self._read(self._start + start, end - start)
+        if len(raw) != end - start:
             raise EntryDamaged("the entry ends early")
-        parts = [raw[at - offsets[0] : to - offsets[0]] for at, to in pairwise(offsets)]
-        for number, (part, crc) in enumerate(zip(parts, crcs, strict=True), first):
-            if google_crc32c.value(part.numpy()) != crc:
-                raise EntryDamaged(f"layer {number} does not match its CRC")
-        return parts
+        if google_crc32c.value(raw.numpy()) != self.header.crcs[number]:
+            raise EntryDamaged(f"layer {number} does not match its CRC")
+        return raw
 
 
 def _pread(file: OpenFile, offset: int, nbytes: int) -> torch.Tensor:
@@ -311,16 +295,18 @@ def open_file(path: Path | str) -> OpenFile:
     return file
 
 
-def read_key(path: Path) -> KVKey:
-    """The key in a file's verified header; the layers are not read.
+def read_key(path: Path, *, whole: bool = False) -> KVKey:
+    """The key in a file's verified header; the layers are read only if ``whole``.
 
     EntryDamaged if header, length or name are wrong, OSError if the file cannot be read.
     """
     with open_file(path) as file:
-        key = EntryReader.of_file(file).header.key
-    if entry_name(key) != path.name:
-        raise EntryDamaged(f"{path.name} holds the entry of another key")
-    return key
+        entry = EntryReader.of_file(file)
+        if entry_name(entry.header.key) != path.name:
+            raise EntryDamaged(f"{path.name} holds the entry of another key")
+        if whole:
+            entry.kv()
+    return entry.header.key
 
 
 def decode_entry(raw: memoryview, key: KVKey) -> ChunkKV:

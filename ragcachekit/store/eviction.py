@@ -14,18 +14,11 @@ from typing import Generic, TypeVar
 class Access:
     """One request's use of one entry.
 
-    Attributes
-    ----------
-    hit : bool
-        False if the entry was not there and had to be computed.
-    seconds : float
-        Cost of a miss: estimated prefill time of the whole request, or of reloading. 0 where unknown.
-    new_tokens : int
-        Tokens that this time was spent on.
-    weight : float
-        How useful the use was (Cache-Craft: 1 / max(CCI (1 - beta'), 0.05)).
-    times : int
-        Number of uses. 0 ranks an entry anew by uses that were counted before.
+    - ``hit``: False if the entry was not there and had to be computed.
+    - ``seconds``: Cost of a miss: estimated prefill time of the whole request, or of reloading; 0: unknown.
+    - ``new_tokens``: Tokens that this time was spent on.
+    - ``weight``: How useful the use was (Cache-Craft: 1 / max(CCI (1 - beta'), 0.05)).
+    - ``times``: Number of uses. 0 ranks an entry anew by uses that were counted before.
     """
 
     hit: bool = True
@@ -202,18 +195,10 @@ def weighs_cost(name: str) -> bool:
 
 
 def open_eviction(name: str) -> EvictionPolicy:
-    """A new policy object for one tier.
+    """A new policy object for one tier; ValueError for an unknown name or a bad number.
 
-    Parameters
-    ----------
-    name : str
-        ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` or ``f_r``; all but the first take a number after a colon:
-        the window of the frequency in accesses of the tier (``pgdsf:20000``), for ``f_r`` its half-life.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name (the known ones are listed) or a bad number.
+    ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` or ``f_r``; all but the first take a number after a colon: the
+    window of the frequency in accesses of the tier (``pgdsf:20000``), for ``f_r`` its half-life.
     """
     kind, colon, number = name.partition(":")
     if kind not in POLICIES:

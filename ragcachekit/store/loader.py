@@ -94,9 +94,9 @@ class LoadingKV:
     """One request's handle of an entry that is being read, in place of a :class:`ChunkKV`.
 
     Attributes come from the header and never wait; they are those of
-    :class:`~ragcachekit.store.base.LayerSource`. ``keys[i]`` and ``values[i]`` wait until layer ``i`` is read
-    and verified. Entries in eight bits look unpacked, as in :class:`~ragcachekit.store.quantised.PackedKV`.
-    Reading stops when the last handle is dropped. ``waited`` counts this request's seconds of waiting.
+    :class:`~ragcachekit.store.base.LayerSource`. :meth:`layer` waits until it is read and verified. Entries
+    in eight bits look unpacked, as in :class:`~ragcachekit.store.quantised.PackedKV`. Reading stops when the
+    last handle is dropped. ``waited`` counts this request's seconds of waiting.
     """
 
     def __init__(self, load: Load, seconds: float) -> None:
@@ -108,7 +108,6 @@ class LoadingKV:
         self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
         self.sums: Mapping[str, torch.Tensor] = own_sums(source.sums)
         self.quantised = source.quantised
-        self.keys, self.values = _Tensors(self, 0), _Tensors(self, 1)
         self.load = load
         load.handles.add(self)
 
@@ -159,18 +158,18 @@ class LoadingKV:
 
     def _read(self, number: int) -> Pair:
         load = self.load
-        if number < len(load.pairs) or load.complete:  # then an IndexError
+        if number < len(load.pairs):
             return load.pairs[number]
         started_at = time.perf_counter()
         there = load.changed.wait_for(
-            lambda: number < len(load.pairs) or load.complete or load.error is not None,
+            lambda: number < len(load.pairs) or load.error is not None,
             max(0.0, self._until - time.monotonic()),
         )
         if not there:
             with load.changed:
                 load.late(load, self._seconds)
         self.waited += time.perf_counter() - started_at
-        if number >= len(load.pairs) and not load.complete:
+        if number >= len(load.pairs):
             raise LoadFailed(frozenset([self.key]), load.error or self._late)
         return load.pairs[number]
 
@@ -187,21 +186,6 @@ class Hit:
     tier: str
 
 
-class _Tensors:
-    """Keys or values of a :class:`LoadingKV`, by layer."""
-
-    def __init__(self, kv: LoadingKV, part: int) -> None:
-        self._kv = weakref.proxy(kv)  # no cycle: a dropped handle ends its load at once
-        self._part = part
-
-    def __len__(self) -> int:
-        return int(self._kv.layers)
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        tensor: torch.Tensor = self._kv.layer(number)[self._part]
-        return tensor
-
-
 Observe = Callable[[str, int, float, int], object]
 """Called after every read with its tier, bytes, seconds, and the bytes of other reads when it began."""
 
@@ -209,20 +193,10 @@ Observe = Callable[[str, int, float, int], object]
 class Loader:
     """Finds entries in a store and reads those of slow tiers in background threads. Thread safe.
 
-    An entry that several requests need at once is read once. Damage, I/O errors and deadlines raise
-    :class:`LoadFailed` where a request waits for the layer.
-
-    Parameters
-    ----------
-    store : KVStore
-    threads : int
-        Reads at the same time.
-    deadline : float
-        Seconds that a request waits for an entry.
-    bytes_in_flight : int
-        Limit on bytes being prefetched; one entry may exceed it. Requests are not limited.
-    observe : callable
-        Called with the speed of each read.
+    An entry that several requests need at once is read once. Damage, I/O errors and a wait of more than
+    ``deadline`` seconds raise :class:`LoadFailed` where a request waits for the layer. ``bytes_in_flight``
+    limits what is being prefetched (one entry may exceed it), ``threads`` the reads at a time; ``observe``
+    gets the speed of each read.
     """
 
     def __init__(

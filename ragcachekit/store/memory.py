@@ -53,19 +53,10 @@ Cost = Callable[[ChunkKV], float]
 class MemoryStore(KVStore):
     """Chunk KV in memory, by reference. Views of much more memory than the entry are copied.
 
-    Parameters
-    ----------
-    tier : str
-        Its name in reports.
-    budget : int
-        Bytes of memory that all entries together keep alive; > 0. An entry that is evicted while a prompt
-        is being linked with it is freed after that.
-    policy : EvictionPolicy, optional
-        This tier's own; default least recently used.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take (``*``: every other one).
-    cost : callable, optional
-        Cost of an entry for cost-aware policies; default its number of tokens.
+    ``budget`` limits the bytes that all entries together keep alive, ``quotas`` those of single namespaces
+    (``*``: every other one). The eviction ``policy`` is this tier's own, by default least recently used;
+    ``cost`` of an entry is by default its number of tokens. An entry that is evicted while a prompt is being
+    linked with it is freed after that.
     """
 
     def __init__(
@@ -216,14 +207,9 @@ class GpuStore(MemoryStore):
 class HostStore(MemoryStore):
     """Chunk KV in main memory; ``options`` are those of :class:`MemoryStore`.
 
-    Parameters
-    ----------
-    budget : int
-        Bytes; > 0. A page-locked tensor counts with the power of two that torch allocates for it.
-    pinned : bool
-        Page-lock the tensors, so that a GPU can copy them without waiting, for a copy at every put and
-        memory that no other process can use. Without CUDA it does nothing. If False, page-locked tensors are
-        copied to ordinary memory.
+    ``pinned`` page-locks the tensors if there is CUDA, so that a GPU can copy them without waiting, for a
+    copy at every put; each counts with the power of two that torch allocates for it. Without it, page-locked
+    tensors are copied to ordinary memory.
     """
 
     def __init__(self, budget: int, *, pinned: bool = False, **options: Any) -> None:

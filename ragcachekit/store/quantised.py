@@ -151,17 +151,11 @@ class PackedKV(ChunkKV):
 
 
 class QuantisedStore(KVStore):
-    """A tier that rounds KV to eight bits, and returns it marked as rounded.
+    """A ``tier`` that rounds KV to eight bits (``int8``, ``fp8``), and returns it marked as rounded.
 
     Rounded KV has its own keys (encoding ``+int8``), so a tier without rounding, or of another kind, does not
     find it. KV that is only reused exactly passes through. Where kernels link, entries stay in eight bits
     until a kernel puts them in place.
-
-    Parameters
-    ----------
-    tier : KVStore
-        Its budget counts rounded bytes.
-    kind : {"int8", "fp8"}
     """
 
     def __init__(self, tier: KVStore, kind: str) -> None:
@@ -172,20 +166,14 @@ class QuantisedStore(KVStore):
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         found = self._tier.get(self._key(key), weight)
-        if found is None or _exact(key):
-            return found
-        return self._checked(key, found)
+        return found if found is None or _exact(key) else self._handed_out(found)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         opened = self._tier.open(self._key(key), weight)
         if opened is None or _exact(key):
             return opened
         if isinstance(opened, Found):
-            return self._checked(key, opened)
-        if not _is_well_packed(opened.shapes, opened.sums):
-            opened.close()
-            self.discard(key)
-            return None
+            return self._handed_out(opened)
         if self._keeps_packed:
             return replace(opened, quantised=self._kind)
         packed = opened
@@ -235,11 +223,7 @@ class QuantisedStore(KVStore):
     def close(self) -> None:
         self._tier.close()
 
-    def _checked(self, key: KVKey, found: Found) -> Found | None:
-        """The entry as it is handed out, or None and deleted if a scale is missing."""
-        if not _is_well_packed(found.kv.shapes, found.kv.sums):
-            self.discard(key)
-            return None
+    def _handed_out(self, found: Found) -> Found:
         return Found((PackedKV.of if self._keeps_packed else unpack)(found.kv, self._kind), found.tier)
 
     def _own(self, keys: Iterator[KVKey]) -> Iterator[KVKey]:
@@ -255,16 +239,3 @@ def _exact(key: KVKey) -> bool:
 
 def _plain(key: KVKey) -> KVKey:
     return key if _exact(key) else replace(key, encoding=key.encoding.rpartition("+")[0])
-
-
-def _is_well_packed(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums) -> bool:
-    """Whether KV of these shapes has its original dtype and a scale for every layer."""
-    if LIKE not in sums:
-        return False
-    for number, ((_, keys), (_, values)) in enumerate(shapes):
-        of_keys, of_values = (sums.get(f"{name}{number}") for name in (SCALE_OF_KEYS, SCALE_OF_VALUES))
-        if of_keys is None or of_keys.shape != (keys[0], 1, keys[2]):
-            return False
-        if of_values is None or of_values.shape != (*values[:2], 1):
-            return False
-    return True

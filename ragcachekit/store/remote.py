@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Found, KVStore, StoreStats, concerns, quota_of
+from ragcachekit.store.base import Counters, Found, KVStore, StoreStats, concerns
 from ragcachekit.store.entry import EntryDamaged, decode_entry, encode_entry, read_header
 from ragcachekit.threads import DaemonPool, Job, refuse_after_fork
 from ragcachekit.types import KVKey
@@ -195,9 +195,11 @@ class Usage(NamedTuple):
 class RemoteStore(KVStore):
     """Sealed chunk KV on a service, with deadlines.
 
-    If the service does not answer within the deadline, methods return a miss, False or nothing; ``forget``
-    takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in this process,
-    and are not put, until a forget of at least as much succeeds.
+    If the service does not answer within ``deadline`` seconds, methods return a miss, False or nothing;
+    ``forget`` takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in
+    this process, and are not put, until a forget of at least as much succeeds. Larger entries than
+    ``max_entry`` bytes are refused, which counts as no failure; ``budget`` is what this process may keep
+    there.
 
     Subclasses implement the methods with ``blob`` in their names, ``connect``, ``usage`` and ``disconnect``.
     These may block and raise anything: they run with a deadline, in several threads, and may end after the
@@ -205,21 +207,6 @@ class RemoteStore(KVStore):
 
     - an entry is whole, missing, or its seal does not match;
     - an entry saved late never survives a forget called after it was saved, or that forget raises.
-
-    Parameters
-    ----------
-    tier : str
-        Its name in reports.
-    key : bytes, str or None
-        Signs entries: bytes, or the name of an environment variable.
-    deadline : float
-        Seconds per operation, enough to read and verify an entry.
-    max_entry : int, optional
-        Bytes of the largest entry; a put of a larger one is False and counts as no failure.
-    budget : int, optional
-        Bytes that all sealed entries may take together, where this process evicts.
-    quotas : mapping of str to int
-        Bytes that single namespaces may take; ``*``: every other one.
     """
 
     shared = True
@@ -233,11 +220,10 @@ class RemoteStore(KVStore):
         deadline: float,
         max_entry: int | None = None,
         budget: int | None = None,
-        quotas: Mapping[str, int] | None = None,
     ) -> None:
         self._tier, self._seal = tier, Seal(key)
         self._executor = DeadlineExecutor(tier, deadline)
-        self._max_entry, self._budget, self._quotas = max_entry, budget, dict(quotas or {})
+        self._max_entry, self._budget = max_entry, budget
         self._counters = Counters(tier)
         self._closed = False
         self._forgets = 0
@@ -297,7 +283,7 @@ class RemoteStore(KVStore):
         if self._closed or (self._max_entry is not None and kv.nbytes > self._max_entry):
             return False
         evicted = None
-        if self._is_served(key) and self._may_fit(key, OVERHEAD + sum(map(len, parts))):
+        if self._is_served(key) and self._may_fit(OVERHEAD + sum(map(len, parts))):
 
             def save() -> int | None:
                 blob = self._seal.sealed(key.digest(), parts)
@@ -361,12 +347,11 @@ class RemoteStore(KVStore):
         """Whether the store is open and no forget of the entry is unconfirmed."""
         return not self._closed and not any(concerns(key, *forget) for forget in self._unconfirmed)
 
-    def _may_fit(self, key: KVKey, nbytes: int) -> bool:
-        for limit in (self._budget, quota_of(self._quotas, key.namespace)):
-            if limit is not None and nbytes > limit:
-                self._counters.warn_once("large", "entry of %d bytes exceeds the limit %d", nbytes, limit)
-                return False
-        return True
+    def _may_fit(self, nbytes: int) -> bool:
+        if self._budget is None or nbytes <= self._budget:
+            return True
+        self._counters.warn_once("large", "entry of %d bytes exceeds the budget %d", nbytes, self._budget)
+        return False
 
     def _hide(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
         """Refuse puts of entries to be forgotten, and look none of them up."""

@@ -25,21 +25,10 @@ from ragcachekit.types import KVKey
 def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
     """Open the tiers of ``config``; NullStore for none.
 
-    Models and tenants may share one store: fingerprint and namespace are part of every key.
-
-    Parameters
-    ----------
-    config : StoreConfig
-    cost : callable, optional
-        Seconds to compute an entry's KV, for ``pgdsf`` in the memory tiers; 0 where unknown. By default all
-        entries cost the same per token. :class:`~ragcachekit.RagCache` passes its model's prefill times.
-
-    Raises
-    ------
-    StoreError
-        If the disk tier's folder cannot be used, or a remote tier's key is not set.
-    ValueError
-        For an unknown eviction policy.
+    Models and tenants may share one store: fingerprint and namespace are part of every key. ``cost`` gives
+    the seconds to compute an entry's KV, for ``pgdsf`` in the memory tiers, 0 where unknown; by default all
+    entries cost the same per token. Raises StoreError if the disk tier's folder cannot be used or a remote
+    tier's key is not set, ValueError for an unknown eviction policy.
     """
     tiers: list[KVStore] = []
     try:
@@ -57,6 +46,7 @@ def open_store(config: StoreConfig, *, cost: Cost | None = None) -> KVStore:
 
 def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, KVStore]]:
     """The tiers, the fastest first; optional dependencies are imported only where configured."""
+    limits: dict[str, Any]
     quotas = config.quotas
     options: dict[str, Any] = {"quotas": quotas, "cost": cost}
     if config.gpu_bytes:
@@ -73,30 +63,23 @@ def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, KVStor
     if config.redis_url is not None:
         from ragcachekit.store.backends import RedisStore
 
-        limits: dict[str, Any] = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
+        limits = {"entry_bytes": config.redis_entry_bytes, "deadline": config.remote_deadline}
         yield "redis", RedisStore(config.redis_url, key=config.remote_key, **limits)
     if config.bulk_url is not None:
         from ragcachekit.store.backends import FsspecStore
 
-        more: dict[str, Any] = {"deadline": config.bulk_deadline, "quotas": quotas}
-        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, key=config.remote_key, **more)
+        limits = {"key": config.remote_key, "deadline": config.bulk_deadline}
+        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, **limits)
 
 
 class TieredStore(KVStore):
-    """Several tiers, looked up in turn; hits are copied into the faster ones.
+    """Several tiers, the fastest first, looked up in turn; hits are copied into the faster ones.
 
-    A put goes to every tier but the ``hot`` ones. What a tier evicts is handed down to the next one, unless
-    that has it (RAGCache section 5.1: swap out only once). Nothing is handed down to a ``shared`` tier, where
-    another process may have forgotten it, and no hit is copied into a ``remote`` one, which would wait for
-    its service. Nothing moves while a forget runs, nor what was read before it ended.
-
-    Parameters
-    ----------
-    tiers : sequence of KVStore
-        Fastest first; at least one.
-    hot : int
-        How many of them, from the first on, are filled by hits alone: encoding a corpus should not wash
-        through GPU memory. The last tier takes every put.
+    A put goes to every tier but the first ``hot`` ones: encoding a corpus should not wash through GPU memory.
+    What a tier evicts is handed down to the next one, unless that has it (RAGCache section 5.1: swap out only
+    once). Nothing is handed down to a ``shared`` tier, where another process may have forgotten it, and no
+    hit is copied into a ``remote`` one, which would wait for its service. Nothing moves while a forget runs,
+    nor what was read before it ended.
     """
 
     def __init__(self, tiers: Sequence[KVStore], *, hot: int = 0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ragcachekit.errors import missing_extra
@@ -13,23 +14,20 @@ if TYPE_CHECKING:
 __all__ = ["OpenTelemetryObserver", "PrometheusObserver"]
 
 
+_MODULES = {
+    "PrometheusObserver": ("prometheus", "prometheus_client", "prometheus-client"),
+    "OpenTelemetryObserver": ("opentelemetry", "opentelemetry", "opentelemetry-api"),
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package, install = _MODULES[name]
     try:
-        if name == "PrometheusObserver":
-            from ragcachekit.telemetry.prometheus import PrometheusObserver
-
-            return PrometheusObserver
-        if name == "OpenTelemetryObserver":
-            from ragcachekit.telemetry.opentelemetry import OpenTelemetryObserver
-
-            return OpenTelemetryObserver
+        return getattr(import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing == "prometheus_client":
-            install = missing_extra("prometheus", "prometheus-client")
-        elif missing == "opentelemetry":
-            install = missing_extra("opentelemetry", "opentelemetry-api")
-        else:
+        if (error.name or "").partition(".")[0] != package:
             raise
-        raise ModuleNotFoundError(f"{name} needs {missing}: {install}", name=error.name) from error
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        why = f"{name} needs {package}: {missing_extra(module, install)}"
+        raise ModuleNotFoundError(why, name=error.name) from error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import metrics, trace
-from opentelemetry.metrics import Histogram, Meter
+from opentelemetry.metrics import Histogram
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 import ragcachekit
@@ -21,55 +21,9 @@ _DURATION = tuple(0.01 * 2**n for n in range(14))
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = tuple(4**n for n in range(14))
-_OPTIONS = {
-    "max_tokens": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
+_OPTIONS = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {
+    "max_new_tokens": "max_tokens"
 }
-
-
-class _RequestMetrics:
-    """Metrics of requests, with the names and boundaries of OpenTelemetry's conventions."""
-
-    def __init__(self, meter: Meter) -> None:
-        def seconds(name: str, boundaries: tuple[float, ...]) -> Histogram:
-            name = f"gen_ai.server.{name}"
-            return meter.create_histogram(name, "s", explicit_bucket_boundaries_advisory=boundaries)
-
-        self._duration = seconds("request.duration", _DURATION)
-        self._first = seconds("time_to_first_token", _FIRST)
-        self._next = seconds("time_per_output_token", _NEXT)
-        self._usage = meter.create_histogram(
-            "gen_ai.client.token.usage", "{token}", explicit_bucket_boundaries_advisory=_TOKENS
-        )
-        self._prompt = meter.create_counter("ragcachekit.prompt.tokens", "{token}")
-        self.lookups = meter.create_counter("ragcachekit.query_cache.lookups", "{lookup}")
-
-    def record(self, report: GenerateReport | None, common: dict[str, Any], started_ns: int) -> None:
-        """Record a request that has ended; ``common`` are its attributes."""
-        if report is None:
-            self._duration.record((time.time_ns() - started_ns) / 1e9, common)
-            return
-        self._duration.record(report.total_ms / 1e3, common)
-        if not report.output_tokens:  # cancelled before its first token
-            return
-        link = report.link
-        self._first.record(report.ttft_ms / 1e3, common)
-        if report.output_tokens > 1:
-            decoding = (report.total_ms - report.ttft_ms) / 1e3
-            self._next.record(decoding / (report.output_tokens - 1), common)
-        self._usage.record(link.prompt_tokens, {**common, "gen_ai.token.type": "input"})
-        self._usage.record(report.output_tokens, {**common, "gen_ai.token.type": "output"})
-        for source in _SOURCES:
-            attributes = {**common, "ragcachekit.source": source}
-            self._prompt.add(getattr(link, f"{source}_tokens"), attributes)
-
-
-class _Open(NamedTuple):
-    span: Span
-    start: RequestStart
 
 
 class OpenTelemetryObserver(Observer):
@@ -103,7 +57,19 @@ class OpenTelemetryObserver(Observer):
     ) -> None:
         named = "ragcachekit", ragcachekit.__version__
         self._tracer = trace.get_tracer(*named, tracer_provider)
-        self._metrics = _RequestMetrics(metrics.get_meter(*named, meter_provider))
+        meter = metrics.get_meter(*named, meter_provider)
+
+        def histogram(name: str, unit: str, boundaries: tuple[float, ...]) -> Histogram:
+            return meter.create_histogram(
+                f"gen_ai.{name}", unit, explicit_bucket_boundaries_advisory=boundaries
+            )
+
+        self._duration = histogram("server.request.duration", "s", _DURATION)
+        self._first = histogram("server.time_to_first_token", "s", _FIRST)
+        self._next = histogram("server.time_per_output_token", "s", _NEXT)
+        self._usage = histogram("client.token.usage", "{token}", _TOKENS)
+        self._prompt = meter.create_counter("ragcachekit.prompt.tokens", "{token}")
+        self._lookups = meter.create_counter("ragcachekit.query_cache.lookups", "{lookup}")
         self._model, self._rag = model or model_name(rag.model), rag
         rag.add_observer(self)
 
@@ -111,7 +77,7 @@ class OpenTelemetryObserver(Observer):
         """Leave the engine; idempotent. Spans of running requests are ended."""
         self._rag.remove_observer(self)
 
-    def request_started(self, start: RequestStart) -> _Open:
+    def request_started(self, start: RequestStart) -> tuple[Span, RequestStart]:
         """Begin a span under the caller's."""
         known = {
             f"gen_ai.request.{name}": start.options[option]
@@ -128,10 +94,13 @@ class OpenTelemetryObserver(Observer):
         span = self._tracer.start_span(
             name, kind=SpanKind.INTERNAL, attributes=attributes, start_time=start.started_ns
         )
-        return _Open(span, start)
+        return span, start
 
     def request_ended(
-        self, token: _Open | None, report: GenerateReport | None, error: BaseException | None
+        self,
+        token: tuple[Span, RequestStart] | None,
+        report: GenerateReport | None,
+        error: BaseException | None,
     ) -> None:
         """End the span, with its children."""
         if token is None:
@@ -149,17 +118,36 @@ class OpenTelemetryObserver(Observer):
                     self._children(span, start.started_ns, report)
         finally:
             span.end(None if report is None else start.started_ns + _ns(report.total_ms))
-            self._metrics.record(report, common, start.started_ns)
+            if report is None:
+                self._duration.record((time.time_ns() - start.started_ns) / 1e9, common)
+            else:
+                self._record(report, common)
 
     def looked_up(self, lookup: QueryLookup) -> None:
         """Count a lookup; a hit is a span."""
-        self._metrics.lookups.add(1, {"ragcachekit.query_cache.result": lookup.result})
+        self._lookups.add(1, {"ragcachekit.query_cache.result": lookup.result})
         if lookup.result == "hit":
             self._retrieval(lookup)
 
     def searched(self, lookup: QueryLookup) -> None:
         """A lookup and the search after it are a span."""
         self._retrieval(lookup)
+
+    def _record(self, report: GenerateReport, common: dict[str, Any]) -> None:
+        """Metrics of an answered request; ``common`` are its attributes."""
+        self._duration.record(report.total_ms / 1e3, common)
+        if not report.output_tokens:  # cancelled before its first token
+            return
+        self._first.record(report.ttft_ms / 1e3, common)
+        if report.output_tokens > 1:
+            decoding = (report.total_ms - report.ttft_ms) / 1e3
+            self._next.record(decoding / (report.output_tokens - 1), common)
+        for kind, tokens in (("input", report.link.prompt_tokens), ("output", report.output_tokens)):
+            self._usage.record(tokens, {**common, "gen_ai.token.type": kind})
+        for source in _SOURCES:
+            self._prompt.add(
+                getattr(report.link, f"{source}_tokens"), {**common, "ragcachekit.source": source}
+            )
 
     def _common(self, operation: str) -> dict[str, Any]:
         return {

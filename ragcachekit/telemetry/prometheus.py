@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _Collector = TypeVar("_Collector", bound=Collector)
 _GAUGES = {"nbytes": "bytes", "budget": "budget_bytes", "entries": "entries", "writable": "writable"}
-_COUNTERS = {name: name for name in ("hits", "misses", "evictions", "damaged", "failed_writes")}
+_COUNTERS = ("hits", "misses", "evictions", "damaged", "failed_writes")
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -174,10 +174,10 @@ class EngineState(Collector):
 
 def _tiers(rag: RagCache) -> Iterator[Metric]:
     tiers = rag.stats()
-    for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-        for field, name in names.items():
-            values = {tier.tier: getattr(tier, field) for tier in tiers}
-            yield _family(kind, f"tier_{name}", f"{name} of a storage tier.", "tier", values)
+    for field, name in (*_GAUGES.items(), *((name, name) for name in _COUNTERS)):
+        kind = GaugeMetricFamily if field in _GAUGES else CounterMetricFamily
+        values = {tier.tier: getattr(tier, field) for tier in tiers}
+        yield _family(kind, f"tier_{name}", f"{name} of a storage tier.", "tier", values)
 
 
 def _queue(rag: RagCache) -> Iterator[Metric]:

@@ -122,13 +122,6 @@ def report():
     return BenchReport("demo", "sample", 0, (*rows, queries | calibrated, sweep))
 
 
-def test_first_token_rows_compare_medians():
-    rows = {row["state"]: row for row in report().part(first_token.PART).rows}
-    assert (rows["full"]["ttft_ms"], rows["host"]["ttft_ms"]) == (950.0, 200.0)
-    assert rows["host"]["speedup"] == pytest.approx(4.75)
-    assert (rows["disk"]["ttft_ms_min"], rows["disk"]["ttft_ms_max"], rows["disk"]["n"]) == (180.0, 280.0, 2)
-
-
 def test_the_picture_and_what_is_printed(tmp_path, capsys):
     shown.draw(report(), tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

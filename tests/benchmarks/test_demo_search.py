@@ -54,14 +54,6 @@ def test_the_nearest_chunks_come_first_and_searches_are_numbered():
     assert len(first) == 2
 
 
-def test_fillers_enlarge_the_index_and_are_not_found():
-    found = retriever(vectors=500, k=3)
-    assert len(found.index) == 500
-    documents = found.invoke("the thread pool")
-    assert documents[0].page_content == TEXTS[1]
-    assert all(document.page_content in TEXTS for document in documents)
-
-
 def test_the_chain_sends_these_messages_and_shows_what_it_retrieved():
     plain = retriever()
     cached = RagCacheRetriever.wrap(plain, embeddings=plain.embeddings)

@@ -110,14 +110,6 @@ def test_no_policy_exceeds_the_bounds(name, structure):
             assert outcome.request_hit_rate <= outcome.hit_rate
 
 
-def test_all_policies_agree_where_everything_fits():
-    made = plan(open_trace("zipf", SHAPE, 2), TREE)
-    found = {replay(made, open_eviction(p), 10**9) for p in POLICIES}
-    assert len(found) == 1
-    accesses = [entry for request in made.requests for entry in request]
-    assert found.pop().hit_rate == pytest.approx(1 - len(set(accesses)) / len(accesses))
-
-
 @pytest.fixture(scope="module")
 def report():
     shape = TraceShape(documents=80, requests=200, mean_tokens=300)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from benchmarks.eviction.bounds import most_hits, most_token_hits, next_uses
+from benchmarks.eviction.bounds import most_hits, most_token_hits
 
 
 def optimum(requests, tokens, capacity, value, parents=None):
@@ -40,10 +40,6 @@ def drawn(seed, entries=6, length=22):
     return [min(draw.randrange(entries), draw.randrange(entries)) for _ in range(length)]
 
 
-def test_next_uses():
-    assert next_uses([7, 8, 7, 7]) == [2, float("inf"), 3, float("inf")]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_for_equal_sizes_it_is_the_optimum(seed):
     accesses, capacity = drawn(seed), 3 * random.Random(seed).randint(1, 4) + 2
@@ -74,12 +70,3 @@ def test_on_a_tree_of_equal_sizes_it_is_the_optimum_of_the_tree(seed):
     best = optimum(requests, [1] * 6, capacity, lambda _: 1, parents)
     accesses = [entry for request in requests for entry in request]
     assert most_hits(accesses, [1] * 6, capacity) == best
-
-
-def test_what_fits_never_hits_and_what_all_fits_always_does():
-    accesses = [0, 1, 0, 1, 2, 0]
-    assert most_hits(accesses, [5, 50, 5], 10) == 2
-    assert most_hits(accesses, [5, 50, 5], 1000) == 3
-    assert most_token_hits(accesses, [5, 50, 5], 1000) == 5 + 50 + 5
-    assert most_hits([0], [5], 10) == 0
-    assert most_hits([0, 1], [5, 6], 0) == 0

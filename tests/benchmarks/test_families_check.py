@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.families import check as check_families
 from benchmarks.families import second_check
-from benchmarks.families.families import Family, all_families, build
+from benchmarks.families.families import all_families, build
 from ragcachekit.engine.admission import admit
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import ModelNotSupported
@@ -73,18 +72,9 @@ def test_a_rotation_that_does_nothing_is_caught_by_both(name, monkeypatch):
     model, oracle = build(FAMILIES[name]), build(FAMILIES[name], oracle=True)
     rope = describe_rope(model)
     monkeypatch.setattr(Rope, "rotations", lambda self, layer, turns: (None, None))
-    with pytest.raises(ModelNotSupported, match="layer 0"):
+    with pytest.raises(ModelNotSupported, match="differ from the model's own"):
         admit(model, rope)
     assert _wrong(model, oracle, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("name", "option"), [("gpt_oss", "sinks"), ("mistral", "window"), ("gemma2", "softcap")]
-)
-def test_dropped_attention_options_are_caught(name, option, monkeypatch):
-    own = attention._options
-    monkeypatch.setattr(attention, "_options", lambda *a, **k: replace(own(*a, **k), **{option: None}))
-    assert _wrong(build(FAMILIES[name]), build(FAMILIES[name]), monkeypatch)
 
 
 def _wrong(model, oracle, monkeypatch) -> list[second_check.Difference]:
@@ -106,20 +96,6 @@ def test_every_family_is_in_the_table_once():
     names = [family.name for family in all_families()]
     assert len(names) == len(set(names)) > 150
     assert {"llama (dynamic)", "deepseek_v2", "qwen3"} <= set(names)
-
-
-def test_a_family_that_breaks_does_not_end_the_sweep(monkeypatch):
-    def broken(model, oracle):
-        raise KeyError("gone")
-
-    odd = Family("odd", FAMILIES["llama"].config, {"hidden_size": 63})
-    huge = Family("huge", FAMILIES["llama"].config, {"vocab_size": 10**6})
-    refused = check_families.run([odd, huge], progress=False)
-    assert [row.status for row in refused] == ["refused", "refused"]
-    assert all(row.reason.startswith("not built: ") for row in refused)
-    monkeypatch.setattr(check_families, "compare", broken)
-    (row,) = check_families.run([FAMILIES["llama"]], progress=False)
-    assert (row.status, row.reason) == ("wrong", "KeyError: 'gone'")
 
 
 def test_the_command_writes_table_and_page(tmp_path, monkeypatch):
@@ -147,5 +123,5 @@ def test_half_precision_routing_is_no_error_but_a_missing_rotation_is(name, monk
     rope = describe_rope(model)
     assert admit(model, rope).difference < 6e-2
     monkeypatch.setattr(Rope, "rotations", lambda self, layer, turns: (None, None))
-    with pytest.raises(ModelNotSupported, match="layer 0"):
+    with pytest.raises(ModelNotSupported, match="differ from the model's own"):
         admit(model, rope)

@@ -45,13 +45,6 @@ def test_pages_say_nothing_about_this_machine_or_process(pages):
     assert " at 0x" not in text
 
 
-def test_rendering_again_gives_the_same_pages_and_imports_nothing_here(pages):
-    before = set(sys.modules)
-    names = ("ast", "locale", "no_such_module", "os", "platform", "re", "statistics", "tokenize")
-    assert manual.pages(*names) == [(name, page) for name, page in pages if name in names]
-    assert set(sys.modules) <= before
-
-
 def test_clean_drops_sections_bars_and_rules():
     page = "\n".join(
         [
@@ -105,11 +98,3 @@ def test_every_module_gives_its_first_chunk_before_any_gives_its_second(monkeypa
     assert len(manual.chunks(words, limit=None, size=11)) > 4
     with pytest.raises(ValueError, match="no room"):
         manual.chunks(words, limit=2, size=5)
-
-
-def test_a_child_that_fails_is_named(monkeypatch, tmp_path):
-    broken = tmp_path / "broken.py"
-    broken.write_text("raise SystemExit('no pages today')")
-    monkeypatch.setattr(manual, "__file__", str(broken))
-    with pytest.raises(RuntimeError, match="no pages today"):
-        manual.pages()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.novel_questions import FULL, PREFIX, batches, measure, novel_prompts, warm_up
+from benchmarks.novel_questions import FULL, PREFIX, measure, novel_prompts, warm_up
 from benchmarks.serve.workload import random_documents
 from families import wrapped
 from ragcachekit import RagCache, StoreConfig, TreeConfig
@@ -75,11 +75,3 @@ def test_an_answer_that_differs_from_full_gives_no_figures(documents, tmp_path) 
         warm_up(broken, documents, CHUNKS, [])
         with pytest.raises(RagCacheError, match="no figures are given"):
             list(measure({FULL: full, PREFIX: broken}, list(novel_prompts(documents, 8, CHUNKS, 0)), 8))
-
-
-def test_table(rows) -> None:
-    table = batches(rows, 8)
-    assert [row["questions"] for row in table] == ["1-8", "9-16", "17-20"] * 3
-    first = [row for row in rows if row["policy"] == "reuse"][:8]
-    (found,) = [row for row in table if (row["policy"], row["questions"]) == ("reuse", "1-8")]
-    assert found["share"] == pytest.approx(fmean(row["share"] for row in first))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +15,8 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.serve import replay as replays
 from benchmarks.serve import run as module
-from benchmarks.serve.run import EXACT, ServeSettings, plot
-from benchmarks.serve.systems import Served, TokenTimes
+from benchmarks.serve.run import EXACT, ServeSettings
+from benchmarks.serve.systems import Served
 from benchmarks.serve.workload import random_documents, text_documents
 from benchmarks.world.reader_folder import READER
 from ragcachekit import Chunk
@@ -45,25 +44,6 @@ def report():
 
 
 # -- requests --------------------------------------------------------------------------------------
-
-
-def test_documents_are_drawn_by_zipfs_law():
-    requests = DOCUMENTS.requests(6000, 1, 1.0, (0,))
-    drawn = Counter(request.prompt.segments[1].token_ids for request in requests)
-    weights = 1 / np.arange(1, 21)
-    expected = 6000 * weights / weights.sum()
-    found = np.array(sorted(drawn.values(), reverse=True))
-    assert np.abs(found - expected).max() < 4 * np.sqrt(expected.max())
-    alike = Counter(r.prompt.segments[1].token_ids for r in DOCUMENTS.requests(6000, 1, 0.0, (0,)))
-    assert all(abs(count - 300) < 4 * np.sqrt(300) for count in alike.values())
-
-
-def test_arrivals_are_a_poisson_process():
-    arrivals = np.array([request.arrival for request in DOCUMENTS.requests(4000, 1, 1.0, (1,))])
-    gaps = np.diff(arrivals)
-    assert (gaps > 0).all()
-    assert gaps.mean() == pytest.approx(1.0, abs=0.06)
-    assert gaps.std() == pytest.approx(1.0, abs=0.1)
 
 
 def test_prompts_have_different_documents_and_the_seed_decides():
@@ -121,17 +101,6 @@ def test_no_figures_of_answers_without_times():
         replays.figures([served(0.0, [1.0, 2.0], tokens=3)], None)
     with pytest.raises(RagCacheError, match="every request was refused"):
         replays.figures([replace(served(0.0, []), refused=True)], None)
-
-
-def test_times_are_of_tokens_and_not_of_the_prompt():
-    times = []
-    streamer = TokenTimes(times)
-    streamer.put(torch.zeros(1, 9))
-    assert times == []
-    streamer.put(torch.tensor([1]))
-    streamer.put(torch.tensor([2, 3]))
-    assert len(times) == 3
-    assert times == sorted(times)
 
 
 class Recorder:
@@ -217,11 +186,6 @@ def test_warm_documents_are_reused(report):
     assert 0 < hits["prefix"] < hits["reuse"]
 
 
-def test_a_picture(report, tmp_path):
-    plot(report, tmp_path / "serve.png")
-    assert (tmp_path / "serve.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -236,13 +200,6 @@ def test_a_picture(report, tmp_path):
 def test_bad_settings_are_refused(options, what):
     with pytest.raises(ValueError, match=what):
         ServeSettings(**options)
-
-
-def test_an_approximate_system_alone_needs_no_reference():
-    sizes = {"requests": 3, "documents": 4, "chunks": 2, "chunk_tokens": 9, "warm_up": 1, "max_new_tokens": 3}
-    rows = module.run(ServeSettings(shape="tiny", systems=("reuse",), rates=(100.0,), **sizes)).rows
-    assert [(row["system"], row["rate"]) for row in rows] == [("reuse", None), ("reuse", 100.0)]
-    assert all(row["same"] is row["speedup"] is None for row in rows)
 
 
 def test_the_command_shows_and_writes_the_rows(tmp_path):

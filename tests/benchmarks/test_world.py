@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.world.questions import world_questions
 from benchmarks.world.world import (
     INSTRUCTION,
     Question,
@@ -80,23 +79,9 @@ def _place(question: Question) -> tuple[int, int]:
     return len(question.articles), question.evidence[-1][1]
 
 
-@pytest.mark.parametrize("sizes", [{"people": 0}, {"companies": 10_000}, {"towns": -1}])
-def test_an_impossible_size_is_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be between"):
-        make_world(**sizes)
-
-
 def test_the_prompt_holds_the_instruction_and_the_chunks_in_order() -> None:
     assert system_text(["One.", "Two."]) == f"{INSTRUCTION}\n\nOne.\n\nTwo."
     assert messages(["One."], "Why?") == [
         {"role": "system", "content": f"{INSTRUCTION}\n\nOne."},
         {"role": "user", "content": "Why?"},
     ]
-
-
-def test_questions_are_chosen_evenly_by_kind() -> None:
-    questions = world_questions(1, 3)
-    assert sorted(question.question_type for question in questions) == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
-    assert questions == world_questions(1, 3)
-    with pytest.raises(ValueError, match="kind a"):
-        world_questions(1, 10_000)

@@ -30,12 +30,13 @@ def test_wrong_settings_are_named(wrong, named):
         build_app(wrong)
 
 
-@pytest.mark.parametrize(
-    ("given", "has_contexts"), [({}, False), ({"replicas": 1}, True), ({"contexts": "folder"}, True)]
-)
-def test_contexts_need_a_folder_or_a_single_replica(given, has_contexts):
-    bound = build_app({"model": "x", **given})
-    assert bound._bound_deployment.init_args[-1] is has_contexts
+def test_contexts_need_a_folder_or_a_single_replica():
+    settings = (
+        AppSettings(model="x"),
+        AppSettings(model="x", replicas=1),
+        AppSettings(model="x", contexts="y"),
+    )
+    assert [one.has_contexts for one in settings] == [False, True, True]
 
 
 def test_missing_ray_says_what_to_install(monkeypatch):

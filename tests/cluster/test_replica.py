@@ -64,9 +64,10 @@ def opened(folder, events):
 @pytest.fixture
 async def replica(tmp_path):
     events = []
+    rag, app = opened(tmp_path, events)
     one = Replica.__new__(Replica)
-    await one.__init__(lambda: opened(tmp_path, events))
-    one.events = events
+    await one.__init__(lambda: (rag, app))
+    one.events, one.rag = events, rag
     yield one
     one.__del__()
 
@@ -109,9 +110,9 @@ async def test_a_request_that_nobody_waits_for_is_cancelled(replica):
 
 
 async def test_it_publishes_the_chunks_in_memory(replica):
-    (one,) = replica._rag.encode(["The river Spree flows in Berlin."])
+    (one,) = replica.rag.encode(["The river Spree flows in Berlin."])
     assert holds(replica, one)
-    replica._rag.forget([one])
+    replica.rag.forget([one])
     assert not holds(replica, one)
 
 
@@ -125,9 +126,9 @@ async def test_it_publishes_the_contexts_that_it_served(replica):
 
 
 async def test_the_engine_is_closed_once(tmp_path):
+    rag, app = opened(tmp_path, [])
     one = Replica.__new__(Replica)
-    await one.__init__(lambda: opened(tmp_path, []))
-    rag = one._rag
+    await one.__init__(lambda: (rag, app))
     one.__del__()
     with pytest.raises(RagCacheError, match="closed"):
         rag.generate("hi")

@@ -118,14 +118,6 @@ def test_a_missing_or_empty_folder_says_what_to_do(tmp_path):
         read_corpus(tmp_path)
 
 
-def test_documents_of_other_formats_are_counted(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    for name in ("one.pdf", "TWO.PDF", "three.docx", ".hidden.pdf", "picture.png"):
-        (tmp_path / name).write_bytes(b"%PDF-1.7")
-    (note,) = read_corpus(tmp_path).notes
-    assert note.startswith("skipped 1 .docx, 2 .pdf files: convert them to text first")
-
-
 def test_a_folder_of_pdfs_is_refused_before_a_model_is_loaded(tmp_path, command):
     (tmp_path / "paper.pdf").write_bytes(b"%PDF-1.7")
     with pytest.raises(CorpusError, match=r"no text found in .*skipped 1 \.pdf files: convert"):

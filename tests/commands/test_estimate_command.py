@@ -52,15 +52,6 @@ def test_a_log_that_repeats_itself_is_helped(estimate, chunks):
     assert summary["chunks_not_in_corpus"] == 2
 
 
-def test_larger_caches_find_more(estimate, world):
-    result, summary, sizes = estimate([question.text for question in world.questions[:20]] * 2, "-k", "2")
-    assert result.exit_code == 0, result.output
-    found = [row["tokens_found"] for row in sizes]
-    assert found == sorted(found)
-    assert found[0] < found[-1] < summary["chunk_token_share"]
-    assert [row["after_precompute"] for row in sizes] == [pytest.approx(summary["chunk_token_share"])] * 4
-
-
 def test_the_share_is_that_of_a_session_of_ask(estimate, world, corpus, one_minilm, tmp_path):
     """Tokens that span the edge of a chunk are computed, so the engine reuses one or two fewer per chunk."""
     asked = [question.text for question in world.questions[:6]] * 2
@@ -105,13 +96,6 @@ def test_all_of_a_corpus_once_is_helped_by_precompute_only(estimate, chunks):
     result, summary, _ = estimate(log)
     assert summary["helps"]
     assert "only if you run precompute first" in result.stdout
-
-
-def test_near_questions_are_answered_by_the_query_cache(estimate):
-    _, summary, _ = estimate(
-        ["Where was he born?", "Where was he born, then?"], "-k", "1", "--tolerance", "0.9"
-    )
-    assert (summary["chunks_used"], summary["searches_saved"]) == (1, 0.5)
 
 
 def test_no_embedding_where_the_log_names_all_chunks(estimate, chunks, monkeypatch):

@@ -25,11 +25,6 @@ def test_questions_as_objects_and_as_they_stand(log):
     )
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
-    (tmp_path / "log").write_bytes(b'\xef\xbb\xbf{"question": "Where?"}\r\n')
-    assert read_log(tmp_path / "log") == (LoggedQuestion(1, "Where?"),)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -43,12 +38,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
 def test_a_bad_line_is_named(log, line, message):
     with pytest.raises(ValueError, match=f"line 2: {message}"):
         read_log(log("fine", line))
-
-
-def test_what_is_no_text_is_named(tmp_path):
-    (tmp_path / "log").write_bytes(b"fine\n\xff\xfe\n")
-    with pytest.raises(ValueError, match=r"line 2: .*decode"):
-        read_log(tmp_path / "log")
 
 
 def test_an_empty_log_says_what_to_write(log):

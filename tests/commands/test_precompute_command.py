@@ -77,16 +77,6 @@ def test_ask_finds_every_chunk(precompute, command, corpus, one_minilm, prepared
     assert int(kept) > int(total) / 2
 
 
-def test_the_first_question_embeds_nothing_but_itself(precompute, command, corpus, one_minilm, tmp_path):
-    result = precompute()
-    assert re.search(r"embedding (\d+) of \1 chunks", result.output)
-    assert "embedding" not in precompute().output
-    options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
-    result = command("ask", *options, "Where was he born?")
-    assert result.exit_code == 0
-    assert "embedding" not in result.output
-
-
 def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
     with open_run(settings, dry=True) as run:
         tokens = sum(len(chunk.token_ids) for chunk in run.chunks)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.world.reader_folder import READER
 from ragcachekit.commands import shapes, ttft
@@ -160,19 +160,6 @@ def test_documents_in_two_sizes_and_two_dtypes(tmp_path):
         assert row["speedup"] == pytest.approx(full["ttft_ms"] / row["ttft_ms"])
     with pytest.raises(CorpusError, match="the prompt needs"):
         ttft.run(ttft.TtftSettings(model=READER, corpus=tmp_path, prompt_tokens=[100_000], **asked))
-
-
-def test_a_prompt_of_documents_is_their_text(tmp_path):
-    words = [f"person {number} lives in town {number * 7}." for number in range(200)]
-    (tmp_path / "facts.txt").write_text(" ".join(words))
-    tokenizer = AutoTokenizer.from_pretrained(READER)
-    prompt = shapes.corpus_prompt(tmp_path, tokenizer, 300, 60, seed=1)
-    chunks = [s.token_ids for s in prompt.segments if isinstance(s, Chunk)]
-    assert sum(len(s.token_ids) for s in prompt.segments) == 300
-    assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
-    ids = tokenizer(" ".join(words), add_special_tokens=False).input_ids
-    whole = [i for chunk in chunks for i in chunk]
-    assert any(ids[at : at + len(whole)] == whole for at in range(len(ids)))
 
 
 def test_random_models_are_ordinary_models(model):

@@ -26,12 +26,14 @@ def encodings(name="llama", near=(A, B, C), count=3, joint=JOINT):
     return Encodings(f"average:{count}", described(name), 1, lambda ids: near if ids == CHUNK else (), joint)
 
 
+def missing(ours, ids, system=SYSTEM):
+    encoding, context = ours.encoding(ids, system)
+    return Missing(ours.key(ids, encoding, context, "model", "space", 0), ids, encoding)
+
+
 def stored(name, near, count, system=SYSTEM):
     """The mean KV of CHUNK, keys rotated to follow ``system``, by way of the store; and the store."""
-    ours = encodings(name, near, count)
-    encoding, context = ours.encoding(CHUNK, system)
-    item = Missing(ours.key(CHUNK, encoding, context, "model", "space", 0), CHUNK, encoding)
-    store = HostStore(1 << 26)
+    item, store = missing(encodings(name, near, count), CHUNK, system), HostStore(1 << 26)
     background_encoder(name, store).now([item])
     return item, store, store.get(item.key).kv
 
@@ -76,10 +78,7 @@ def test_four_chunks_that_stand_behind_each_other_take_four_forwards(monkeypatch
     chunks = (A, B, C, CHUNK)
     around = {ids: (*chunks[at + 1 :], *chunks[:at]) for at, ids in enumerate(chunks)}
     ours = Encodings("average:3", described("llama"), 1, around.__getitem__, JOINT)
-    items = []
-    for ids in chunks:
-        encoding, context = ours.encoding(ids, SYSTEM)
-        items.append(Missing(ours.key(ids, encoding, context, "model", "space", 0), ids, encoding))
+    items = [missing(ours, ids) for ids in chunks]
     alone = HostStore(1 << 26)
     for item in items:
         background_encoder("llama", alone).now([item])
@@ -100,31 +99,12 @@ def test_four_chunks_that_stand_behind_each_other_take_four_forwards(monkeypatch
         assert max(map(off, one.values, other.values)) <= 1e-5
 
 
-def test_the_entry_behind_the_system_text_alone_is_stored_as_well():
-    item, store, _ = stored("llama", (A, B), 2)
-    plain_encoding = Encodings("system", described("llama"), 1)
-    encoding, context = plain_encoding.encoding(CHUNK, SYSTEM)
-    kv = store.get(plain_encoding.key(CHUNK, encoding, context, "model", "space", 0)).kv
-    keys, values = in_order("llama", ())
-    for layer in range(kv.layers):
-        assert off(kv.keys[layer], keys[layer]) <= 1e-5
-        assert off(kv.values[layer], values[layer]) <= 1e-5
-    assert len(item.key.context) == 3, "system text and both neighbours"
-
-
-def test_the_exact_entry_is_not_touched_by_the_mean_that_its_forward_went_into():
-    """Two chunks are each other's only neighbour: the KV behind the text alone counts for the mean too."""
-    other = {CHUNK: A, A: CHUNK}
-    ours = Encodings("average:3", described("llama"), 1, lambda ids: (other[ids],), JOINT)
-    items = []
-    for ids in (A, CHUNK):
-        encoding, context = ours.encoding(ids, SYSTEM)
-        items.append(Missing(ours.key(ids, encoding, context, "model", "space", 0), ids, encoding))
-    store = HostStore(1 << 26)
-    background_encoder("llama", store).now(items)
-    system = Encodings("system", described("llama"), 1)
-    encoding, context = system.encoding(CHUNK, SYSTEM)
-    kv = store.get(system.key(CHUNK, encoding, context, "model", "space", 0)).kv
+@pytest.mark.parametrize("near", [{CHUNK: (A, B)}, {CHUNK: (A,), A: (CHUNK,)}], ids=["two", "each other"])
+def test_the_entry_after_the_system_text_alone_is_stored_as_well_and_is_no_mean(near):
+    """Where two chunks are each other's only neighbour, its forward counts for the mean, too."""
+    ours, store = Encodings("average:3", described("llama"), 1, near.__getitem__, JOINT), HostStore(1 << 26)
+    background_encoder("llama", store).now([missing(ours, ids) for ids in near])
+    kv = store.get(missing(Encodings("system", described("llama"), 1), CHUNK).key).kv
     keys, values = in_order("llama", ())
     for layer in range(kv.layers):
         assert off(kv.keys[layer], keys[layer]) <= 1e-5
@@ -133,10 +113,7 @@ def test_the_exact_entry_is_not_touched_by_the_mean_that_its_forward_went_into()
 
 def test_a_chunk_behind_two_texts_at_once():
     """Two prompts of one batch, as with a date in the system text."""
-    ours, items = encodings(near=(A,)), []
-    for system in (SYSTEM, B):
-        encoding, context = ours.encoding(CHUNK, system)
-        items.append(Missing(ours.key(CHUNK, encoding, context, "model", "space", 0), CHUNK, encoding))
+    items = [missing(encodings(near=(A,)), CHUNK, system) for system in (SYSTEM, B)]
     store = HostStore(1 << 26)
     background_encoder("llama", store).now(items)
     for item, system in zip(items, (SYSTEM, B), strict=True):

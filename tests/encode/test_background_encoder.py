@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from families import tokens
 from link_kit import BOS, described, planned, request_of, segments
 from loading_kit import WAIT
-from ragcachekit.encode.background import BackgroundEncoder
-from ragcachekit.model.encoding import Encoding
+from ragcachekit.encode.background import BackgroundEncoder, MissCounts
+from ragcachekit.model.encoding import Encoding, InPromptEncoding
 from ragcachekit.plan.encodings import Encodings, VariantPool
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.lookup import Fetch
@@ -85,17 +87,6 @@ def test_a_miss_before_a_forgetting_does_not_count_after_it():
         background_encoder.later([missing(0, epoch)])
         assert background_encoder.worker.flush(WAIT)
         assert stored(store) == expected
-    background_encoder.worker.close()
-
-
-def test_what_names_no_epoch_is_from_before_every_forgetting():
-    background_encoder, store, _ = made()
-    background_encoder.now([missing(0)])
-    assert stored(store) == [0]
-    with forgetting(background_encoder, store):
-        pass
-    background_encoder.now([missing(0)])
-    assert stored(store) == []
     background_encoder.worker.close()
 
 
@@ -210,3 +201,41 @@ def test_what_finds_no_place_in_the_queue_is_said(caplog, monkeypatch):
         "2 missing chunks are not encoded: 1 requests wait"
     ]
     background_encoder.worker.close()
+
+
+# -- which miss is encoded -----------------------------------------------------------------------------
+
+
+def missed(number, encoding=None, **changes):
+    return Missing(key_of(number, **changes), (number,), encoding or Encoding("standalone"))
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_every_nth_miss_is_due(after):
+    counts = MissCounts()
+    due = [counts.is_due(missed(0), after) for _ in range(3 * after)]
+    assert due == [number % after == after - 1 for number in range(3 * after)]
+
+
+def test_other_contexts_are_other_entries_but_of_in_prompt_chunks():
+    for encoding, due in ((Encoding("system", (1,)), False), (InPromptEncoding("in-prompt", (1,)), True)):
+        counts = MissCounts()
+        assert not counts.is_due(missed(0, encoding, context=("a",)), 2)
+        assert counts.is_due(missed(0, encoding, context=("b",)), 2) is due
+
+
+def test_what_was_missed_longest_ago_is_forgotten_first(monkeypatch):
+    monkeypatch.setattr("ragcachekit.encode.background.MAX_COUNTED", 2)
+    counts = MissCounts()
+    for number in range(3):
+        counts.is_due(missed(number), 2)
+    assert [counts.is_due(missed(number), 2) for number in (2, 1, 0)] == [True, True, False]
+
+
+def test_forget_drops_the_misses_of_a_chunk_and_of_what_comes_after_it():
+    counts = MissCounts()
+    items = [missed(0), missed(1, context=("chunk-0",)), missed(2), missed(0, namespace="other")]
+    for one in items:
+        counts.is_due(one, 2)
+    counts.forget(SPACE, frozenset(["chunk-0"]))
+    assert [counts.is_due(one, 2) for one in items] == [False, False, True, True]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from families import build, columns, off, plain, prefill, stepwise, tokens, wrapped
 from link_kit import described
 from ragcachekit.encode.background import BackgroundEncoder
+from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.encode.similar import NeighbourEncoder, ingredients, with_ingredients
-from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.plan.encodings import Encodings
@@ -99,39 +97,19 @@ def blocks(parts):
     return causal & ((block[:, None] == block[None]) | (block[:, None] == len(parts) - 1))
 
 
-def additive(seen):
-    return torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-
-
 @torch.no_grad()
-def masked_forward(model, parts, window=None, **options):
+def masked_forward(model, parts, **options):
     """One ordinary forward under an explicit mask ``[1, 1, tokens, tokens]``."""
     ids = [i for part in parts for i in part]
-    mask = additive(blocks(parts))
-    if window:
-        near = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1 - window)
-        mask = {"full_attention": mask, "sliding_attention": additive(blocks(parts) & near)}
-    cache = DynamicCache()
-    out = model.base_model(
-        input_ids=torch.tensor([ids]), attention_mask=mask, past_key_values=cache, use_cache=True, **options
-    )
-    return cache, out
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "glm4"])
-def test_against_one_forward_under_a_mask(name):
-    keys, values, _ = encoded(name, wanted(name, ()))
-    cache, _ = masked_forward(plain(name), [*NEAR[::-1], CHUNK], window=8 if name == "gemma3" else None)
-    for ours, layer in zip(keys, cache.layers, strict=True):
-        assert off(ours, layer.keys[0, :, -len(CHUNK) :]) <= TOLERANCE
-    for ours, layer in zip(values, cache.layers, strict=True):
-        assert off(ours, layer.values[0, :, -len(CHUNK) :]) <= TOLERANCE
+    seen = blocks(parts)
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    return model.base_model(input_ids=torch.tensor([ids]), attention_mask=mask, **options)
 
 
 def test_attention_sums_are_those_of_the_chunks_own_rows():
     model = build("llama")
     model.set_attn_implementation("eager")
-    _, out = masked_forward(model, [*NEAR[::-1], CHUNK], output_attentions=True)
+    out = masked_forward(model, [*NEAR[::-1], CHUNK], output_attentions=True)
     theirs = sum(layer[0, :, -len(CHUNK) :, -len(CHUNK) :].sum((0, 1)) for layer in out.attentions)
     _, _, attended = encoded("llama", wanted("llama", ()))
     assert off(attended, theirs) <= 1e-5
@@ -147,10 +125,6 @@ def test_behind_the_system_text_and_nothing_else_it_is_a_system_encoding(name):
     angles = described(name).angles(torch.arange(9, 23), 23)
     keys = [described(name).place(i, k, k, angles)[0] for i, k in enumerate(kv.keys)]
     assert worst(theirs, keys, kv.values) <= TOLERANCE
-
-
-def tensors(store, parts):
-    return [t for part in parts for kv in [store.get(part.key).kv] for t in (*kv.keys, *kv.values)]
 
 
 class TestIngredients:
@@ -187,18 +161,6 @@ class TestIngredients:
         theirs, others, _ = encoded("llama", item)
         assert max(off(a, b) for a, b in zip((*keys, *values), (*theirs, *others), strict=True)) <= TOLERANCE
 
-    def test_neighbours_are_shared_and_never_written_to(self):
-        store = HostStore(1 << 26)
-        items = [wanted("llama"), wanted("llama", chunk=tokens(20, 8))]
-        work = background_encoder("llama", store)
-        parts = [part for _, part in ingredients(items[0])]
-        work.now(parts)
-        before = [t.clone() for t in tensors(store, parts)]
-        heard = []
-        work.now(items, done=heard.append)
-        assert heard == [14, 20]
-        assert all(torch.equal(a, b) for a, b in zip(before, tensors(store, parts), strict=True))
-
     def test_come_before_what_needs_them(self):
         order = []
 
@@ -214,11 +176,6 @@ class TestIngredients:
         assert len(order) == len(set(order)) == 2 * len(items) + 2
         place = {key: at for at, key in enumerate(order)}
         assert all(place[part.key] < place[item.key] for item in items for _, part in ingredients(item))
-
-    def test_plain_encodings_have_none(self):
-        store, item = HostStore(1 << 26), wanted("llama", near=())
-        assert ingredients(item) == []
-        assert with_ingredients([item], store) == [item]
 
 
 @pytest.mark.parametrize("system", [SYSTEM, ()], ids=["system", "no system"])

@@ -7,8 +7,8 @@ import torch
 
 from families import FAMILIES, off, plain, prefill, tokens, wrapped
 from link_kit import described
-from ragcachekit.encode import standalone as encoder_room
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode import encoders as encoder_room
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.model.encoding import Encoding
 
 CHUNKS = [tokens(n, n) for n in (5, 31, 1, 17, 31, 58)]
@@ -53,7 +53,3 @@ def test_a_prefix_keeps_the_keys_as_the_model_rotated_them():
 def test_an_empty_chunk_is_an_error_before_any_work():
     with pytest.raises(ValueError, match="empty chunk"):
         encoded("llama", [CHUNKS[0], ()], Encoding("standalone"))
-
-
-def test_nothing_to_encode():
-    assert encoded("llama", [], Encoding("standalone")) == {}

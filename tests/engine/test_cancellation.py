@@ -177,7 +177,7 @@ ENCODERS = {
 def test_encode_keeps_whole_entries_only(make, model, encoder, forwards, monkeypatch):
     options = ENCODERS[encoder]
     system = {} if encoder in ("standalone", "sinks") else {"system": "Answer from the context.\n"}
-    monkeypatch.setattr("ragcachekit.encode.standalone.BATCH_TOKENS", 1)  # a forward per chunk
+    monkeypatch.setattr("ragcachekit.encode.encoders.BATCH_TOKENS", 1)  # a forward per chunk
     whole = make(**options)
     whole.encode(FACTS, **system)
     rag = make(**options)

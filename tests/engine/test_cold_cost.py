@@ -6,7 +6,7 @@ import torch
 from engine_kit import EXACT, PROMPT, RecordingStore, chunk, ids, rag_for, text
 from families import greedy, off, plain, prefill
 from ragcachekit import Prompt
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.types import chunk_id
 
 ASKED = {"max_new_tokens": 6, "do_sample": False}

@@ -9,7 +9,7 @@ from forget_kit import BEFORE
 
 from engine_kit import FOLDER
 from ragcachekit import RagCache
-from ragcachekit.encode import standalone as encoder
+from ragcachekit.encode import encoders as encoder
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.memory import HostStore
 from speaking import byte_level, speaker

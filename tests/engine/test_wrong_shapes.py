@@ -13,8 +13,7 @@ import torch
 from engine_kit import PROMPT, RecordingStore, ids, rag_for
 from families import greedy, plain, tokens, wrapped
 from ragcachekit import RagCache, StoreConfig, TreeConfig
-from ragcachekit.encode.similar import NeighbourEncoder, ingredients
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, ingredients
 from ragcachekit.forward.attention import install
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import describe_rope

@@ -13,7 +13,7 @@ from families import FAMILIES, greedy, plain, wrapped
 from link_kit import BOS, described, plan_from, segments
 from loading_kit import Gate, SlowStore, Spoil
 from ragcachekit import LoadConfig, Prompt
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward.linker import link
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.lookup import Fetch

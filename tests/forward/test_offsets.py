@@ -7,7 +7,7 @@ import torch
 
 from families import FAMILIES, build, off, oracle, prefill, tokens, wrapped
 from link_kit import described
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.engine.admission import admit
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.encoding import Encoding

@@ -44,16 +44,6 @@ async def test_the_loop_runs_while_the_model_computes():
     assert (await task).text == " ".join(WORDS)
 
 
-async def test_a_stream_needs_no_context():
-    engine = FakeEngine()
-    stream = astream(engine, "hi", max_new_tokens=5)
-    pieces = [piece async for piece in stream]
-    assert stream.answer.text == "".join(pieces) == " ".join(WORDS)
-    assert len(engine.streams) == 1
-    assert [piece async for piece in stream] == []
-    await stream.aclose()
-
-
 async def test_a_stream_that_is_closed_or_dropped_is_cancelled():
     engine = FakeEngine(gate=threading.Event())
     closed = astream(engine, "hi")
@@ -68,16 +58,6 @@ async def test_a_stream_that_is_closed_or_dropped_is_cancelled():
     await asyncio.sleep(0.01)
     assert engine.streams[1].cancelled.is_set()
     engine.gate.set()
-
-
-async def test_a_stream_that_never_began_asks_nothing():
-    engine = FakeEngine()
-    stream = astream(engine, "hi")
-    with pytest.raises(RuntimeError, match="async for"):
-        stream.answer  # noqa: B018
-    await stream.aclose()
-    assert [piece async for piece in stream] == []
-    assert engine.calls == []
 
 
 async def test_two_readers_at_once_submit_one_request():

@@ -161,7 +161,7 @@ def test_every_change_is_seen_by_the_next_question(kind, saved, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.0, tmp_path / "index" if saved else None)
     live(world, engine, 0, 300 if saved else 800, seed=kind, alone=True)
-    assert world.retriever._retrieval.stats().hits > 20
+    assert world.retriever.query_cache.stats().hits > 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -169,7 +169,7 @@ def test_with_a_tolerance_nothing_that_is_gone_comes_back(kind, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.5, None)
     live(world, engine, 0, 800, seed=kind, alone=False)
-    assert world.retriever._retrieval.stats().hits > 50
+    assert world.retriever.query_cache.stats().hits > 50
 
 
 @pytest.mark.parametrize("kind", ["own", "wrapped", "llama-own"])  # LlamaIndex's own store takes no threads

@@ -11,14 +11,12 @@ import threading
 
 import pytest
 from integration_kit import FACTS
-from langchain_core.caches import InMemoryCache
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from langchain_ragcachekit.llm import MAX_THREADS, together
-from layer_kit import LONG, WAITED, cancellations, interrupts, streams_ended, threads_ended, watched
+from layer_kit import WAITED, cancellations, interrupts, threads_ended, watched
 from ragcachekit import CancelScope, QueueConfig, QueueFull, RagCache
 from speaking import byte_level, speaker
 
@@ -84,17 +82,6 @@ def test_batches_wait_for_room_and_say_when_told_not_to(tiny_model, tiny_tokeniz
         assert 0 < len(refused) < len(QUESTIONS)
 
 
-def test_all_prompts_of_a_batch_are_there_at_once_unless_told_otherwise():
-    assert {config.get("max_concurrency") for config in together(None, 8)} == {8, None}
-    assert together({"max_concurrency": 2}, 8)[0]["max_concurrency"] == 2
-    assert together([{"tags": ["a"]}, {}], 2)[0]["tags"] == ["a"]
-    assert together(None, 1000)[0]["max_concurrency"] == MAX_THREADS
-    assert together(None, 0) == []
-    given = {"tags": ["a"]}
-    together(given, 2)
-    assert given == {"tags": ["a"]}
-
-
 # -- what ends them ---------------------------------------------------------------------------------
 
 
@@ -145,13 +132,6 @@ def test_an_interrupt_ends_a_batch(chat, model, interrupt, batch, limit):
     assert texts(chat.batch(QUESTIONS)) == texts(map(chat.invoke, QUESTIONS))
 
 
-def test_an_interrupted_batch_leaves_no_answers_in_langchains_cache(layered, chat, model, interrupt):
-    cached = ChatRagCache(rag=layered, cache=InMemoryCache(), max_tokens=1)
-    with watched(model, 3, interrupt), pytest.raises(KeyboardInterrupt):
-        cached.batch(QUESTIONS, {"max_concurrency": 2})
-    assert texts(cached.batch(QUESTIONS)) == texts(chat.batch(QUESTIONS))
-
-
 def test_a_batch_that_is_left_early_ends_what_runs_and_what_waits(chat, model, monkeypatch):
     chat.invoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
     cancelled, started, late = cancellations(monkeypatch), [], []
@@ -187,45 +167,6 @@ def test_a_chain_with_threads_of_its_own_ends_in_a_scope(chat, model, interrupt,
     with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
         CancelScope().run(whole.invoke, BATCHED[0])
     assert layers.most_after <= 1
-
-
-TASKS = {
-    "chat.abatch": lambda chat: chat.abatch(QUESTIONS[:3]),
-    "chain.ainvoke": lambda chat: (TEMPLATE | chat).ainvoke(BATCHED[0]),
-    "llm.abatch": lambda chat: RagCacheLLM(cache=chat.rag).abatch(QUESTIONS),
-}
-
-
-@pytest.mark.parametrize("call", TASKS)
-async def test_cancelling_a_task_ends_its_forwards(chat, model, monkeypatch, call):
-    """One prompt at a time is prefilled; the next may start, and ends in its first layer."""
-    await chat.ainvoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
-    cancelled, started, late = cancellations(monkeypatch), [], []
-    inside, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def hold(*_):
-        started.append(threading.get_ident())
-        if len(started) == 1:
-            loop.call_soon_threadsafe(inside.set)
-        cancelled.wait(WAITED)
-
-    hooks = [
-        model.model.layers[0].register_forward_pre_hook(hold),
-        model.model.layers[1].register_forward_pre_hook(lambda *_: late.append(threading.get_ident())),
-    ]
-    try:
-        task = asyncio.ensure_future(TASKS[call](chat))
-        await asyncio.wait_for(inside.wait(), LONG)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await streams_ended()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert len(started) <= 2
-    assert late == []
-    assert chat.invoke(QUESTIONS[0]).content
 
 
 PROGRAM = """

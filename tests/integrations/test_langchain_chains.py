@@ -4,12 +4,11 @@ import pytest
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import get_usage_metadata_callback
-from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
+from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 
 FIRST = "Where was Ada Lind born, who is a baker?"
 SECOND = "What does Ada Lind work as, who was born in Bern?"
@@ -72,42 +71,6 @@ def test_the_models_own_generate_gives_the_cold_answer(store, retriever, rag, ti
     )
     out = tiny_model.generate(**ids, max_new_tokens=6, do_sample=False)
     assert rag.tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == answer
-
-
-def test_the_readme_chain_streams_and_awaits(retriever, rag):
-    def format_docs(documents):
-        return "\n\n".join(document.page_content for document in documents)
-
-    chain = (
-        {"context": retriever | format_docs, "input": RunnablePassthrough()}
-        | PROMPT
-        | ChatRagCache(cache=rag, max_tokens=6, policy="full")
-        | StrOutputParser()
-    )
-    assert "".join(chain.stream(FIRST)) == chain.invoke(FIRST)
-
-
-async def test_async_chain_reuses_too(retriever, rag):
-    documents_chain = create_stuff_documents_chain(ChatRagCache(cache=rag, max_tokens=6), PROMPT)
-    chain = create_retrieval_chain(retriever, documents_chain)
-    await chain.ainvoke({"input": FIRST})
-    with get_usage_metadata_callback() as callback:
-        await chain.ainvoke({"input": SECOND})
-    (usage,) = callback.usage_metadata.values()
-    assert usage["input_token_details"]["cache_read"] > 0
-
-
-def test_plain_language_model_in_a_stuff_chain(retriever, rag):
-    prompt = PromptTemplate.from_template("Context:\n{context}\n\nQuestion: {input}\nAnswer:")
-    model = RagCacheLLM(cache=rag, max_tokens=6)
-    retriever.invoke(FIRST)
-    found = retriever.invoke(SECOND)
-    rag.encode([document.page_content for document in found])
-    text = prompt.format(context="\n\n".join(d.page_content for d in found), input=SECOND)
-    info = model.generate([text, text]).generations[1][0].generation_info
-    assert info["cache_read"] >= shared_tokens(rag, found, found)
-    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(model, prompt))
-    assert chain.invoke({"input": SECOND})["answer"] == model.invoke(text)
 
 
 def test_tenants_do_not_share_chunks(store, embeddings, rag):

@@ -9,7 +9,6 @@ from fake_engine import FakeEngine
 from langchain_core.caches import InMemoryCache
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from tool_kit import scripted
 
 TEXT = "it is in the north of the town by the sea ."
 
@@ -27,46 +26,6 @@ def test_one_engine_and_one_model_are_taken():
     with pytest.raises(ValueError, match="this engine holds 'fake/model'"):
         model.invoke("hi", model="other")
     assert model.invoke("hi", model="fake/model").content == TEXT
-
-
-async def test_a_stream_adds_up_to_the_invoked_message():
-    model = make()
-    invoked = model.invoke("hi")
-    for chunks in (list(model.stream("hi")), [chunk async for chunk in model.astream("hi")]):
-        whole = sum(chunks[1:], chunks[0])
-        assert whole.content == invoked.content == TEXT
-        assert whole.usage_metadata == invoked.usage_metadata
-        assert whole.response_metadata == invoked.response_metadata
-        assert [chunk.usage_metadata is None for chunk in chunks] == [True] * 12 + [False]
-        assert [chunk.chunk_position for chunk in chunks] == [None] * 12 + ["last"]
-    assert invoked.response_metadata["finish_reason"] == "stop"
-    assert invoked.response_metadata["model_name"] == "fake/model"
-    assert invoked.response_metadata["ragcachekit"]["link"]["policy"] == "lego:16"
-    assert (await model.ainvoke("hi")).response_metadata == invoked.response_metadata
-
-
-def test_the_first_piece_is_there_before_the_model_has_the_last_one(rag):
-    """On the real engine: the model waits in a later step until the first piece was read."""
-    text = "It is in the north of the country, by the sea and far from here."
-    force = {"prefix_allowed_tokens_fn": scripted(rag.tokenizer, lambda _: text)}
-    model, read, steps = ChatRagCache(cache=rag, max_tokens=80, generate_kwargs=force), threading.Event(), []
-    model.invoke("hi")  # checks that come once
-
-    def hold(*_):
-        steps.append(1)
-        assert len(steps) < 8 or read.wait(60)
-
-    hook = rag.model.register_forward_pre_hook(hold)
-    try:
-        stream = model.stream("hi")
-        first = next(stream)
-        read.set()
-        rest = list(stream)
-    finally:
-        hook.remove()
-    assert len(steps) > 8
-    assert "".join(chunk.content for chunk in (first, *rest)) == text
-    assert rest[-1].chunk_position == "last"
 
 
 async def test_events_of_a_stream_carry_the_pieces_and_the_usage():

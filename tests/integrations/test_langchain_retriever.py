@@ -6,14 +6,12 @@ import pytest
 from fake_engine import FakeEngine
 from integration_kit import Calls, WordEmbeddings
 from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
-from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ConfigDict, Field
 
 from langchain_ragcachekit import RagCacheRetriever
-from ragcachekit import ProximityCache
 
 QUESTION = "Where was Ada Lind born?"
 
@@ -134,17 +132,6 @@ async def test_one_question_is_embedded_once(embeddings, documents):
         embeddings.asked.clear()
 
 
-def test_other_embeddings_or_kinds_of_search_go_by_text(store, documents):
-    for inner in (
-        RagCacheRetriever.wrap(store, embeddings=WordEmbeddings()),
-        RagCacheRetriever.wrap(store.as_retriever(search_type="mmr", search_kwargs={"k": 2})),
-    ):
-        store.by_vector.clear()
-        for question in (QUESTION, "What does Norda build?", "Is Rome a town?"):
-            inner.invoke(question)
-        assert store.by_vector == []
-
-
 def test_a_store_that_may_use_the_text_goes_by_text(embeddings, documents):
     class Hybrid(Plain):
         __module__ = "langchain_core.vectorstores"
@@ -199,42 +186,6 @@ def test_a_bad_k_is_refused(store, k):
         retriever.invoke(QUESTION, k=k)
 
 
-def test_copies_are_deep_and_keep_ids(store, documents):
-    retriever = RagCacheRetriever.wrap(store, k=1)
-    for _ in range(3):
-        (document,) = retriever.invoke(QUESTION)
-        assert (document.id, document.metadata["row"]) == ("doc-0", 0)
-        document.metadata["tags"].append("mine")
-        document.metadata["row"] = 99
-        document.page_content = "changed"
-    assert retriever.invoke(QUESTION) == [documents[0]]
-    assert documents[0].metadata == {"row": 0, "tags": ["fact"]}
-
-
-def test_chunks_with_the_id_of_their_parent_stay_apart(embeddings):
-    parts = [Document(text, id="parent") for text in ("the first part", "the second part", "a third part")]
-    inner = RunnableLambda(lambda question: parts[:2] if "first" in question else parts[1:])
-    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings, partition=everybody)
-    for _ in range(2):
-        assert retriever.invoke("the first") == parts[:2]
-        assert retriever.invoke("the others") == parts[1:]
-    assert retriever._retrieval.stats().hits == 2
-
-
-def test_retrievers_without_search_arguments(documents, embeddings):
-    inner = Listed(documents=documents)
-    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
-    assert ids(retriever.invoke(QUESTION)) == ["doc-0", "doc-1"]
-    assert ids(retriever.invoke(QUESTION)) == ["doc-0", "doc-1"]
-    assert len(inner.asked) == 1
-    assert len(retriever.invoke(QUESTION, k=3)) == 3
-    inner.k = 1
-    assert len(retriever.invoke(QUESTION)) == 1
-    assert retriever.invoke(QUESTION, k=2) == documents[:2]
-    with pytest.raises(ValueError, match="Listed takes no filter"):
-        retriever.invoke(QUESTION, filter={"row": 1})
-
-
 def test_inner_runs_and_events_belong_to_the_callers_run(documents, embeddings):
     events = Events()
     retriever = RagCacheRetriever.wrap(Listed(documents=documents), embeddings=embeddings)
@@ -249,43 +200,7 @@ def test_no_callbacks_are_needed(store):
     manager = CallbackManagerForRetrieverRun.get_noop_manager()
     for _ in range(2):
         assert ids(retriever._get_relevant_documents(QUESTION, run_manager=manager))[0] == "doc-0"
-    assert retriever._retrieval.stats().hits == 1
-
-
-async def test_async_is_the_same_and_shares_the_cache(store):
-    retriever, events = RagCacheRetriever.wrap(store), Events()
-    config = {"callbacks": [events]}
-    first = await retriever.ainvoke(QUESTION, config)
-    assert retriever.invoke(QUESTION, config) == first
-    assert await retriever.ainvoke(QUESTION, config) == first
-    assert ids(await retriever.ainvoke("What does Norda build?", config))[0] == "doc-2"
-    assert [name for name, _ in events.seen] == ["miss", "hit", "hit", "miss"]
-    assert len(store.by_text) == 2
-    streamed = [e async for e in retriever.astream_events(QUESTION, version="v2")]
-    custom = [e["name"] for e in streamed if e["event"] == "on_custom_event"]
-    assert custom == ["ragcachekit_query_hit"]
-
-
-async def test_async_embeds_and_asks_the_wrapped_retriever_asynchronously(documents):
-    class OnlyAsync(WordEmbeddings):
-        def embed_query(self, text):
-            raise AssertionError("the loop would be blocked")
-
-        async def aembed_query(self, text):
-            return [1.0, float(len(text))]
-
-    async def found(question):
-        return documents[:1]
-
-    def blocked(question):
-        raise AssertionError("the loop would be blocked")
-
-    retriever = RagCacheRetriever.wrap(
-        RunnableLambda(blocked, found), embeddings=OnlyAsync(), partition=everybody
-    )
-    assert await retriever.ainvoke(QUESTION) == documents[:1]
-    assert await retriever.ainvoke(QUESTION) == documents[:1]
-    assert retriever._retrieval.stats().hits == 1
+    assert retriever.query_cache.stats().hits == 1
 
 
 def test_namespaces_are_apart_and_default_to_the_engines(store):
@@ -295,9 +210,9 @@ def test_namespaces_are_apart_and_default_to_the_engines(store):
     other = retriever.model_copy(update={"namespace": "other"})
     retriever.invoke(QUESTION)
     other.invoke(QUESTION)
-    assert retriever._retrieval.stats().hits == 0
+    assert retriever.query_cache.stats().hits == 0
     retriever.invoke(QUESTION)
-    assert retriever._retrieval.stats().hits == 1
+    assert retriever.query_cache.stats().hits == 1
     assert [namespace for namespace, _ in engine.registered] == ["acme", "other", "acme"]
     assert all(texts == [store.get_by_ids(["doc-0"])[0].page_content] for _, texts in engine.registered)
     assert engine.prefetched == engine.registered
@@ -318,17 +233,6 @@ def test_a_failing_engine_or_embedding_costs_no_answer(documents, caplog):
         assert ids(retriever.invoke(QUESTION)) == ["doc-0", "doc-1"]
     assert "searching without the query cache" in caplog.text
     assert "could not register" in caplog.text
-
-
-async def test_a_failing_lookup_costs_no_answer(documents, embeddings, caplog, monkeypatch):
-    inner = Listed(documents=documents)
-    retriever = RagCacheRetriever.wrap(inner, embeddings=embeddings)
-    monkeypatch.setattr(ProximityCache, "lookup", lambda *_, **__: 1 / 0)
-    with caplog.at_level(logging.WARNING):
-        assert retriever.invoke(QUESTION) == documents[:2]
-        assert await retriever.ainvoke(QUESTION) == documents[:2]
-    assert len(inner.asked) == 2
-    assert caplog.text.count("the query cache failed") == 1  # said once, not at every question
 
 
 def test_an_error_of_the_search_is_passed_on_once(embeddings):

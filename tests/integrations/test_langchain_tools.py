@@ -59,19 +59,11 @@ CALLS = {
         " done",
         [{"name": "Ada"}, {}],
     ),
-    "list in tags": (
-        f"<tool_call>[{call({})}, {call({'year': True})}]</tool_call>",
-        "",
-        [{}, {"year": True}],
-    ),
     "cut before the end tag": (f"<tool_call> {call({'name': 'Ada'})}", "", [{"name": "Ada"}]),
     "plain": (call({"name": "Ada"}), "", [{"name": "Ada"}]),
-    "plain, parameters": ('{"name": "born", "parameters": {"name": "Ada"}}', "", [{"name": "Ada"}]),
     "plain list": (f"[{call({'name': 'Ada'})}]", "", [{"name": "Ada"}]),
-    "plain, one after the other": (f"{call({'name': 'A'})}\n{call({})}", "", [{"name": "A"}, {}]),
     "arguments in a string": (call('{"name": "Ada"}'), "", [{"name": "Ada"}]),
     "other JSON": ('{"name": "unknown", "arguments": {}}', '{"name": "unknown", "arguments": {}}', []),
-    "no JSON": ("{see below} <b", "{see below} <b", []),
     "text": ("a <tool is no call , x < y", "a <tool is no call , x < y", []),
 }
 
@@ -89,20 +81,6 @@ def test_calls_are_read_alike_at_once_and_from_a_stream(answer, content, argumen
         assert all(one["id"].isalnum() and len(one["id"]) == 9 for one in given.tool_calls)
     assert not any("tool_call>" in chunk.content for chunk in chunks)
     assert model.invoke("Where?").content == answer, "without tools all is text"
-
-
-@pytest.mark.parametrize(
-    "body", ['{"name": "born", "arguments": {"name": "A', '{"arguments": {}}', "", "born()"]
-)
-async def test_a_call_that_cannot_be_read_is_invalid(body):
-    bound = saying(f"Look <tool_call>{body}</tool_call>")[0].bind_tools([born])
-    chunks = [chunk async for chunk in bound.astream("Where?")]
-    for message in (bound.invoke("Where?"), await bound.ainvoke("Where?"), sum(chunks[1:], chunks[0])):
-        assert message.content == "Look"
-        assert message.tool_calls == []
-        (invalid,) = message.invalid_tool_calls
-        assert invalid["args"] == f"<tool_call>{body}"
-    assert bound.invoke("Where?").invalid_tool_calls[0]["error"]
 
 
 def test_tools_reach_the_engine_as_schemas():
@@ -191,17 +169,6 @@ def tooled(tiny_model, tiny_tokenizer, digests):
     engine.close()
 
 
-def test_the_template_is_asked_by_rendering(tooled, rag):
-    assert tooled.renders_tools
-    assert not rag.renders_tools
-    schema = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    for generate in (rag.generate, rag.submit):
-        with pytest.raises(ValueError, match="does not render tools"):
-            generate([{"role": "user", "content": "x"}], tools=schema)
-    with pytest.raises(ValueError, match="needs chat messages"):
-        tooled.generate("x", tools=schema)
-
-
 def test_the_prompt_with_tools_is_that_of_transformers(tooled):
     """The tokens of the whole exchange, tool messages included, equal apply_chat_template's."""
     model = ChatRagCache(cache=tooled, max_tokens=1)
@@ -224,26 +191,6 @@ def test_the_prompt_with_tools_is_that_of_transformers(tooled):
     assert bound.invoke(exchange).usage_metadata["input_tokens"] == len(expected["input_ids"])
     with pytest.raises(ValueError, match="put a tool's result into a human message"):
         ChatRagCache(cache=FakeEngine()).invoke(exchange)
-
-
-def test_every_way_of_generating_takes_tools(tooled, tiny_model):
-    messages = [{"role": "user", "content": "Where was Ada born?"}]
-    tools = [{"type": "function", "function": {"name": "born", "parameters": {"type": "object"}}}]
-    inputs = tooled.tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    out = tiny_model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    answers = [
-        tooled.generate(messages, tools=tools, max_new_tokens=5),
-        tooled.submit(messages, tools=tools, max_new_tokens=5).result(),
-        *tooled.generate_batch([messages], tools=tools, max_new_tokens=5),
-    ]
-    with tooled.stream(messages, tools=tools, max_new_tokens=5) as stream:
-        list(stream)
-        answers.append(stream.answer)
-    assert [answer.token_ids for answer in answers] == [tuple(out.tolist())] * 4
-    linked = tooled.link(messages, tools=tools)
-    assert linked.inputs["input_ids"].shape == inputs["input_ids"].shape
 
 
 def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, embeddings, documents):

@@ -94,11 +94,11 @@ async def test_one_call_can_bypass_the_query_cache(embeddings):
                 assert retriever.retrieve("Where is Oslo?")
                 assert await retriever.aretrieve("Where is Oslo?")
     assert len(inner.asked) == 4
-    assert [one._retrieval.stats().hits for one in (wrapped, own, langchain)] == [0, 0, 0]
+    assert [one.query_cache.stats().hits for one in (wrapped, own, langchain)] == [0, 0, 0]
     assert len(engine.registered) == 4  # what was found is reused by the model all the same
     for _ in range(2):
         langchain.invoke("Where?")
         wrapped.retrieve("Where is Oslo?")
         own.retrieve("Where is Oslo?")
     assert len(inner.asked) == 5  # and the bypassed calls had filled nothing
-    assert [one._retrieval.stats().hits for one in (wrapped, own, langchain)] == [1, 1, 1]
+    assert [one.query_cache.stats().hits for one in (wrapped, own, langchain)] == [1, 1, 1]

@@ -45,19 +45,6 @@ def test_messages_go_to_the_engine_as_dicts():
         RagCacheLLM(cache=engine).chat([chat("3", MessageRole.TOOL)])
 
 
-async def test_a_completion_of_a_chat_model_is_a_user_s_message_unless_it_is_formatted():
-    engine = FakeEngine()
-    llm, own = RagCacheLLM(cache=engine), RagCacheLLM(cache=engine, completion_to_prompt="<{}>".format)
-    plain = RagCacheLLM(cache=engine, is_chat_model=False)
-    llm.complete("hi"), list(llm.stream_complete("hi")), await llm.acomplete("hi")
-    llm.complete("hi", formatted=True), own.complete("hi"), plain.complete("hi")
-    message = [{"role": "user", "content": "hi"}]
-    assert [call["prompt"] for call in engine.calls] == [message] * 3 + ["hi", "<hi>", "hi"]
-    plain.chat([chat("Where is Oslo?")])
-    assert isinstance(engine.calls[-1]["prompt"], str)
-    assert "Where is Oslo?" in engine.calls[-1]["prompt"]
-
-
 def test_every_answer_has_its_report_and_sends_one_event():
     engine = FakeEngine()
     engine.register(["Ada lives in Bern ."])

@@ -6,25 +6,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import llama_index_ragcachekit as ours
 
 SETTINGS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-
-
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [
-        ("llms", ["RagCacheLLM"]),
-        ("retrievers", ["RagCacheRetriever"]),
-        ("vector_stores", ["RagCacheVectorStore"]),
-    ],
-)
-def test_the_ecosystems_import_paths_lead_to_the_same_classes(path, names):
-    module = importlib.import_module(f"llama_index.{path}.ragcachekit")
-    assert module.__all__ == names
-    assert [getattr(module, name) for name in names] == [getattr(ours, name) for name in names]
 
 
 def test_llama_index_stays_a_namespace_that_others_share():

@@ -4,11 +4,8 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from llama_index.core import Settings
-from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.indices.prompt_helper import PromptHelper
 from llama_index.core.llms import MockLLM
-from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -58,14 +55,6 @@ def test_the_synthesizer_cuts_no_node_where_several_prompts_are_needed(engine):
     assert all(engine.count_tokens(prompt) <= 500 - 10 for prompt in prompts)
 
 
-def test_compact_without_the_helper_cuts_nodes(engine):
-    # What the page says of LlamaIndex's own helper; a change there is worth knowing.
-    llm = make_llm(engine, window=2400)  # it counts with another tokenizer and keeps 500 tokens free
-    prompts = prompts_of(get_response_synthesizer(llm, response_mode="compact"), llm)
-    assert len(prompts) > 1
-    assert any(all(text not in prompt for prompt in prompts) for text in TEXTS)
-
-
 def test_a_node_that_is_cut_is_noted(tmp_path):
     texts = [f"Room {n} of the house holds {n} chairs. " * 12 + f"It has {n} doors." for n in range(7)]
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
@@ -82,16 +71,6 @@ def test_a_node_that_is_cut_is_noted(tmp_path):
             notes = [note for event in seen.events for note in event.notes]
             assert len(seen.prompts) > 1
             assert bool(cut) == bool(notes) == (type(synthesizer) is not RagCacheSynthesizer)
-
-
-def test_in_the_settings_the_helper_serves_chat_engines(engine, monkeypatch):
-    llm = make_llm(engine, window=1000)
-    monkeypatch.setattr(Settings, "_prompt_helper", RagCachePromptHelper.from_llm(llm))
-    with seeing(ChunkReuseEvent) as seen:
-        memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
-        ContextChatEngine.from_defaults(Fixed(), llm=llm, memory=memory).chat("What is it?")
-    assert len(seen.prompts) == 2
-    assert [sum(text in prompt for prompt in seen.prompts) for text in TEXTS] == [1] * len(TEXTS)
 
 
 def test_a_node_longer_than_a_prompt_is_cut_and_none_of_it_lost(engine):
@@ -120,11 +99,6 @@ def test_packs_are_the_texts_unaltered_in_order_and_as_full_as_fits(texts):
         else:
             sizes.append(size)
     assert [len(pack.split()) for pack in packs] == sizes
-
-
-def test_an_empty_list_is_one_empty_text_as_for_llama_index():
-    helper = RagCachePromptHelper(tokenizer=str.split)
-    assert helper.repack(PromptTemplate("{context_str}"), []) == [""]
 
 
 class Town(BaseModel):

@@ -47,18 +47,6 @@ def test_it_finds_what_the_default_store_finds(kind, embedder):
         assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-6)
 
 
-def test_insert_update_and_delete_of_documents(embedder):
-    index = over(RagCacheVectorStore(index="brute"), embedder, documents())
-    index.delete_ref_doc("fact-0")
-    assert FACTS[0] not in texts(index, similarity_top_k=6)
-    index.insert(Document(text="Ada Lind was born in Basel, says the register.", id_="fact-0"))
-    assert "Basel" in texts(index, similarity_top_k=1)[0]
-    index.update_ref_doc(Document(text="Ada Lind was born in Chur, says the register.", id_="fact-0"))
-    found = texts(index, similarity_top_k=6)
-    assert "Chur" in found[0]
-    assert not any("Basel" in text for text in found)
-
-
 def test_a_restart_finds_the_same_nodes(tmp_path, embedder):
     store = RagCacheVectorStore(path=tmp_path)
     before = over(store, embedder, documents()).as_retriever(similarity_top_k=3).retrieve(QUESTION)

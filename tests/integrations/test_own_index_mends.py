@@ -7,8 +7,6 @@ import pytest
 from fake_engine import FakeEngine
 from integration_kit import FACTS, WordEmbeddings
 from langchain_core.documents import Document
-from llama_index.core import Document as LlamaDocument
-from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import TextNode
 from llama_kit import Embedder
 
@@ -40,34 +38,9 @@ def test_other_kinds_of_search_see_the_changes_of_other_processes(tmp_path, part
     retriever = RagCacheRetriever.wrap(inner, embeddings=store.embeddings, partition=partition)
     (gone,) = retriever.invoke(QUESTION)
     assert retriever.invoke(QUESTION) == [gone]
-    assert retriever._retrieval.stats().hits == 1
+    assert retriever.query_cache.stats().hits == 1
     subprocess.run([sys.executable, "-c", DELETE, str(tmp_path), gone.id], check=True)
     assert retriever.invoke(QUESTION) != [gone]
-
-
-def test_filters_of_other_types_are_other_questions():
-    documents = [Document("a", metadata={"1": "x"}), Document("b", metadata={"tags": ["a"]})]
-    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", k=1)
-    assert len(retriever.invoke(QUESTION, filter={"1": "x"})) == 1
-    assert retriever.invoke(QUESTION, filter={1: "x"}) == []
-    assert len(retriever.invoke(QUESTION, filter={"tags": ["a"]})) == 1
-    assert retriever.invoke(QUESTION, filter={"tags": ("a",)}) == []
-
-
-def test_a_second_run_of_a_program_adds_no_node_twice(tmp_path):
-    """Parsers and documents get random ids in every run."""
-
-    def run():
-        documents = [LlamaDocument(text=text, metadata={"row": n}) for n, text in enumerate(FACTS)]
-        nodes = SentenceSplitter(chunk_size=64, chunk_overlap=0)(documents)
-        return LlamaRetriever.from_nodes(nodes, Embedder(asked=[]), index="brute", path=tmp_path, k=3)
-
-    first = run()
-    texts = [one.node.text for one in first.retrieve(QUESTION)]
-    first.index.vector_store.close()
-    second = run()
-    assert len(second.index.vector_store.client) == len(FACTS)
-    assert [one.node.text for one in second.retrieve(QUESTION)] == texts
 
 
 def test_a_node_with_another_text_replaces_the_one_of_its_id(tmp_path):

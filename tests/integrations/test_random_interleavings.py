@@ -124,7 +124,7 @@ class LangChainWorld:
         return self.documents.pop(name)
 
     def hits(self):
-        return sum(one._retrieval.stats().hits for one in self.wrapped.values())
+        return sum(one.query_cache.stats().hits for one in self.wrapped.values())
 
 
 class OfStore(BaseRetriever):
@@ -216,7 +216,7 @@ class LlamaWorld:
         return self.documents.pop(name)
 
     def hits(self):
-        return sum(one._retrieval.stats().hits for one in self.wrapped.values())
+        return sum(one.query_cache.stats().hits for one in self.wrapped.values())
 
 
 class OfIndex(LlamaRetriever):
@@ -333,4 +333,4 @@ def test_threads_of_several_users_get_their_own(rag, workers):
     with ThreadPoolExecutor(workers) as pool:
         right = list(pool.map(lambda job: contextvars.copy_context().run(ask, job), jobs))
     assert all(right)
-    assert retriever._retrieval.stats().hits > len(jobs) / 2
+    assert retriever.query_cache.stats().hits > len(jobs) / 2

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from families import Prefill, wrapped
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.linker import link
 from ragcachekit.model.kv import ChunkKV

@@ -11,9 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.plan import encodings as variants
-from ragcachekit.plan.encodings import VariantPool
+from ragcachekit.plan import encodings
+from ragcachekit.plan.encodings import VariantPool, Wanted
 from ragcachekit.plan.lookup import Fetch, find_entry
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import concerns
@@ -84,19 +85,8 @@ def test_what_a_store_holds_is_recalled_as_far_as_there_is_room():
     assert len(pool) == 0
 
 
-def test_the_least_used_goes():
-    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), budget=3 * kv("sa").nbytes)
-    pool.used(key("x", "sa"), tuple("sa"))
-    pool.used(key("y", "sc"), tuple("tz"))
-    pool.add(key("z", "sd"), kv("sd"))
-    assert key("x", "sb") not in pool
-    assert key("x", "sa") in pool
-    pool.add(key("z", "se"), kv("se"))
-    assert key("z", "sd") not in pool, "used less than the others, though it came later"
-
-
 def test_a_use_counts_by_what_it_saved(monkeypatch):
-    monkeypatch.setattr(variants, "HALF_LIFE", 10**9)
+    monkeypatch.setattr(encodings, "HALF_LIFE", 10**9)
     pool = filled(("x", "sa"))
     pool.used(key("x", "sa"), tuple("sa"))
     assert pool.weight(key("x", "sa")) == pytest.approx(1 + 20)  # cost 0 counts as 0.05
@@ -106,31 +96,9 @@ def test_a_use_counts_by_what_it_saved(monkeypatch):
     assert pool.weight(key("y")) == 0.0
 
 
-def test_what_was_popular_once_does_not_stay(monkeypatch):
-    monkeypatch.setattr(variants, "HALF_LIFE", 4)
-    pool = filled(("x", "sa"), ("x", "sb"), ("y", "sc"), budget=3 * kv("sa").nbytes)
-    for _ in range(50):
-        pool.used(key("x", "sa"), tuple("sa"))
-    before = pool.weight(key("x", "sa"))
-    for _ in range(4):
-        pool.used(key("x", "sb"), tuple("sb"))
-    assert pool.weight(key("x", "sa")) == pytest.approx(before / 2)
-    for _ in range(40):
-        pool.used(key("x", "sb"), tuple("sb"))
-        pool.used(key("y", "sc"), tuple("sc"))
-    pool.add(key("z"), kv("s"))
-    assert key("x", "sa") not in pool
-
-
-class Wanted:
-    """What the look-up reads of a wanted chunk."""
-
-    def __init__(self, chunk, before):
-        from ragcachekit.model.encoding import InPromptEncoding
-
-        self.key, self.before, self.token_ids = key(chunk, before), tuple(before), (1, 2, 3, 4)
-        self.encoding, self.exact = InPromptEncoding("in-prompt", (9,), segments=(1,)), True
-        self.whole = None
+def wanted(chunk, before):
+    encoding = InPromptEncoding("in-prompt", (9,), segments=(1,))
+    return Wanted(0, (1, 2, 3, 4), key(chunk, before), encoding, True, tuple(before))
 
 
 class TestLookUp:
@@ -142,7 +110,7 @@ class TestLookUp:
         return store, pool
 
     def find(self, store, pool, chunk, before):
-        return find_entry(Wanted(chunk, before), Fetch(store), pool)
+        return find_entry(wanted(chunk, before), Fetch(store), pool)
 
     def test_its_very_context_wins_and_enters_the_pool(self):
         store, _ = self.store(("x", "sa"), ("x", "sb"))
@@ -189,10 +157,10 @@ class Pool(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pool, self.model, self.budget = VariantPool(budget=600), {}, 600
-        self.half_life, variants.HALF_LIFE = variants.HALF_LIFE, 3
+        self.half_life, encodings.HALF_LIFE = encodings.HALF_LIFE, 3
 
     def teardown(self):
-        variants.HALF_LIFE = self.half_life
+        encodings.HALF_LIFE = self.half_life
 
     def of(self, namespace):
         return {k: v for k, v in self.model.items() if k.namespace == namespace}

@@ -25,10 +25,6 @@ def test_all_keep_the_contract(source):
 
 
 class TestSimilarChunks:
-    def test_by_cosine(self):
-        assert SimilarChunks(TEXTS, ROWS).of("north") == ("north east", "east", "south")
-        assert SimilarChunks(TEXTS, ROWS).of("south") == ("east", "north east", "north")
-
     def test_agrees_with_a_slow_search(self):
         rows = np.random.default_rng(0).normal(size=(40, 7))
         names = [f"chunk {i}" for i in range(40)]

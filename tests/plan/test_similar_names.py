@@ -100,10 +100,6 @@ class TestKeys:
         _, chunk, _ = self.keys(near=())
         assert (chunk.key.encoding, chunk.exact) == ("system", True)
 
-    def test_at_the_start_of_a_prompt_a_chunk_stands_alone(self):
-        (first, *_) = similar().wanted(segments(("chunk", CHUNK), ("text", SYSTEM)), "model", "space")
-        assert (first.key.encoding, first.key.context, first.exact) == ("standalone", (), True)
-
     @pytest.mark.parametrize("near", [NEAR[::-1], NEAR[1:], NEAR[:2], (NEAR[1], NEAR[0], NEAR[2])])
     def test_other_neighbours_or_another_order_are_another_entry(self, near):
         assert self.keys(near)[1].key != self.keys()[1].key

@@ -15,9 +15,8 @@ from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.encode.background import BackgroundEncoder
+from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder, runs
-from ragcachekit.encode.similar import NeighbourEncoder
-from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.prefill import link_ahead
 from ragcachekit.forward.rows import observed_cache

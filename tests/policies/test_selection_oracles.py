@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
-from ragcachekit.encode.standalone import ChunkEncoder
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward import prefill as narrow
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.prefill import choose, link_ahead

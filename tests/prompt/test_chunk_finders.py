@@ -89,13 +89,6 @@ def test_what_can_be_found_is_counted_known_or_not() -> None:
     assert registry.find("acme", "a short trip").found == ()
 
 
-def test_kept_and_stripped_forms_are_both_found() -> None:
-    registry = ChunkRegistry()
-    registry.add("acme", ["  A chunk with margins.\n"])
-    assert registry.find("acme", "A chunk with margins. And so on").found == ((0, 21),)
-    assert registry.find("acme", "x  A chunk with margins.\ny").found == ((1, 25),)
-
-
 def test_chunks_with_a_common_header_are_found_without_comparing_them_all() -> None:
     registry = ChunkRegistry()
     header = "file_path: /srv/corpus/documents/annual_report.txt\n"
@@ -121,11 +114,6 @@ def counted_steps() -> Iterator[list[int]]:
         yield steps
 
 
-def steps_allowed(text: str) -> int:
-    """The bound that the search promises, and one place more, which may look at all of the text."""
-    return 100_000 + 9 * len(text)
-
-
 @pytest.mark.parametrize("repeats", [20, 2500, 20_000])
 def test_nested_chunks_are_found_in_a_linear_number_of_steps(repeats) -> None:
     registry, chunks = ChunkRegistry(), ["ab " * n for n in range(6, 700)]
@@ -134,7 +122,7 @@ def test_nested_chunks_are_found_in_a_linear_number_of_steps(repeats) -> None:
     with counted_steps() as steps:
         result = registry.find("acme", text)
     assert result.searched is None
-    assert sum(steps) < steps_allowed(text) // 4
+    assert sum(steps) < (100_000 + 9 * len(text)) // 4
     whole, rest = divmod(repeats, 699)
     ends = [9 + 3 * 699 * n for n in range(1, whole + 1)]
     if rest >= 6:
@@ -157,7 +145,7 @@ def test_repetitive_chunks_are_found_as_a_naive_search_finds_them(chunks, text) 
         got = registry.find("acme", text)
     assert got.searched is None
     assert got.found == occurrences(forms_of(chunks), text)
-    assert sum(steps) <= steps_allowed(text)
+    assert sum(steps) <= 100_000 + 9 * len(text)
     registry.forget("acme", chunks[::2])
     registry.add("acme", chunks[:3])
     left = (forms_of(chunks) - forms_of(chunks[::2])) | forms_of(chunks[:3])
@@ -174,7 +162,7 @@ def test_a_search_beyond_its_bound_says_how_far_it_came() -> None:
     assert result.found == ((0, len(first)),)
     assert result.searched is not None
     assert len(first) < result.searched < len(text)
-    assert sum(steps) < steps_allowed(text)
+    assert sum(steps) < 100_000 + 9 * len(text)
 
 
 def test_searching_beside_registering_finds_what_stays() -> None:

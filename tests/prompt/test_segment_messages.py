@@ -121,13 +121,6 @@ def test_marks_win_over_searching() -> None:
     assert chunk_texts(result) == [BERLIN, f"{BERLIN} {PARIS}", PARIS]
 
 
-def test_marked_whitespace_is_no_chunk() -> None:
-    result = segment([{"role": "user", "content": [marked(" \n"), marked(""), "hello"]}], chatml)
-    assert chunk_texts(result) == []
-    assert texts(result) == chatml([{"role": "user", "content": " \nhello"}])
-    assert result.fallback is None
-
-
 def test_a_trimming_template_takes_the_margin_off_the_last_chunk() -> None:
     chunk = f"{BERLIN}\n"
     messages = [{"role": "system", "content": f"\n{chunk}{chunk}"}, {"role": "user", "content": "Where?"}]
@@ -197,15 +190,6 @@ def test_documents_that_contain_sentinels_stay_themselves() -> None:
     assert texts(result) == chatml(messages)
 
 
-def test_sentinels_in_the_template_itself_are_avoided() -> None:
-    def sly(messages) -> str:
-        return "Zq7xChunk0N000000E " + chatml(messages)
-
-    result = segment(conversation(BERLIN), sly, BERLIN)
-    assert chunk_texts(result) == [BERLIN]
-    assert texts(result) == sly(conversation(BERLIN))
-
-
 def test_a_search_that_ended_early_is_noted_with_the_message_it_is_in() -> None:
     messages = conversation(f"{BERLIN} " + "a " * 40_000)
     result = segment(messages, chatml, BERLIN, *("a " * 20_000 + f"{n} X" for n in range(40)))
@@ -237,6 +221,7 @@ def test_other_keys_and_missing_contents_reach_the_template() -> None:
         ({"role": "user", "content": [3]}, ValueError),
         ({"role": "user", "content": [{"type": "text"}]}, TypeError),
         ({"role": "user", "content": 3}, TypeError),
+        ("Where?", TypeError),
     ],
 )
 def test_messages_of_another_form_are_refused(message, error) -> None:
@@ -271,8 +256,3 @@ def test_the_segments_are_always_what_the_template_renders(turns, render) -> Non
         assert chunk_texts(result) == []
     if render is chatml:
         assert result.fallback is None
-
-
-def test_a_list_of_prompts_is_no_conversation():
-    with pytest.raises(TypeError, match=r"a message must be a mapping.*got str; several prompts go to gen"):
-        segment_messages(["Where?", "When?"], chatml, ChunkRegistry(), "default", SpecialTokenTexts())

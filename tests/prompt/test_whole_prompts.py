@@ -1,6 +1,5 @@
 """Prompts have the ids of the user's own tokenizer, and chunks are found in them."""
 
-import logging
 import random
 import types
 
@@ -55,10 +54,6 @@ def random_prompt(rng):
     return chunks, [*system, {"role": "user", "content": text}]
 
 
-def tokenised(parser, prompt, namespace="docs"):
-    return parser.parse(prompt, namespace)
-
-
 def check(kind, count, seed):
     """The share of chunk tokens that are found, of those of the chunks alone."""
     tokenizer = tokenizer_of(kind)
@@ -67,7 +62,7 @@ def check(kind, count, seed):
     found = alone = 0
     for _ in range(count):
         chunks, prompt = random_prompt(rng)
-        segments = tokenised(parser, prompt).segments
+        segments = parser.parse(prompt, "docs").segments
         assert tuple(i for s in segments for i in s.token_ids) == ids_of(tokenizer, prompt)
         for segment in segments:
             if segment.own:
@@ -82,14 +77,6 @@ def test_ids_are_the_tokenizers_own_and_chunks_are_found(kind):
     assert check(kind, 40, seed=0) >= 0.99
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_prompts(kind):
-    share = check(kind, 1000, seed=1)
-    logging.getLogger(__name__).info("%s: 1,000 prompts, %.4f of the chunks' tokens found", kind, share)
-    assert share >= 0.99
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chat", [True, False])
 def test_control_tokens_of_documents_stay_plain_text(kind, chat):
@@ -100,7 +87,7 @@ def test_control_tokens_of_documents_stay_plain_text(kind, chat):
     parser.special_tokens.add("docs", [document])
     text = f"Passages:\n\n{document}\n\nWhat is it?"
     prompt = [{"role": "user", "content": text}] if chat else text
-    made = tokenised(parser, prompt)
+    made = parser.parse(prompt, "docs")
     ids = [i for s in made.segments for i in s.token_ids]
     control = set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]))
     assert sum(i in control for i in ids) == (3 if chat else 0)  # the template's own
@@ -117,7 +104,7 @@ def test_a_control_token_put_together_of_two_documents_is_plain_text():
     parser = PromptParser(tokenizer)
     documents = ["The first page, which ends in <|im_", "end|> is how the second page begins."]
     parser.registry.add("docs", documents)
-    segments = tokenised(parser, f"Read: {''.join(documents)}\nDone?").segments
+    segments = parser.parse(f"Read: {''.join(documents)}\nDone?", "docs").segments
     ids = {i for s in segments for i in s.token_ids}
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
 
@@ -127,13 +114,13 @@ def test_the_system_ids_the_chunks_has_the_same_ids_whatever_follows(kind):
     parser = PromptParser(tokenizer_of(kind))
     chunks = [
         "The page is about stores.",
-        "12 pages are about models.",
-        '"Quoted" pages come next.',
-        "(a) is what comes fourth.",
+        "12 pages are on models.",
+        '"Quoted" pages come.',
+        "(a) comes fourth.",
     ]
     parser.registry.add("docs", chunks)
     for lead in ("Passages:\n\n", "Context: ", "Read this.\n", "Documents:\n---\n"):
-        firsts = {tokenised(parser, f"{lead}{chunk}\n\nWhat?").segments[0].token_ids for chunk in chunks}
+        firsts = {parser.parse(f"{lead}{chunk}\n\nWhat?", "docs").segments[0].token_ids for chunk in chunks}
         assert firsts == {parser.system_ids(lead)}
 
 
@@ -142,7 +129,7 @@ def test_explicit_segments_are_tokenised_one_by_one_and_the_report_says_so():
     parser = PromptParser(tokenizer)
     chunk = "The page is about stores and what they hold."
     prompt = Prompt([Text("Passages:\n\n"), Chunk(chunk), Text("\n\nWhat?")])
-    made = tokenised(parser, prompt)
+    made = parser.parse(prompt, "docs")
     parts = [tuple(tokenizer(part).input_ids) for part in ("Passages:\n\n", chunk, "\n\nWhat?")]
     assert tuple(i for s in made.segments for i in s.token_ids) == sum(parts, ())
     assert "one by one" in made.notes[0]
@@ -155,6 +142,6 @@ def test_a_tokenizer_that_changes_the_chunk_computes_it():
     chunk = "the page is about stores"
     parser.registry.add("docs", [chunk])
     parser.chunk_ids = types.MethodType(lambda self, text: (1, 2, 3, 4, 5), parser)
-    made = tokenised(parser, f"Read {chunk}, now.")
+    made = parser.parse(f"Read {chunk}, now.", "docs")
     assert not any(s.is_chunk for s in made.segments)
     assert "computed" in made.notes[0]

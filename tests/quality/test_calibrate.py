@@ -27,8 +27,7 @@ from ragcachekit.commands.calibrate import (
     race,
     upper_bound,
 )
-from ragcachekit.commands.probes import probes
-from ragcachekit.commands.questions import PromptMaker
+from ragcachekit.commands.questions import PromptMaker, probes
 from ragcachekit.model.weights import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
 

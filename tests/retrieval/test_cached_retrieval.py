@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
 from ragcachekit.retrieval.partition import Partition
@@ -73,18 +71,6 @@ def test_nothing_found_is_not_kept() -> None:
     assert retrieval.get(A, "p", search).documents == ()
     assert retrieval.get(A, "p", search).documents == ()
     assert search.calls == 2
-
-
-def test_a_failing_search_keeps_nothing() -> None:
-    retrieval = make()
-
-    def broken() -> list[tuple[str, str]]:
-        raise ConnectionError("index down")
-
-    with pytest.raises(ConnectionError):
-        retrieval.get(A, "p", broken)
-    assert retrieval.stats().entries == 0
-    assert retrieval.get(A, "p", Search(("1", "one"))).documents == ("one",)
 
 
 def test_what_was_found_before_forget_is_not_kept_after() -> None:
@@ -247,42 +233,3 @@ def test_a_failing_cache_still_answers(caplog: pytest.LogCaptureFixture) -> None
     retrieval: CachedRetrieval[str] = CachedRetrieval(Broken(1))
     assert retrieval.get(A, "p", Search(("1", "one"))).documents == ("one",)
     assert "query cache failed" in caplog.text
-
-
-# Questions lie on an angle each; what the index would say to question i is documents i, i + 1.
-asks = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), max_size=40)
-
-
-@settings(max_examples=60, deadline=None)
-@given(asks=asks, capacity=st.integers(1, 4))
-def test_any_workload_gets_the_index_s_own_answers_at_zero_tolerance(
-    asks: list[tuple[int, int]], capacity: int
-) -> None:
-    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(capacity, 0.0, "l2"))
-    for question, tenant in asks:
-        expected = [(i, f"{tenant}:{i}") for i in (question, question + 1)]
-        got = retrieval.get([float(question)], tenant, lambda found=expected: found)  # type: ignore[misc]
-        assert got.documents == tuple(document for _, document in expected)
-        retrieval.check()
-        assert retrieval.stats().entries <= capacity
-
-
-def test_threads_get_their_own_documents() -> None:
-    retrieval = make(capacity=3, tolerance=0.0)
-    wrong: list[object] = []
-
-    def work(tenant: str) -> None:
-        for turn in range(200):
-            angle = float(turn % 5)
-            found = [(turn % 5, f"{tenant}{angle}")]
-            got = retrieval.get([1.0, angle], tenant, lambda found=found: found)  # type: ignore[misc]
-            if got.documents != (f"{tenant}{angle}",):
-                wrong.append((tenant, angle, got))
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    retrieval.check()

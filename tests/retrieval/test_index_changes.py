@@ -171,16 +171,6 @@ def test_models_stay_models() -> None:
     assert (version(store), version(twin)) == (counted, before + 2), "each has a counter of its own"
 
 
-def test_a_framework_still_sees_what_a_class_overrides() -> None:
-    class OnlyTexts(Store):
-        pass
-
-    store = OnlyTexts()
-    version(store)
-    assert type(store).add_documents is Base.add_documents
-    assert type(store).add_texts is not Base.add_texts
-
-
 def test_threads_that_observe_at_once_share_one_counter() -> None:
     store = Store()
     with ThreadPoolExecutor(8) as pool:

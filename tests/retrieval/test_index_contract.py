@@ -68,13 +68,6 @@ def test_finds_what_the_oracle_finds(make: Make) -> None:
     assert hits == 250 if index.kind in EXACT else hits >= 225
 
 
-def test_an_added_vector_is_its_own_nearest(make: Make) -> None:
-    index, keys = make(), rows(60)
-    keys /= np.linalg.norm(keys, axis=1, keepdims=True)
-    index.add(list(range(60)), keys)
-    assert [index.search(key, 1).ids[0] for key in keys] == list(range(60))
-
-
 def test_k_beyond_the_size_returns_all_and_never_minus_one(make: Make) -> None:
     index = make()
     index.add([10, 11, 12], rows(3))
@@ -98,14 +91,6 @@ def test_remove(make: Make) -> None:
     index.add(["d0"], keys[:1])
     assert "d0" in index.search(keys[0], 11).ids
     assert len(index) == 11
-
-
-def test_removing_all_leaves_an_empty_index(make: Make) -> None:
-    index = make()
-    index.add(["a", "b"], rows(2))
-    assert index.remove(["a", "b"]) == 2
-    with pytest.raises(RetrievalError, match="empty"):
-        index.search(rows(1)[0], 1)
 
 
 def test_what_it_holds(make: Make) -> None:

@@ -96,7 +96,7 @@ def test_a_changed_file_is_read_again(file, caplog):
     file.unlink()
     assert asking(keys, f"Bearer {other}").name == "bob"
     assert asking(keys, f"Bearer {other}").name == "bob"
-    assert caplog.text.count("stay those that were read before") == 2
+    assert caplog.text.count("that were read last") == 2
 
 
 HASH = "0" * 64

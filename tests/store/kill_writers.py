@@ -229,12 +229,7 @@ def rounds(kills: int, named: bool, rng: random.Random) -> list[tuple[tuple[str,
     """Whom to kill where: at random moments, or each before the n-th call of a name."""
     if not named:
         return [(("", 0), rng.uniform(0.02, 0.12)) for _ in range(kills)]
-    once = "ftruncate"  # a lone writer writes its name once
-    return [
-        ((call, 1 if call == once else rng.randint(1, 4)), SECONDS_TO_DIE)
-        for call in CALLS
-        for _ in range(kills)
-    ]
+    return [((call, rng.randint(1, 4)), SECONDS_TO_DIE) for call in CALLS for _ in range(kills)]
 
 
 def main(folder: Path, kills: int, writers: int, seed: int, named: bool) -> None:

@@ -137,20 +137,6 @@ def test_hanging_threads_are_bounded_and_then_everything_is_refused(
     assert guard.run(lambda: "closed", "refused") == "refused"
 
 
-def test_an_operation_that_gets_no_thread_is_refused(
-    one_thread: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    guard = DeadlineExecutor("test", LONG)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", start)
-        assert guard.run(lambda: 1, 0) == 0
-    assert guard.failure == "every thread hangs"
-    assert guard.run(lambda: 1, 0) == 1, "the place is free again"
-
-
 def test_an_operation_that_never_started_is_not_run_later(one_thread: None, hanging: Hanging) -> None:
     guard = DeadlineExecutor("test", LONG)
     ran: list[str] = []

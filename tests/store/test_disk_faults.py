@@ -179,28 +179,6 @@ def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_entry_larger_than_memory_is_a_miss_that_deletes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sparse file can be as large as its header says."""
-    import torch
-
-    store, empty = opened(tmp_path), torch.empty
-    assert store.put(KEY, kv_of(1))
-
-    def refusing(*size: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") is torch.uint8 and size[0] < 8192:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return empty(*size, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", refusing)
-        assert store.get(KEY) is None
-        assert [bad.name for bad in verify(tmp_path).unreadable] == [file_of(tmp_path, KEY).name]
-    assert store.get(KEY) is not None
-    store.close()
-
-
 # -- deleting --------------------------------------------------------------------------------------------
 
 
@@ -308,18 +286,6 @@ def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path: Path) ->
     (stats,) = store.stats()
     assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
     store.close()
-
-
-def test_forgetting_on_a_full_volume_deletes_and_on_none_has_nothing_to_delete(tmp_path: Path) -> None:
-    filled(tmp_path / "kv")
-    faults = Faults(tmp_path, errno.ENOSPC, lambda n: faults.calls[-1] != "unlink")
-    with injected(faults):
-        store, none = opened(tmp_path / "kv"), opened(tmp_path / "nowhere" / "kv")
-        assert store.forget("acme/docs", frozenset(["chunk-1"])) == 1
-        assert none.forget("acme/docs") == 0
-        assert [holds(store, n) for n in range(4)] == [True, False, True, True]
-    store.close()
-    none.close()
 
 
 def test_the_default_budget_depends_on_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

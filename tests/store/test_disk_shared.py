@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 from faults import Faults, injected
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_folder import FolderLock
+from ragcachekit.store.disk_folder import FolderLock, entry_files
 from store_kit import agrees_with_files, entry_size, filled, holds, key_of, kv_of, opened
 
 OURS = frozenset({"chunk-9"})
@@ -52,32 +53,60 @@ def test_stores_that_write_in_turn_keep_the_budget_together(tmp_path: Path) -> N
         store.close()
 
 
-@pytest.mark.parametrize(("entries", "quota"), [(200, None), (40, None), (200, 30)], ids=str)
-def test_the_only_writer_does_not_list_the_folder(tmp_path: Path, entries: int, quota: int | None) -> None:
-    """With room, full, over the quota."""
+@pytest.mark.parametrize(
+    ("entries", "quota"), [(200, None), (40, None), (200, 30)], ids=str
+)  # with room, full, over the quota
+def test_stores_that_write_in_turn_do_not_list_the_folder(
+    tmp_path: Path, entries: int, quota: int | None
+) -> None:
     path = tmp_path / "kv"
     filled(tmp_path / "probe")
     size = entry_size(tmp_path / "probe") + 64  # later numbers have more digits
-    store = opened(path, entries * size, quotas={} if quota is None else {"*": quota * size})
-    for number in range(61):
+    quotas = {} if quota is None else {"*": quota * size}
+    store = opened(path, entries * size, quotas=quotas)
+    for number in range(60):
         assert store.put(key_of(number), kv_of(number))
+    stores = [store, *(opened(path, entries * size, quotas=quotas) for _ in range(2))]
+    assert store.put(key_of(60), kv_of(60))
     with injected(Faults(path, 0, lambda _: False), reads=True) as faults:
         for number in range(61, 81):
-            assert store.put(key_of(number), kv_of(number))
+            assert stores[number % 3].put(key_of(number), kv_of(number))
         for number in range(70, 75):
-            store.evict(key_of(number))
-        assert store.put(key_of(81), kv_of(81))
-    assert faults.calls.count("scandir") <= (entries < 60 or quota is not None)
+            stores[number % 2].evict(key_of(number))
+        assert stores[2].put(key_of(81), kv_of(81))
+    assert faults.calls.count("scandir") <= 1, "for further entries to evict, where the known ones have left"
     kept = [number for number in range(82) if key_of(number) in store]
     assert not set(kept) & set(range(70, 75))
     assert kept[-1] == 81
     assert len(kept) <= min(entries, quota or entries)
-    assert agrees_with_files(store, path)
+    assert json.loads((path / "writer").read_text())[0] == sum(entry_files(path).values())
+    for one in stores:
+        assert agrees_with_files(one, path)
+        one.close()
+
+
+def test_at_no_moment_do_the_sums_miss_a_file(tmp_path: Path) -> None:
+    """So that a killed writer leaves the budget to the others."""
+    path = tmp_path / "kv"
+
+    def check(_: int) -> bool:
+        if (path / "writer").exists() and (text := (path / "writer").read_text()):
+            assert json.loads(text)[0] >= sum(entry_files(path).values()), faults.calls[-1]
+        return False
+
+    filled(tmp_path / "probe")
+    faults = Faults(path, 0, check)
+    with injected(faults):
+        store = opened(path, 6 * entry_size(tmp_path / "probe"))
+        for number in range(9):
+            assert store.put(key_of(number), kv_of(number))
+        store.evict(key_of(8))
+    assert {*CALLS, "unlink"} <= set(faults.calls)
     store.close()
 
 
-@pytest.mark.parametrize("damage", [b"\xff" * 1000, None])
-def test_without_the_name_of_the_last_writer_the_budget_holds(tmp_path: Path, damage: bytes | None) -> None:
+@pytest.mark.parametrize("damage", [b"\xff" * 1000, b"[Infinity, null]", b"[9, 9]", None])
+def test_a_damaged_file_of_sums_costs_nothing(tmp_path: Path, damage: bytes | None) -> None:
     path = tmp_path / "kv"
     filled(path)
     budget = 5 * entry_size(path)

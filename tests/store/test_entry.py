@@ -21,12 +21,9 @@ from ragcachekit.store.disk import verify
 from ragcachekit.store.entry import (
     SCHEMA,
     EntryDamaged,
-    EntryHeader,
     decode_entry,
     encode_entry,
-    encode_header,
     entry_name,
-    read_header,
     read_key,
 )
 from ragcachekit.types import KVKey
@@ -183,18 +180,6 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path: Path, field: str) -
         read_key(renamed)
     with pytest.raises(EntryDamaged, match="another key"):
         decode_entry(memoryview(image_of(KEY, kv_of(1))), other)
-
-
-def test_the_key_is_read_from_the_first_bytes() -> None:
-    image = image_of(KEY, kv_of(1))
-
-    def head(nbytes: int) -> KVKey:
-        part = image[:nbytes]
-        return read_header(lambda at, count: part[at : at + count], len(image))[0].key
-
-    assert head(len(image) - 100) == KEY
-    with pytest.raises(EntryDamaged):
-        head(100)
 
 
 # -- headers that nobody wrote, under a CRC that is right ------------------------------------------------
@@ -365,10 +350,3 @@ def test_a_mutated_header_under_a_new_crc_is_a_miss_or_an_entry(tmp_path: Path, 
         assert contents(found)[1:] == contents(KV)[1:], "only start and kind can differ"
     elif json.dumps({**mutated["entry"], "crcs": 0}) != json.dumps({**entry, "crcs": 0}):
         is_a_miss(tmp_path, remade, KEY)
-
-
-def test_what_describes_no_chunk_kv_is_not_written_by_accident() -> None:
-    spec = (torch.uint8, (2, 3))
-    header = encode_header(EntryHeader(KEY, None, "", ((spec, spec),), {}, (0,)))
-    with pytest.raises(EntryDamaged, match="schema"):
-        read_header(lambda at, count: (header + bytes(12))[at : at + count], len(header) + 12)

@@ -8,7 +8,6 @@ import random
 import pytest
 
 from ragcachekit.store.eviction import (
-    HIT,
     Access,
     FrequencyReuse,
     Gdsf,
@@ -181,16 +180,6 @@ def test_any_sequence_evicts_whom_the_definition_says(case, seed):
     assert left > 50
 
 
-def test_a_number_behind_the_name_is_the_window():
-    record_of = {}
-    for name in ("pgdsf:2", "pgdsf:100"):
-        ranking = Ranking(open_eviction(name))
-        for item in "abacadae":
-            ranking.add(item, 1)
-        record_of[name] = ranking.record("a").priority
-    assert record_of["pgdsf:2"] < record_of["pgdsf:100"] == 4
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -221,18 +210,3 @@ def test_pgdsf_keeps_what_is_dear_to_compute():
         "clock 2, third access, mean 3"
     )
     assert ranking.lowest() == "dear"
-
-
-def test_an_old_favourite_leaves_in_the_end_but_not_under_lfu():
-    left = {}
-    for name in ("lru", "lfu", "gdsf", "pgdsf", "f_r:50"):
-        ranking = Ranking(open_eviction(name))
-        ranking.add("old", 1)
-        for _ in range(30):
-            ranking.touch("old", HIT)
-        for number in range(400):
-            ranking.add(f"new{number % 40}", 1)
-            if len(ranking) > 4:
-                ranking.evict()
-        left[name] = "old" not in ranking
-    assert left == {"lru": True, "lfu": False, "gdsf": True, "pgdsf": True, "f_r:50": True}

@@ -51,21 +51,12 @@ def opened(loader, *numbers):
 def same(loading, kv):
     assert isinstance(loading, LoadingKV)
     assert (loading.tokens, loading.layers, loading.start) == (kv.tokens, kv.layers, kv.start)
-    pairs = zip((*loading.keys, *loading.values), (*kv.keys, *kv.values), strict=True)
-    return all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-
-def test_what_the_header_says_is_there_before_any_layer(closing):
-    gate = Gate()
-    loader = closing(filled(before_read=gate))
-    kv = start(loader, key_of(0)).kv
-    assert (kv.tokens, kv.layers, kv.ready, kv.tier) == (4, LAYERS, 0, "disk")
-    assert kv.shapes[0] == ((torch.float32, (2, 4, 8)),) * 2
-    assert len(kv.keys) == LAYERS
-    gate.open()
-    assert same(kv, kv_of(0, layers=LAYERS))
-    assert loader.flush(WAIT)
-    assert kv.ready == LAYERS
+    layers = [loading.layer(number) for number in range(kv.layers)]
+    ours, theirs = (
+        [t for pair in layers for t in pair],
+        [t for pair in zip(kv.keys, kv.values, strict=True) for t in pair],
+    )
+    return all(map(torch.equal, ours, theirs))
 
 
 def test_layer_0_of_all_pieces_comes_first(closing):
@@ -118,11 +109,11 @@ def test_a_layer_that_cannot_be_read(closing, layer, error, caplog):
     kvs = opened(loader, 0, 1)
     loader.begin(kvs)
     with pytest.raises(LoadFailed) as failed:
-        list(kvs[1].keys)
+        kvs[1].layer(layer)
     assert failed.value.keys == {key_of(1)}
     assert kvs[1].lost is not None
     assert kvs[1].ready == layer
-    assert all(torch.equal(kvs[1].keys[i], kv_of(1, layers=LAYERS).keys[i]) for i in range(layer))
+    assert all(torch.equal(kvs[1].layer(i)[0], kv_of(1, layers=LAYERS).keys[i]) for i in range(layer))
     assert same(kvs[0], kv_of(0, layers=LAYERS))
     assert loader.flush(WAIT)
     assert [key for key, _ in store.finished] == [key_of(0)]
@@ -199,20 +190,6 @@ def test_what_was_forgotten_while_it_was_opened_is_found_by_nobody(closing):
     assert len(store.sources) == 2
     assert same(mine, kv_of(0, layers=LAYERS))
     assert same(other, kv_of(0, layers=LAYERS))
-
-
-def test_dropping_the_last_hold_gives_a_reading_up(closing):
-    gate = Gate(lambda key, layer: layer == 1)
-    store = filled(before_read=gate)
-    loader = closing(store)
-    kv = start(loader, key_of(0)).kv
-    assert gate.reached.wait(WAIT)
-    del kv
-    gc.collect()
-    gate.open()
-    assert loader.flush(WAIT)
-    assert len(store.log) <= 2
-    assert store.finished == []
 
 
 def test_closing_while_others_wait(closing):

@@ -54,13 +54,6 @@ def test_looks_unpacked(kind, dtype, tokens, seed):
     assert {type(lazy.unpacked()), type(lazy.to("cpu")), type(lazy.each(torch.clone))} == {ChunkKV}
 
 
-def test_scales_go_where_the_eight_bits_go():
-    moved = pack(wide(4, 0), "int8").to("meta")
-    assert {t.device.type for i in range(moved.layers) for t in moved.stored_layer(i)} == {"meta"}
-    assert [len(moved.stored_layer(i)) for i in range(moved.layers)] == [4] * len(SHAPES)
-    assert moved.sums["attended"].device.type == "cpu"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_hands_out_eight_bits_where_kernels_run_and_nowhere_else(kind, monkeypatch):
     pytest.importorskip("triton")

@@ -14,7 +14,6 @@ from ragcachekit.store.base import Found, KVStore, LayerSource
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore, pack, unpack
-from ragcachekit.store.tiered import TieredStore
 from store_kit import KEY, contents, key_of, kv_of
 
 BUDGET = 1 << 22
@@ -119,35 +118,6 @@ def test_kv_that_is_only_reused_exactly_is_not_rounded(encoding: str) -> None:
     assert plain is not None
     assert contents(found.kv) == contents(plain.kv) == contents(kv_of(1, start=0))
     assert found.kv.quantised == ""
-
-
-def test_what_was_rounded_once_stays_marked_in_faster_tiers(tmp_path: Path) -> None:
-    host, disk = HostStore(BUDGET), DiskStore(tmp_path / "kv", BUDGET)
-    store = TieredStore([host, QuantisedStore(disk, "int8")])
-    QuantisedStore(disk, "int8").put(KEY, kv_of(1))
-    tiers = []
-    for _ in range(2):
-        found = store.get(KEY)
-        assert found is not None
-        assert found.kv.quantised == "int8"
-        tiers.append(found.tier)
-    assert tiers == ["disk", "host"]
-    store.close()
-
-
-def test_what_is_evicted_is_handed_down_under_its_own_key() -> None:
-    one = pack(kv_of(1), "int8").nbytes
-    fast = QuantisedStore(HostStore(one), "int8")
-    slow = HostStore(BUDGET)
-    store = TieredStore([fast, slow])
-    fast.put(key_of(1), kv_of(1))
-    fast_only = store.get(key_of(1))
-    assert fast_only is not None
-    del fast_only
-    store.put(key_of(2), kv_of(2))
-    found = slow.get(key_of(1))
-    assert found is not None
-    assert found.kv.quantised == "int8"
 
 
 def test_kv_that_is_not_finite_is_refused() -> None:

@@ -147,20 +147,6 @@ def test_an_operation_is_logarithmic_in_comparisons():
     assert large < 8 * 15, "log2(32768) is 15"
 
 
-def test_many_holds_of_the_lowest_cost_no_search_each_time():
-    """Who is held and lowest is passed over once, not at every look."""
-    ranking = Ranking(Given())
-    for item in range(1000):
-        ranking.add(item, 1, access=Access(weight=Counted(item)))
-        ranking.hold(item)
-    ranking.add("free", 1, access=Access(weight=Counted(5000)))
-    assert ranking.lowest() == "free"
-    Counted.comparisons = 0
-    for _ in range(100):
-        assert ranking.lowest() == "free"
-    assert Counted.comparisons <= 300
-
-
 def test_neither_touches_nor_holds_let_it_grow():
     """The lowest is found among few outdated ones, however often the others were used."""
     ranking = Ranking(Given())

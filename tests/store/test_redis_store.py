@@ -22,7 +22,7 @@ from ragcachekit.store import remote
 from ragcachekit.store.backends import RedisStore
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import KVKey
-from redis_kit import KEY_BYTES, RedisServer, forget_at_last, redis_store, running_server
+from redis_kit import RedisServer, forget_at_last, redis_store, running_server
 from soak_kit import figures
 from store_kit import KEY, contents, key_of, kv_of
 
@@ -108,37 +108,6 @@ def test_a_full_server_that_does_not_evict_refuses(server: RedisServer, caplog: 
     assert store.get(key_of(1)) is not None
 
 
-def test_an_entry_copied_to_another_name_is_a_miss(server: RedisServer) -> None:
-    store = redis_store(server)
-    mine, theirs = key_of(1), key_of(1, namespace="globex/docs")
-    store.put(mine, kv_of(1))
-    store.put(theirs, kv_of(2))
-    server.client.copy(server.name_of(mine), server.name_of(theirs), replace=True)
-    assert store.get(theirs) is None
-    assert store.stats()[0].damaged == 1
-    assert theirs not in store
-    assert store.get(mine) is not None
-
-
-def test_entries_of_another_key_are_misses_and_stay(server: RedisServer) -> None:
-    ours, others = redis_store(server), redis_store(server, key=b"another key of some length")
-    ours.put(KEY, kv_of(1))
-    assert others.get(KEY) is None
-    assert (others.stats()[0].misses, others.stats()[0].damaged) == (1, 0)
-    assert ours.get(KEY) is not None
-    assert others.put(KEY, kv_of(1))
-    assert ours.get(KEY) is None
-
-
-def test_an_entry_whose_header_cannot_be_read_is_forgotten(server: RedisServer) -> None:
-    store = redis_store(server)
-    for number in range(3):
-        store.put(key_of(number), kv_of(number))
-    server.client.set(server.name_of(key_of(0)), b"damaged")
-    assert store.forget("acme/docs", frozenset({"chunk-1"})) == 2
-    assert set(server.entries()) == {key_of(2).digest()}
-
-
 # -- absences --------------------------------------------------------------------------------------------
 
 
@@ -211,15 +180,6 @@ def test_a_late_put_with_an_outdated_token_is_refused(server: RedisServer) -> No
         assert ours.write_blob(KEY, memoryview(b"late"), iter([True, False]).__next__) is None
         assert server.entries() == {}
         assert ours.write_blob(KEY, memoryview(b"of later"), lambda: True) == 0
-
-
-def test_bad_arguments_say_what_to_do(server: RedisServer) -> None:
-    with pytest.raises(ValueError, match="entry_bytes"):
-        redis_store(server, entry_bytes=1 << 30)
-    with pytest.raises(ValueError, match="openssl"):
-        redis_store(server, key=None)
-    with pytest.raises(ValueError, match="scheme"):
-        RedisStore("localhost:6379", key=KEY_BYTES, entry_bytes=1, deadline=1.0)
 
 
 class Requests:

@@ -6,14 +6,12 @@ import hashlib
 import hmac
 import random
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
-import torch
 
 from ragcachekit.store.entry import EntryDamaged, decode_entry, encode_entry
 from ragcachekit.store.remote import OVERHEAD, Seal
-from store_kit import KEY, contents, key_of, kv_of
+from store_kit import KEY, key_of, kv_of
 
 SECRET = b"sixteen bytes...and more"
 DIGEST = KEY.digest()
@@ -21,19 +19,6 @@ DIGEST = KEY.digest()
 
 def sealed(seed: int = 1) -> bytes:
     return bytes(Seal(SECRET).sealed(DIGEST, encode_entry(KEY, kv_of(seed))))
-
-
-def test_what_is_sealed_comes_back_byte_for_byte() -> None:
-    sums = {"attended": torch.arange(3.0), "odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2)}
-    for kv in (kv_of(1), kv_of(2, dtype=torch.bfloat16, start=7), replace(kv_of(3), sums=sums)):
-        kv = replace(kv, quantised="int8")
-        blob = Seal(SECRET).sealed(DIGEST, encode_entry(KEY, kv))
-        found = decode_entry(Seal(SECRET).opened(DIGEST, blob), KEY)
-        assert contents(found) == contents(kv)
-        assert found.quantised == "int8"
-        assert {name: t.tolist() for name, t in found.sums.items()} == {
-            name: t.tolist() for name, t in kv.sums.items()
-        }
 
 
 def test_the_seal_is_an_hmac_over_name_and_entry() -> None:
@@ -54,15 +39,6 @@ def test_every_flipped_bit_is_noticed() -> None:
         damaged[place] ^= 1 << rng.randrange(8)
         with suppress(EntryDamaged):
             assert Seal(SECRET).opened(DIGEST, damaged) is None
-
-
-def test_every_cut_and_addition_is_noticed() -> None:
-    blob = sealed()
-    for end in [*range(OVERHEAD + 2), *range(OVERHEAD + 2, len(blob), 7)]:
-        with pytest.raises(EntryDamaged):
-            Seal(SECRET).opened(DIGEST, blob[:end])
-    with pytest.raises(EntryDamaged):
-        Seal(SECRET).opened(DIGEST, blob + b"\0")
 
 
 def test_a_valid_entry_under_another_name_is_damage() -> None:

@@ -49,26 +49,6 @@ def hangs(pool):
     return job
 
 
-def test_one_thread_does_jobs_in_their_order(pools):
-    pool, done = pools(), []
-    for number in range(20):
-        assert pool.submit(Job(lambda number=number: done.append(number)))
-    assert pool.flush(LONG)
-    assert done == list(range(20))
-
-
-def test_a_job_has_its_result_or_what_it_raised(pools):
-    pool = pools(threads=2)
-    good, bad = Job(lambda: 7), Job(lambda: 1 // 0)
-    assert pool.submit(good)
-    assert pool.submit(bad)
-    assert pool.wait(good, LONG)
-    assert pool.wait(bad, LONG)
-    assert (good.result, good.error) == (7, None)
-    assert isinstance(bad.error, ZeroDivisionError)
-    assert not pool.give_up(good), "it is done"
-
-
 def test_no_more_threads_than_asked_for_and_no_more_jobs_than_may_wait(pools):
     pool = pools(threads=2)
     busy = [hangs(pool), hangs(pool)]
@@ -99,16 +79,6 @@ def test_a_job_that_hangs_is_replaced_until_too_many_do(pools):
     after = Job(lambda: "after")
     assert pool.submit(after)
     assert pool.wait(after, LONG)
-
-
-def test_a_job_that_was_given_up_before_it_began_never_begins(pools):
-    pool, ran = pools(), []
-    busy, waits = hangs(pool), Job(lambda: ran.append(1))
-    assert pool.submit(waits)
-    assert pool.give_up(waits)
-    busy.gate.set()
-    assert pool.flush(LONG)
-    assert ran == []
 
 
 def test_idle_threads_end_and_hold_nothing(pools, monkeypatch):

@@ -65,10 +65,3 @@ def test_the_page_lists_what_is_exported(exported) -> None:
     ours = {name for name in families if name.startswith("ragcachekit_")}
     listed = set(re.findall(r"`(ragcachekit_\w+)`", PAGE.read_text()))
     assert listed == ours
-
-
-def test_queries_use_the_dashboard_s_variables() -> None:
-    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]} | {"__rate_interval"}
-    for title, target in TARGETS:
-        assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables, title
-        assert target["datasource"]["uid"] == "${datasource}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextvars
-import logging
-import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from queue_kit import fail_next, held
+from queue_kit import held
 from ragcachekit import (
     CachedRetrieval,
     Observer,
@@ -19,10 +17,8 @@ from ragcachekit import (
     QueueConfig,
     QueueFull,
     RagCache,
-    agenerate,
-    astream,
 )
-from ragcachekit.errors import Cancelled, DeadlineExceeded, EngineError, PromptTooLong
+from ragcachekit.errors import Cancelled, DeadlineExceeded, PromptTooLong
 from ragcachekit.observers import QueryLookup, RequestStart
 from ragcachekit.reports import GenerateReport
 
@@ -70,11 +66,6 @@ def test_generate(rag, seen, prompt) -> None:
     assert 0 < answer.report.link.plan_ms <= answer.report.link.link_ms
 
 
-def test_messages_are_a_chat(rag, seen) -> None:
-    rag.generate([{"role": "user", "content": "Where?"}], max_new_tokens=1)
-    assert [start.operation for start in seen.started] == ["chat"]
-
-
 def test_stream_and_queue_keep_the_callers_context(rag, seen, prompt) -> None:
     CALLER.set("me")
     with rag.stream(prompt, max_new_tokens=2) as stream:
@@ -85,16 +76,6 @@ def test_stream_and_queue_keep_the_callers_context(rag, seen, prompt) -> None:
     assert sorted(map(id, reports)) == sorted(id(report) for _, report, _ in seen.ended)
     assert seen.callers == ["me"] * 4
     assert sorted(token for token, *_ in seen.ended) == [f"token {n}" for n in (1, 2, 3, 4)]
-
-
-async def test_asyncio_keeps_the_tasks_context(rag, seen, prompt) -> None:
-    CALLER.set("task")
-    await agenerate(rag, prompt, max_new_tokens=1)
-    async with astream(rag, prompt, max_new_tokens=1) as stream:
-        async for _ in stream:
-            pass
-    assert seen.callers == ["task"] * 2
-    assert [report.finish_reason for _, report, _ in seen.ended] == ["length"] * 2
 
 
 def test_a_request_ends_before_its_result_is_there(rag, seen, prompt) -> None:
@@ -128,32 +109,6 @@ def test_what_the_queue_ends(rag, seen, prompt) -> None:
     assert len(outcomes) == len(seen.started) == len(waiting) + 3
 
 
-def test_a_failed_batch(rag, seen, prompt) -> None:
-    rag.generate(prompt, max_new_tokens=1)
-    fail_next(rag.queue.runner, "step", RuntimeError("no memory"))
-    with pytest.raises(EngineError):
-        rag.submit(prompt, max_new_tokens=3).result()
-    assert [type(error) for *_, error in seen.ended] == [type(None), EngineError]
-
-
-def test_an_observer_that_fails_costs_a_log_line(rag, prompt, caplog) -> None:
-    class Broken(Observer):
-        def request_started(self, start: RequestStart) -> None:
-            raise RuntimeError("broken at the start")
-
-        def request_ended(self, token: Any, report: Any, error: Any) -> None:
-            raise RuntimeError("broken at the end")
-
-    rag.add_observer(Broken())
-    seen = Recorder()
-    rag.add_observer(seen)
-    with caplog.at_level(logging.WARNING, "ragcachekit.observers"):
-        assert rag.generate(prompt, max_new_tokens=1).token_ids
-        assert rag.submit(prompt, max_new_tokens=1).result().token_ids
-    assert [record.message for record in caplog.records] == ["an observer, callback or streamer failed"] * 4
-    assert len(seen.ended) == 2
-
-
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, Cancelled])
 def test_whatever_an_observer_raises_in_the_engines_thread_costs_no_answer(rag, prompt, raised) -> None:
     class Leaves(Observer):
@@ -167,32 +122,6 @@ def test_whatever_an_observer_raises_in_the_engines_thread_costs_no_answer(rag, 
     assert [len(request.result(60).token_ids) for request in requests] == [2] * 3
     assert len(after.ended) == 3
     assert len(rag.submit(prompt, max_new_tokens=2).result(60).token_ids) == 2
-
-
-def test_what_a_signal_raises_in_an_observer_reaches_the_caller(rag, prompt) -> None:
-    class Signalled(Observer):
-        def request_ended(self, token: Any, report: Any, error: Any) -> None:
-            raise SystemExit
-
-    rag.add_observer(Signalled())
-    with held(rag):
-        request = rag.submit(prompt)
-        with pytest.raises(SystemExit):
-            request.cancel()
-        assert request.cancelled()
-    assert rag.generate(prompt, max_new_tokens=1).token_ids, "there the engine's thread calls it"
-
-
-def test_added_once_and_removed(rag, seen, prompt) -> None:
-    rag.add_observer(seen)
-    rag.generate(prompt, max_new_tokens=1)
-    assert len(seen.started) == 1
-    rag.remove_observer(seen)
-    rag.remove_observer(seen)
-    rag.generate(prompt, max_new_tokens=1)
-    assert len(seen.started) == len(seen.ended) == 1
-    with pytest.raises(TypeError, match=r"ragcachekit\.Observer"):
-        rag.add_observer(print)  # type: ignore[arg-type]
 
 
 def test_query_lookups(rag, seen) -> None:
@@ -217,16 +146,3 @@ def test_query_lookups(rag, seen) -> None:
         [seen.lookups[n].started_ns for n in (0, 2, 3)], abs=1e6
     )
     assert "Ada" not in repr(seen.lookups + seen.searches)
-
-
-def test_many_threads_end_each_request_once(rag, seen, prompt) -> None:
-    def ask() -> None:
-        for _ in range(3):
-            rag.submit(prompt, max_new_tokens=1, wait=True).result()
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(token for token, *_ in seen.ended) == sorted(f"token {n}" for n in range(1, 13))

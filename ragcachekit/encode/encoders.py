@@ -1,13 +1,13 @@
-"""The encoder ``similar:n``: a chunk after other chunks' KV (FusionRAG section 3.1, eq. 10)."""
+"""Encoders of chunks: alone or after a fixed text, and ``similar:n`` after other chunks' KV."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers import Cache, DynamicCache
 
-from ragcachekit.encode.standalone import ChunkEncoder
 from ragcachekit.forward.linker import link
 from ragcachekit.forward.rows import AttentionSums
 from ragcachekit.model.encoding import AverageEncoding, Encoding, NeighbourEncoding
@@ -19,6 +19,90 @@ from ragcachekit.plan.lookup import Fetch
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id
+
+BATCH_TOKENS = 2048
+"""Maximal padded tokens of one batch: enough to fill a matmul."""
+
+BATCH_BYTES = 64 << 20
+"""Maximal KV of one batch, in bytes; a single chunk may exceed it."""
+
+
+class ChunkEncoder:
+    """Runs chunks through the decoder of a causal LM, batched over unequal lengths.
+
+    ``new_cache`` makes a batch's cache from each item's ``(start, stop)``, the rows of its chunk. The cache's
+    ``sums`` (a mapping per item), if any, become those of the KV.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rope: Rope,
+        new_cache: Callable[[Sequence[tuple[int, int]]], Cache] = lambda _: DynamicCache(),
+    ) -> None:
+        self._model, self._rope, self._new_cache = model, rope, new_cache
+        self._token_bytes = 0  # KV of one token; 0 before the first batch
+
+    def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
+        """Yield ``(index, ChunkKV)`` for every chunk, the shortest last; ValueError for an empty chunk.
+
+        Batches are limited by :data:`BATCH_TOKENS` and :data:`BATCH_BYTES`. A chunk's KV is released when
+        the next one is requested.
+        """
+        if any(len(chunk) == 0 for chunk in chunks):
+            raise ValueError("an empty chunk has no KV; drop it before encoding")
+        order = sorted(range(len(chunks)), key=lambda i: len(chunks[i]))
+        while order:
+            batch = self._take(order, chunks, len(encoding.before))
+            kvs = self._forward([chunks[i] for i in batch], encoding)[::-1]
+            self._token_bytes = -(-kvs[-1].nbytes // kvs[-1].tokens)
+            for index in batch:
+                yield index, kvs.pop()
+
+    def _take(self, order: list[int], chunks: Sequence[Sequence[int]], before: int) -> list[int]:
+        """Move the longest chunks that fit one batch out of ``order``; the first batch is a single chunk."""
+        width = before + len(chunks[order[-1]])
+        most = min(BATCH_TOKENS, BATCH_BYTES // self._token_bytes) if self._token_bytes else 0
+        count = max(1, min(len(order), most // width))
+        batch = order[-count:]
+        del order[-count:]
+        return batch[::-1]
+
+    @torch.no_grad()
+    def _forward(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> list[ChunkKV]:
+        before = len(encoding.before)
+        spans = [(before, before + len(chunk)) for chunk in chunks]
+        cache = self._new_cache(spans)
+        prompts = [(*encoding.before, *chunk) for chunk in chunks]
+        length = prefill(self._model, prompts, encoding.length, cache)
+        exact = encoding.name == ENCODING_PREFIX
+        stretches = [Stretch(row, *span) for row, span in enumerate(spans)]
+        sides = extract(cache.layers, stretches, None if exact else self._rope, length)
+        sums = getattr(cache, "sums", None) or [{} for _ in chunks]
+        return [ChunkKV(*kv, 0 if exact else None, s) for kv, s in zip(sides, sums, strict=True)]
+
+
+def prefill(model: Any, prompts: Sequence[Sequence[int]], length: int, cache: Cache) -> int:
+    """Run right-padded prompts through the decoder into ``cache``, with the frequencies of ``length`` tokens.
+
+    Returns that length, at least the longest prompt's. Padding needs no mask: under causal attention later
+    tokens do not change earlier ones.
+    """
+    width = max(map(len, prompts))
+    length = max(length, width)
+    # One more token at the last position makes the model use the frequencies of the longer prompt.
+    last = [length - 1] if length > width else []
+    ids = torch.zeros(len(prompts), width + len(last), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    positions = torch.tensor([*range(width), *last])
+    model.base_model(
+        input_ids=ids.to(model.device),
+        position_ids=positions.expand(len(prompts), -1).to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return length
 
 
 def ingredients(item: Missing) -> list[tuple[int, Missing]]:
@@ -70,11 +154,8 @@ class NeighbourEncoder:
         store: KVStore,
         layout: KVLayout | None = None,
     ) -> None:
-        self._layout = layout
-        self._model = model
-        self._rope = rope
-        self._encoder = encoder
-        self._store = store
+        self._model, self._rope, self._encoder = model, rope, encoder
+        self._store, self._layout = store, layout
 
     def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item of a :class:`NeighbourEncoding` with its KV, keys without RoPE, on the host."""
@@ -101,17 +182,12 @@ class NeighbourEncoder:
         inputs.run(self._model, len(rows))
         (kv,) = extract(inputs.cache.layers, [Stretch(0, start, len(ids))], self._rope, len(ids))
         own = self._kv(alone(item, item.token_ids)).to("cpu")
-        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: sensitivity(kv[1], own.values)})
-
-
-def sensitivity(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far each token's values moved between two encodings: ``[layers, tokens]`` float32.
-
-    ``values`` and ``others`` are ``[kv_heads, tokens, head_dim]`` per layer; the norm is over heads and
-    dimensions.
-    """
-    pairs = zip(values, others, strict=True)
-    return torch.stack([(one.float() - other.float()).square().sum((0, 2)).sqrt() for one, other in pairs])
+        # How far each token's values moved from those after the system text alone, over heads and dimensions.
+        moved = [
+            (a.float() - b.float()).square().sum((0, 2)).sqrt()
+            for a, b in zip(kv[1], own.values, strict=True)
+        ]
+        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: torch.stack(moved)})
 
 
 def alone(item: Missing, ids: tuple[int, ...]) -> Missing:

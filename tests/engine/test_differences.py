@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcachekit.prompt.differences import PIECE, difference
+from ragcachekit.engine.inspection import difference
 
 TEXT = (
     'The "Old Mill" stands by the river; it was built in 1874.\nIts wheel was made of oak & iron.\n\n'
@@ -34,9 +34,8 @@ def why(document: str, made: str) -> str:
         ("upper or lower case", TEXT.lower()),
         ("truncated", TEXT[:90]),
         ("truncated", TEXT[:90] + "..."),
-        ("beginning missing", TEXT[70:]),
-        ("both ends missing", TEXT[40:150]),
-        ("cut into pieces", TEXT[:80] + "\nsource: mill.txt\n" + TEXT[80:]),
+        ("altered", TEXT[70:]),
+        ("altered", TEXT[:80] + "\nsource: mill.txt\n" + TEXT[80:]),
         ("altered", TEXT.replace("oak", "wood")),
         ("absent", "Paris is the capital of France; the river Seine flows in Paris."),
     ],
@@ -55,15 +54,6 @@ def test_the_unicode_form_is_named() -> None:
 def test_the_first_difference_is_shown() -> None:
     found = difference(TEXT, AROUND.replace("{}", TEXT.replace("oak", "wood")))
     assert (found.document[:15], found.prompt[:16]) == (" was made of oak"[1:], " was made of wood"[1:])
-
-
-@given(st.integers(PIECE * 4, len(TEXT) - 10))
-def test_a_cut_text_is_truncated_wherever_it_is_cut(length) -> None:
-    kept = TEXT[:length].rstrip()
-    assert why(TEXT, kept) == "truncated"
-    shown = difference(TEXT, AROUND.replace("{}", kept))
-    assert shown.document.startswith(TEXT[length - 40 : length].strip()[-8:][:1]) or shown.document
-    assert not set(shown.document) - set(TEXT)
 
 
 @given(st.text(max_size=300), st.text(max_size=300))
