@@ -154,7 +154,7 @@ class EngineComponents:
             encoder=settings.encoder,
             neighbours=near if isinstance(near, Mapping) else {settings.namespace: near},
             same_source=settings.companions == "same-source",
-            fetch=lambda: Fetch(loads.source, loads.planner, layout=layout),
+            fetch=partial(Fetch, loads.source, loads.planner, layout=layout),
             tree=self.tree,
             layout=layout,
         )
