@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -37,11 +37,19 @@ class Encoder:
         return [(index, kv_of(ids[0])) for index, ids in enumerate(chunks)]
 
 
-def made(**options):
-    store, encoder = HostStore(1 << 20), Encoder()
-    none = SimpleNamespace(encode=lambda items: ())
-    parts = (none, none, lambda *_: None, ForgetEpochs())
-    return BackgroundEncoder(encoder, store, lambda: True, *parts, **options), store, encoder
+@pytest.fixture
+def made():
+    with ExitStack() as opened:
+
+        def make(**options):
+            store, encoder = HostStore(1 << 20), Encoder()
+            none = SimpleNamespace(encode=lambda items: ())
+            parts = (none, none, lambda *_: None, ForgetEpochs())
+            work = BackgroundEncoder(encoder, store, lambda: True, *parts, **options)
+            opened.callback(work.worker.close)
+            return work, store, encoder
+
+        yield make
 
 
 def missing(number, epoch=0):
@@ -53,96 +61,90 @@ def stored(store):
 
 
 @contextmanager
-def forgetting(background_encoder, store, chunk_ids=None):
+def forgetting(work, store, chunk_ids=None):
     """As the engine forgets; what is done inside happens in the middle of it."""
-    forgets = background_encoder.forgets
+    forgets = work.forgets
     with forgets.storing, forgets.storing_in_tree:
         store.forget(SPACE, chunk_ids)
         yield
         forgets.add(SPACE, chunk_ids)
 
 
-def test_what_was_missed_before_a_forgetting_is_not_stored_after_it():
-    background_encoder, store, _ = made()
-    old = background_encoder.forgets.now()
-    with forgetting(background_encoder, store):
-        during = background_encoder.forgets.now()
-    new = background_encoder.forgets.now()
+def test_what_was_missed_before_a_forgetting_is_not_stored_after_it(made):
+    work, store, _ = made()
+    old = work.forgets.now()
+    with forgetting(work, store):
+        during = work.forgets.now()
+    new = work.forgets.now()
     items = [missing(0, old), missing(1, during), missing(2, new)]
-    background_encoder.now(items)
+    work.now(items)
     assert stored(store) == [2]
-    background_encoder.later(items[:2])
-    assert background_encoder.worker.flush(WAIT)
+    work.later(items[:2])
+    assert work.worker.flush(WAIT)
     assert stored(store) == [2]
-    background_encoder.worker.close()
 
 
-def test_a_miss_before_a_forgetting_does_not_count_after_it():
-    background_encoder, store, _ = made(after=2)
-    old = background_encoder.forgets.now()
-    with forgetting(background_encoder, store):
+def test_a_miss_before_a_forgetting_does_not_count_after_it(made):
+    work, store, _ = made(after=2)
+    old = work.forgets.now()
+    with forgetting(work, store):
         pass
-    new = background_encoder.forgets.now()
+    new = work.forgets.now()
     for epoch, expected in ((old, []), (new, []), (new, [0])):
-        background_encoder.later([missing(0, epoch)])
-        assert background_encoder.worker.flush(WAIT)
+        work.later([missing(0, epoch)])
+        assert work.worker.flush(WAIT)
         assert stored(store) == expected
-    background_encoder.worker.close()
 
 
-def test_other_chunks_and_namespaces_are_not_concerned():
-    background_encoder, store, _ = made()
-    item = missing(0, background_encoder.forgets.now())
-    with forgetting(background_encoder, store, frozenset(["chunk-1"])):
+def test_other_chunks_and_namespaces_are_not_concerned(made):
+    work, store, _ = made()
+    item = missing(0, work.forgets.now())
+    with forgetting(work, store, frozenset(["chunk-1"])):
         pass
-    background_encoder.forgets.add("another")
-    background_encoder.now([item])
+    work.forgets.add("another")
+    work.now([item])
     assert stored(store) == [0]
-    background_encoder.worker.close()
 
 
-def test_what_waits_and_was_not_forgotten_is_stored():
-    background_encoder, store, encoder = made()
+def test_what_waits_and_was_not_forgotten_is_stored(made):
+    work, store, encoder = made()
     reached, gate = threading.Event(), threading.Event()
     encoder.before = lambda: (reached.set(), gate.wait(WAIT))
-    epoch = background_encoder.forgets.now()
-    background_encoder.later([missing(0, epoch), missing(1, epoch)])
+    epoch = work.forgets.now()
+    work.later([missing(0, epoch), missing(1, epoch)])
     assert reached.wait(WAIT)
-    with forgetting(background_encoder, store, frozenset(["chunk-0"])):
+    with forgetting(work, store, frozenset(["chunk-0"])):
         pass
     gate.set()
-    assert background_encoder.worker.flush(WAIT)
-    background_encoder.worker.close()
+    assert work.worker.flush(WAIT)
     assert stored(store) == [1]
 
 
-def test_what_is_missed_again_while_the_forgotten_is_encoded_is_stored():
-    background_encoder, store, encoder = made()
+def test_what_is_missed_again_while_the_forgotten_is_encoded_is_stored(made):
+    work, store, encoder = made()
     reached, gate = threading.Event(), threading.Event()
     encoder.before = lambda: (reached.set(), gate.wait(WAIT))
-    background_encoder.later([missing(0)])
+    work.later([missing(0)])
     assert reached.wait(WAIT)
-    with forgetting(background_encoder, store):
+    with forgetting(work, store):
         pass
-    background_encoder.later([missing(0, background_encoder.forgets.now())])
+    work.later([missing(0, work.forgets.now())])
     gate.set()
-    assert background_encoder.worker.flush(WAIT)
-    background_encoder.worker.close()
+    assert work.worker.flush(WAIT)
     assert stored(store) == [0]
 
 
-def test_nothing_is_stored_while_something_is_forgotten():
-    background_encoder, store, encoder = made()
+def test_nothing_is_stored_while_something_is_forgotten(made):
+    work, store, encoder = made()
     encoded = threading.Event()
     encoder.before = encoded.set
-    thread = threading.Thread(target=background_encoder.now, args=([missing(0), missing(1)],))
-    with forgetting(background_encoder, store, frozenset(["chunk-0"])):
+    thread = threading.Thread(target=work.now, args=([missing(0), missing(1)],))
+    with forgetting(work, store, frozenset(["chunk-0"])):
         thread.start()
         assert encoded.wait(WAIT)
         assert stored(store) == []
     thread.join(WAIT)
     assert stored(store) == [1]
-    background_encoder.worker.close()
 
 
 def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
@@ -163,26 +165,25 @@ def test_a_plan_carries_its_epoch_also_where_it_is_made_again():
             assert again.request is request
 
 
-def test_where_no_thread_can_be_started_the_work_is_dropped(monkeypatch, caplog):
-    background_encoder, store, _ = made()
+def test_where_no_thread_can_be_started_the_work_is_dropped(made, monkeypatch, caplog):
+    work, store, _ = made()
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        background_encoder.later([missing(0)])
+        work.later([missing(0)])
     assert "can't start new thread" in caplog.text
-    assert background_encoder.worker.flush(0)
-    background_encoder.later([missing(0), missing(1)])
-    assert background_encoder.worker.flush(WAIT)
+    assert work.worker.flush(0)
+    work.later([missing(0), missing(1)])
+    assert work.worker.flush(WAIT)
     assert stored(store) == [0, 1]
-    background_encoder.worker.close()
 
 
-def test_what_finds_no_place_in_the_queue_is_said(caplog, monkeypatch):
+def test_what_finds_no_place_in_the_queue_is_said(made, caplog, monkeypatch):
     monkeypatch.setattr("ragcachekit.encode.background.MAX_WAITING", 1)
-    background_encoder, store, encoder = made()
+    work, store, encoder = made()
     begun, go = threading.Event(), threading.Event()
 
     def hold():
@@ -190,17 +191,16 @@ def test_what_finds_no_place_in_the_queue_is_said(caplog, monkeypatch):
         assert go.wait(WAIT)
 
     encoder.before = hold
-    background_encoder.later([missing(0)])
+    work.later([missing(0)])
     assert begun.wait(WAIT)
-    background_encoder.later([missing(1)])
-    background_encoder.later([missing(2), missing(3)])
+    work.later([missing(1)])
+    work.later([missing(2), missing(3)])
     go.set()
-    assert background_encoder.worker.flush(WAIT)
+    assert work.worker.flush(WAIT)
     assert stored(store) == [0, 1]
     assert [record.message for record in caplog.records] == [
         "2 missing chunks are not encoded: 1 requests wait"
     ]
-    background_encoder.worker.close()
 
 
 # -- which miss is encoded -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from families import tokens, wrapped
+from families import greedy, plain, tokens, wrapped
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.memory import HostStore
@@ -44,6 +44,11 @@ def warmed(name: str, *prompts: Prompt, **options: Any) -> RagCache:
     for prompt in prompts:
         rag.generate(prompt, max_new_tokens=1)
     return rag
+
+
+def bare(name: str, prompt: Prompt, count: int = 5) -> tuple[int, ...]:
+    """What the family's own model answers, greedily."""
+    return greedy(plain(name), ids(prompt), count)
 
 
 def stored_in(rag: RagCache) -> list[KVKey]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-import torch
 
 from batch_kit import plan_for
-from engine_kit import chunk, ids, rag_for, text
-from families import plain, tokens
+from engine_kit import bare, chunk, ids, rag_for, text
+from families import tokens
 from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, Turn, Turns
 from ragcachekit.prefix_tree.nodes import Root
@@ -32,12 +31,6 @@ def next_turn(answer: tuple[int, ...], *more: Text | Chunk) -> Prompt:
     return Prompt([SYSTEM, A, B, asked, *more])
 
 
-def greedy(name: str, prompt: Prompt) -> tuple[int, ...]:
-    given = torch.tensor([ids(prompt)])
-    out = plain(name).generate(given, max_new_tokens=ANSWER, do_sample=False, pad_token_id=0)
-    return tuple(out[0, given.shape[1] :].tolist())
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 def test_an_exact_turn_is_gone_on_from_exactly(name: str) -> None:
     with rag_for(name, policy="prefix", tree=tree_of(), cold="now") as rag:
@@ -49,9 +42,9 @@ def test_an_exact_turn_is_gone_on_from_exactly(name: str) -> None:
         assert (report.tree_tokens, report.approximate_tokens) == (9 + 33 + 25, 0)
         assert (report.uses[-1].source, report.uses[-1].exact) == ("turn", True)
         assert report.computed_tokens == 8 + 1
-        assert answer.token_ids == greedy(name, second)
+        assert answer.token_ids == bare(name, second)
         third = next_turn((*first.token_ids, *tokens(8, 77), *answer.token_ids), chunk(20, 30), QUESTION)
-        assert rag.generate(third, max_new_tokens=ANSWER, do_sample=False).token_ids == greedy(name, third)
+        assert rag.generate(third, max_new_tokens=ANSWER, do_sample=False).token_ids == bare(name, third)
 
 
 def test_an_approximate_turn_stays_approximate_and_out_of_the_tree() -> None:
@@ -72,7 +65,7 @@ def test_an_approximate_turn_stays_approximate_and_out_of_the_tree() -> None:
         # Who asks for exactness gets it: approximate rows of a turn are computed again.
         answer = rag.generate(prompt, max_new_tokens=ANSWER, do_sample=False, policy="prefix")
         assert answer.report.link.approximate_tokens == 0
-        assert answer.token_ids == greedy("llama", prompt)
+        assert answer.token_ids == bare("llama", prompt)
 
 
 def test_a_beginning_that_ends_inside_a_chunk_ends_before_it() -> None:
@@ -82,7 +75,7 @@ def test_a_beginning_that_ends_inside_a_chunk_ends_before_it() -> None:
         prompt = Prompt([SYSTEM, A, longer, QUESTION])
         answer = rag.generate(prompt, max_new_tokens=ANSWER, do_sample=False)
         assert answer.report.link.exact_tokens == 9 + 33
-        assert answer.token_ids == greedy("llama", prompt)
+        assert answer.token_ids == bare("llama", prompt)
 
 
 def test_forgetting_reaches_turns_and_tenants_share_none() -> None:
@@ -118,7 +111,7 @@ def test_a_policy_that_watches_the_question_watches_what_the_turn_does_not_hold(
             rag.generate(FIRST, max_new_tokens=ANSWER, policy="reuse")
         # With everything approximate computed again, the answer is that of an ordinary prefill.
         again = rag.generate(second, max_new_tokens=ANSWER, do_sample=False, policy=f"{kind}:1")
-        assert again.token_ids == greedy("llama", second)
+        assert again.token_ids == bare("llama", second)
 
 
 def test_the_question_that_a_policy_watches_is_what_is_computed_last() -> None:

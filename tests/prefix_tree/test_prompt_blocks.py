@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine_kit import chunk, ids, rag_for, text
-from families import LONGROPE_THRESHOLD, plain, tokens
+from engine_kit import bare, chunk, ids, rag_for, text
+from families import LONGROPE_THRESHOLD, tokens
 from ragcachekit import Prompt, RagCache, Text, TreeConfig
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import BLOCK
@@ -28,13 +28,6 @@ def tree_of(**options: Any) -> KnowledgeTree:
     return KnowledgeTree(**{"host_bytes": 1 << 28, **options})
 
 
-def greedy(name: str, prompt: Prompt) -> tuple[int, ...]:
-    given = torch.tensor([ids(prompt)])
-    options = {"attention_mask": torch.ones_like(given), "pad_token_id": 0}  # else it masks tokens 0
-    out = plain(name).generate(given, max_new_tokens=5, do_sample=False, **options)
-    return tuple(out[0, given.shape[1] :].tolist())
-
-
 def ask(rag: RagCache, prompt: Any, **options: Any) -> tuple[tuple[int, ...], int]:
     """The answer's tokens, and how many of the prompt's were reused."""
     answer = rag.generate(prompt, **{**ASKED, **options})
@@ -49,21 +42,21 @@ def ask(rag: RagCache, prompt: Any, **options: Any) -> tuple[tuple[int, ...], in
 def test_a_repeated_prompt_computes_only_its_end(name: str) -> None:
     with rag_for(name, policy="reuse", tree=tree_of()) as rag:
         for prompt, reused in ((PLAIN, 0), (PLAIN, 5 * BLOCK), (PLAIN, 5 * BLOCK), (HALF, 2 * BLOCK)):
-            assert ask(rag, prompt) == (greedy(name, prompt), reused)
+            assert ask(rag, prompt) == (bare(name, prompt), reused)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_policies_that_reuse_do_and_full_does_not(policy: str) -> None:
     with rag_for("llama", policy=policy, tree=tree_of()) as rag:
         assert [ask(rag, PLAIN)[1] for _ in range(2)] == [0, 5 * BLOCK]
-        assert ask(rag, PLAIN, policy="full") == (greedy("llama", PLAIN), 0)
+        assert ask(rag, PLAIN, policy="full") == (bare("llama", PLAIN), 0)
 
 
 def test_the_last_token_is_always_computed() -> None:
     whole = Prompt([text(2 * BLOCK, 1)])
     with rag_for("llama", policy="reuse", tree=tree_of()) as rag:
         ask(rag, whole)
-        assert ask(rag, whole) == (greedy("llama", whole), 2 * BLOCK - 1)
+        assert ask(rag, whole) == (bare("llama", whole), 2 * BLOCK - 1)
 
 
 def test_the_next_turn_reuses_prompt_and_answer() -> None:
@@ -72,9 +65,9 @@ def test_the_next_turn_reuses_prompt_and_answer() -> None:
         said = (*ids(PLAIN), *first.token_ids)
         second = Prompt([Text(token_ids=(*said, *tokens(9, 3)))])
         known = (len(said) - 1) // BLOCK * BLOCK  # the answer's last token was never run
-        assert ask(rag, second) == (greedy("llama", second), known)
+        assert ask(rag, second) == (bare("llama", second), known)
         third = Prompt([Text(token_ids=(*ids(second), *tokens(2, 4)))])
-        assert ask(rag, third) == (greedy("llama", third), len(ids(second)) // BLOCK * BLOCK)
+        assert ask(rag, third) == (bare("llama", third), len(ids(second)) // BLOCK * BLOCK)
 
 
 def test_frequencies_that_depend_on_the_length_are_kept_apart() -> None:
@@ -87,7 +80,7 @@ def test_frequencies_that_depend_on_the_length_are_kept_apart() -> None:
             (short, BLOCK),
             (long, len(ids(long)) // BLOCK * BLOCK),
         ):
-            assert ask(rag, prompt) == (greedy(name, prompt), reused)
+            assert ask(rag, prompt) == (bare(name, prompt), reused)
 
 
 def test_a_long_system_text_and_question_around_chunks_are_kept_too() -> None:
@@ -96,13 +89,13 @@ def test_a_long_system_text_and_question_around_chunks_are_kept_too() -> None:
     with rag_for("llama", policy="prefix", tree=tree_of()) as rag:
         prompt = Prompt([system, one, other, question])
         ask(rag, prompt)
-        assert ask(rag, prompt) == (greedy("llama", prompt), len(ids(prompt)) - 6)
+        assert ask(rag, prompt) == (bare("llama", prompt), len(ids(prompt)) - 6)
         link = rag.generate(prompt, **ASKED).report.link
         assert (link.prefix.tokens, link.prefix.source) == (2 * BLOCK + 5, "tree:host")
         assert [use.tokens for use in link.chunks] == [33, 25, BLOCK]
         # Another text that begins alike, and the same text before another chunk.
         alike = Prompt([Text(token_ids=(*ids(Prompt([system]))[:BLOCK], *tokens(40, 7))), one, question])
-        assert ask(rag, alike) == (greedy("llama", alike), BLOCK)
+        assert ask(rag, alike) == (bare("llama", alike), BLOCK)
         assert ask(rag, Prompt([system, chunk(30, 13), question]))[1] == 2 * BLOCK + 5
         # And a prompt without chunks shares the blocks.
         assert ask(rag, Prompt([system]))[1] == 2 * BLOCK
@@ -115,7 +108,7 @@ def test_eviction_keeps_the_beginnings_and_the_budget() -> None:
         ask(rag, HALF)  # two blocks are shared, three are new: one of PLAIN's has to go
         (record,) = (record for record in rag.stats() if record.tier == "tree:host")
         assert (record.entries, record.nbytes) == (7, 7 * BLOCK * row)
-        assert ask(rag, PLAIN) == (greedy("llama", PLAIN), 4 * BLOCK)
+        assert ask(rag, PLAIN) == (bare("llama", PLAIN), 4 * BLOCK)
 
 
 LONG = "The river Spree flows in Berlin, the river Seine in Paris and the river Tiber in Rome. " * 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_kit import chunk, ids, rag_for, text
+from engine_kit import bare, chunk, ids, rag_for, text
 from families import LONGROPE_THRESHOLD, oracle, plain, prefill
 from ragcachekit import Prompt, StoreConfig, TreeConfig
 from ragcachekit.generate.run import FirstScores
@@ -37,22 +37,16 @@ def full_log_probs(name: str, prompt: Prompt) -> torch.Tensor:
     return prefill(plain(name), ids(prompt)).logits[-1].double().log_softmax(-1)
 
 
-def greedy(name: str, prompt: Prompt) -> tuple[int, ...]:
-    given = torch.tensor([ids(prompt)])
-    out = plain(name).generate(given, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    return tuple(out[0, given.shape[1] :].tolist())
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_are_those_of_an_ordinary_prefill(name: str) -> None:
     with rag_for(name, policy="prefix", cold="now", tree=tree_of()) as rag:
         for prompt, known in ((THREE, 0), (THREE, 9 + 33 + 27 + 19), (TWO_OF_THEM, 9 + 33 + 27)):
             answer = rag.generate(prompt, max_new_tokens=5, do_sample=False)
             assert answer.report.link.tree_tokens == known
-            assert answer.token_ids == greedy(name, prompt)
+            assert answer.token_ids == bare(name, prompt)
             # A logits processor of the user's takes the way through a forward ahead of generate.
             answer, seen = first_log_probs(rag, prompt)
-            assert answer.token_ids == greedy(name, prompt)
+            assert answer.token_ids == bare(name, prompt)
             torch.testing.assert_close(seen, full_log_probs(name, prompt), atol=1e-5, rtol=0)
 
 
@@ -65,7 +59,7 @@ def test_what_the_chunk_store_has_keeps_nothing_out_of_the_tree_under_prefix(enc
         rag.generate(prompt, max_new_tokens=1)
         answer = rag.generate(prompt, max_new_tokens=5, do_sample=False)
         assert answer.report.link.tree_tokens == 9 + 33 + 25
-        assert answer.token_ids == greedy("llama", prompt)
+        assert answer.token_ids == bare("llama", prompt)
 
 
 def test_a_prompt_one_token_beyond_a_change_of_frequencies_is_not_taken_in() -> None:
@@ -74,7 +68,7 @@ def test_a_prompt_one_token_beyond_a_change_of_frequencies_is_not_taken_in() -> 
     with rag_for("phi3-longrope", policy="prefix", tree=tree, cold="now") as rag:
         for _ in range(2):
             answer = rag.generate(prompt, max_new_tokens=5, do_sample=False)
-            assert answer.token_ids == greedy("phi3-longrope", prompt)
+            assert answer.token_ids == bare("phi3-longrope", prompt)
     assert len(nodes(tree)) == 0, "without its last token it would turn by the frequencies of shorter ones"
 
 
@@ -153,7 +147,7 @@ def test_batches_fill_and_use_the_tree(name: str) -> None:
     with rag_for(name, policy="prefix", tree=tree, cold="now") as rag:
         for _ in range(2):
             answers = rag.generate_batch(prompts, max_new_tokens=5, do_sample=False)
-            assert [a.token_ids for a in answers] == [greedy(name, prompt) for prompt in prompts]
+            assert [a.token_ids for a in answers] == [bare(name, prompt) for prompt in prompts]
         assert tuple(a.report.link.tree_tokens for a in answers) == (88, 30, 17)
 
 
@@ -203,7 +197,7 @@ def test_the_disk_keeps_it_for_the_next_process(tmp_path) -> None:
         assert answer.report.link.tree_tokens == 88
         assert {use.source for use in answer.report.link.uses} == {"tree:disk"}
         assert answer.report.link.loaded_bytes > 0
-        assert answer.token_ids == greedy("llama", THREE)
+        assert answer.token_ids == bare("llama", THREE)
         assert rag.generate(THREE, max_new_tokens=1).report.link.uses[0].source == "tree:host"
     assert DiskStore(tmp_path / "tree", 1 << 28).stats()[0].entries == 4
 
