@@ -144,6 +144,21 @@ def linked(name: str, plan: LinkPlan, dtype: torch.dtype = torch.float32) -> Pre
     return Prefill(logits, tuple(x.keys[0] for x in layers), tuple(x.values[0] for x in layers))
 
 
+def linked_columns(rope: Rope, plan: LinkPlan) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """Per layer, keys and values ``[kv_heads, head_dim]`` of the cached rows, each placed by us."""
+    out = []
+    for layer in range(plan.pieces[0].kv.layers):
+        rows = {}
+        for piece in plan.pieces:
+            at = torch.arange(piece.start, piece.start + piece.kv.tokens)
+            keys, values = piece.kv.keys[layer], piece.kv.values[layer]
+            if piece.kv.start is None:
+                keys, _ = rope.place(layer, keys, keys, rope.angles(at, len(plan.token_ids)))
+            rows |= {p: (keys[:, i], values[:, i]) for i, p in enumerate(at.tolist())}
+        out.append(rows)
+    return out
+
+
 class Overriding(DynamicCache):
     """Whatever a full forward computes for these columns, the given ones are what it attends to."""
 

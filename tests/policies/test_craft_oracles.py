@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
-from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
+from link_kit import BOS, Overriding, described, ids_of, linked_columns, plan_from, segments
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
@@ -243,20 +243,6 @@ def deep(name):
     return ours, theirs, describe_rope(ours)
 
 
-def linked_columns(cached, plan):
-    out = []
-    for layer in range(LAYERS):
-        rows = {}
-        for piece in plan.pieces:
-            at = torch.arange(piece.start, piece.start + piece.kv.tokens)
-            keys = piece.kv.keys[layer]
-            if piece.kv.start is None:
-                keys, _ = cached.rope.place(layer, keys, keys, cached.rope.angles(at, len(plan.token_ids)))
-            rows |= {p: (keys[:, i], piece.kv.values[layer][:, i]) for i, p in enumerate(at.tolist())}
-        out.append(rows)
-    return out
-
-
 FOCUSED = [(name, w, seed) for name in ("llama", "qwen3", "glm4") for w in (1, 2, 3) for seed in (0, 1)]
 
 
@@ -267,7 +253,7 @@ def focused_case(name, window, seed, *known):
     parts = prompt(A, B, C, D, question=tokens(6, 40 + seed))
     cached.answered(prompt(*known) if known else parts)
     plan = cached.plan(parts, CraftFocused(1.0, window=window))
-    ids, linked = list(plan.token_ids), linked_columns(cached, plan)
+    ids, linked = list(plan.token_ids), linked_columns(cached.rope, plan)
     rows = set(plan.rows)
     going = [{p: c for p, c in layer.items() if p not in rows} for layer in linked]
     weights, _, _ = over(theirs, ids, going)

@@ -12,12 +12,13 @@ import torch
 from transformers import DynamicCache
 
 from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
-from link_kit import BOS, Overriding, described, ids_of, plan_from, segments
+from link_kit import BOS, Overriding, described, ids_of, linked_columns, plan_from, segments
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward import prefill as narrow
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.prefill import choose, link_ahead
 from ragcachekit.forward.rows import observed_cache
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.base import Look
 from ragcachekit.policies.registry import open_policy
@@ -56,23 +57,6 @@ def spans(plan):
     return [(c.start, c.stop) for c in plan.placed if not c.is_exact]
 
 
-def linked_columns(name, plan):
-    """Per layer (keys, values) ``[kv_heads, tokens, head_dim]`` of the cached rows, placed by us."""
-    rope, length = described(name), len(plan.token_ids)
-    out = []
-    for layer in range(plan.pieces[0].kv.layers):
-        rows = {}
-        for piece in plan.pieces:
-            at = torch.arange(piece.start, piece.start + piece.kv.tokens)
-            keys = piece.kv.keys[layer]
-            if piece.kv.start is None:
-                keys, _ = rope.place(layer, keys, keys, rope.angles(at, length))
-            for i, p in enumerate(at.tolist()):
-                rows[p] = (keys[:, i], piece.kv.values[layer][:, i])
-        out.append(rows)
-    return out
-
-
 @torch.no_grad()
 def slow(name, ids, columns):
     """A full forward in which rows see the given columns; logits of computed rows are right, K/V all."""
@@ -82,11 +66,12 @@ def slow(name, ids, columns):
 
 
 @torch.no_grad()
-def weights_of(name, ids, columns, rows):
+def weights_of(name, plan, rows):
     """Eager attention weights of single rows, per layer ``{row: [heads, row + 1]}``."""
     model = build(name)
     model.set_attn_implementation("eager")
-    _, layers = slow(name, ids, columns)
+    ids = plan.token_ids
+    _, layers = slow(name, ids, linked_columns(described(name), plan))
     out = [{} for _ in layers]
     for row in rows:
         cache = DynamicCache()
@@ -115,7 +100,7 @@ class TestQuery:
         plan = plan_for(name, f"query:{ratio}")
         ids = plan.token_ids
         question = range(len(ids) - len(SEPARATOR + QUESTION), len(ids))
-        weights = weights_of(name, ids, linked_columns(name, plan), question)[-1]
+        weights = weights_of(name, plan, question)[-1]
         scores = {}
         for start, stop in spans(plan):
             for p in range(start, stop):
@@ -137,7 +122,7 @@ class TestQuery:
         ids = plan.token_ids
         question = range(len(ids) - len(SEPARATOR + QUESTION), len(ids))
         total = {p: 0.0 for start, stop in spans(plan) for p in range(start, stop)}
-        for weights in weights_of(name, ids, linked_columns(name, plan), question):
+        for weights in weights_of(name, plan, question):
             layer = dict.fromkeys(total, 0.0)
             for start, stop in spans(plan):
                 for row in question:
@@ -174,7 +159,7 @@ class TestQuery:
         if known == "some":
             assert 0 < len(sensitivity) < len(total)
         means = np.array(list(sensitivity.values())).mean(0) if sensitivity else np.ones(99)
-        for layer, weights in enumerate(weights_of(name, ids, linked_columns(name, plan), question)):
+        for layer, weights in enumerate(weights_of(name, plan, question)):
             for p in total:
                 seen = sum(weights[row][:, p].sum() for row in question)
                 total[p] += seen * sensitivity.get(p, means)[layer]
@@ -185,15 +170,9 @@ class TestQuery:
         assert picked(chosen) == sorted(first + rest)
 
     def test_nothing_to_choose_from_is_decided_at_once(self):
-        segments_ = segments(("text", SYSTEM), ("text", QUESTION))
-        plan = plan_from(
-            segments_,
-            open_policy("query:0.5"),
-            Encodings("standalone", described("llama"), BOS),
-            HostStore(1 << 20),
-            "f",
-            "s",
-        )
+        parts = segments(("text", SYSTEM), ("text", QUESTION))
+        encodings = Encodings("standalone", described("llama"), BOS)
+        plan = plan_from(parts, open_policy("query:0.5"), encodings, HostStore(1 << 20), "f", "s")
         assert plan.policy is None
         assert plan.rows == tuple(range(len(plan.token_ids)))
 
@@ -222,10 +201,6 @@ class TestHeavy:
         rope, model = described("llama"), wrapped("llama")
         install(model)
         encoder = ChunkEncoder(model, rope, observed_cache)
-        encoding = plan_for("llama", "reuse").missing or None
-        assert encoding is None
-        from ragcachekit.model.encoding import Encoding
-
         together = dict(encoder.encode(CHUNKS, Encoding("sinks:2", (BOS, BOS))))
         for index, chunk in enumerate(CHUNKS):
             ((_, alone),) = encoder.encode([chunk], Encoding("sinks:2", (BOS, BOS)))
@@ -272,7 +247,7 @@ class TestPrefixAndSums:
 def blend(name, ratio, gradual):
     """Survivors per layer, and the columns of the slow forward, from full forwards only."""
     plan = plan_for(name, "reuse")
-    ids, linked = plan.token_ids, linked_columns(name, plan)
+    ids, linked = plan.token_ids, linked_columns(described(name), plan)
     prompt = {p for start, stop in spans(plan) for p in range(start, stop)}
     is_exact = {p for c in plan.placed if c.is_exact for p in range(c.start, c.stop)}
     going, columns, survivors = sorted(prompt), [{p: linked[0][p] for p in is_exact}], [sorted(prompt)]
