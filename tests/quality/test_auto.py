@@ -84,10 +84,8 @@ def oracle(segments, encoder, first):
         answer.append(int(full[-1].argmax()))
     kept = columns(prefill(model, [*system, *one]), range(len(system)), 0)
     behind = system if encoder == "system" else ()
-    for chunk, at, exact in (
-        (one, len(system), encoder == "system"),
-        (two, len(system + one + between), False),
-    ):
+    second = len(system + one + between)
+    for chunk, at, exact in ((one, len(system), encoder == "system"), (two, second, False)):
         # Attention sees differences of positions alone: the context moves along with the chunk.
         begin = at - len(behind)
         run = prefill(model, [*behind, *chunk], range(begin, at + len(chunk)))
@@ -101,10 +99,8 @@ def oracle(segments, encoder, first):
 @pytest.mark.parametrize("encoder", ["system", "standalone"])
 @pytest.mark.parametrize(("policy", "first"), [(Reuse(), 0), (Lego(3), 3)])
 def test_kl_is_that_of_transformers(encoder, policy, first, tmp_path):
-    segments = tuple(
-        TokenSegment(tokens(count, seed), seed in (2, 4))
-        for seed, count in enumerate([9, 21, 2, 17, 6], start=1)
-    )
+    sizes = enumerate([9, 21, 2, 17, 6], start=1)
+    segments = tuple(TokenSegment(tokens(count, seed), seed in (2, 4)) for seed, count in sizes)
     with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder=encoder) as rag:
         pair = PolicyAndEncoder(policy.name, encoder)
         results, _ = auto_of(rag).check.run([CheckPrompt(segments)], {pair: policy}, "space")

@@ -47,18 +47,14 @@ def test_a_prompt_holds_the_relevant_passage_and_distractors_of_its_document(squ
     assert drawn.answers == (str(number), f"number {number}")
     assert drawn.document == tuple(PARAGRAPHS)
     assert draw_questions(f"squad:{squad}", Sampling(count=1, distractors=2, seed=4)) == (drawn,)
-    orders = {
-        draw_questions(f"squad:{squad}", Sampling(count=6, distractors=5, seed=seed))[0].chunks
-        for seed in range(5)
-    }
-    assert len(orders) > 1
+    draws = [Sampling(count=6, distractors=5, seed=seed) for seed in range(5)]
+    assert len({draw_questions(f"squad:{squad}", draw)[0].chunks for draw in draws}) > 1
 
 
 def test_halves_are_disjoint_whatever_the_seed(squad: Path) -> None:
     def drawn(half: str, seed: int) -> set[str]:
-        return {
-            q.question for q in draw_questions(f"squad:{squad}", Sampling(count=99, half=half, seed=seed))
-        }
+        found = draw_questions(f"squad:{squad}", Sampling(count=99, half=half, seed=seed))
+        return {question.question for question in found}
 
     assert drawn("develop", 0) == drawn("develop", 1)
     assert drawn("develop", 0) | drawn("report", 0) == drawn("all", 0)
@@ -77,11 +73,8 @@ def test_musique_as_published_and_as_cacheblend_has_it(tmp_path: Path) -> None:
     assert found.relevant == (f"T1\n{PARAGRAPHS[1]}", f"T4\n{PARAGRAPHS[4]}")
     assert found.answers == ("1", "one")
     assert len(found.others) == 4
-    blend = {
-        "question": "Which?",
-        "answers": ["ITEM 2"],
-        "ctxs": [{"title": "", "text": t} for t in PARAGRAPHS],
-    }
+    contexts = [{"title": "", "text": text} for text in PARAGRAPHS]
+    blend = {"question": "Which?", "answers": ["ITEM 2"], "ctxs": contexts}
     (found,) = load_dataset(f"musique:{written(tmp_path / 'b.json', [blend])}")
     assert found.relevant == (PARAGRAPHS[2],)
     assert found.document == ()

@@ -42,7 +42,6 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
         ("[1]", "line 2: give an object"),
         ('{"question": "Q?", "chunks": ["c"]}', "line 2: 'answer' missing"),
         ('{"question": "Q?", "chunks": "c", "answer": "A"}', "line 2: 'chunks' must be a list"),
-        ('{"question": "Q?", "chunks": [], "answer": "A"}', "line 2: 'chunks' must be a list"),
         ('{"question": "Q?", "chunks": ["c", " "], "answer": "A"}', "line 2: chunk 2 must be a text"),
         ('{"question": 3, "chunks": ["c"], "answer": "A"}', "line 2: question must be a text"),
         ('{"question": "Q?", "chunks": ["c"], "answer": "A", "type": "all"}', "line 2: 'type'"),

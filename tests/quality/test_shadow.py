@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,10 +92,7 @@ def own_kl(rag, prompt):
     return float(np.sum(p * np.log(p / q)))
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [("llama", "reuse"), ("gemma2", "lego:4")],
-)
+@pytest.mark.parametrize(("name", "policy"), [("llama", "reuse"), ("gemma2", "lego:4")])
 def test_kl_is_that_of_an_independent_computation(name, policy):
     rag = warmed(name, PROMPT, policy=policy, shadow=AFTER)
     rag.shadow.reset()
@@ -139,25 +137,17 @@ def test_sampling_compares_the_first_token_only_and_draws_no_chance_of_its_own()
     assert (rag.shadow_report().shadowed, rag.shadow_report().failed) == (4, 0)
 
 
-class CancelAtToken(transformers.generation.streamers.BaseStreamer):
-    """Sets an event when the first token comes, after the prompt."""
-
-    def __init__(self, event):
-        self.event, self.calls = event, 0
-
-    def put(self, value):
-        self.calls += 1
-        if self.calls == 2:
-            self.event.set()
-
-    def end(self):
-        pass
-
-
 def test_a_cancelled_answer_is_not_compared():
     with shadowed(config=ShadowConfig(1.0)) as rag:
-        stop = threading.Event()
-        cut = rag.generate(PROMPT, cancel=stop, streamer=CancelAtToken(stop), **ASKED)
+        stop, given = threading.Event(), []
+
+        def put(value):
+            given.append(value)
+            if len(given) == 2:  # the first token, after the prompt
+                stop.set()
+
+        streamer = SimpleNamespace(put=put, end=lambda: None)
+        cut = rag.generate(PROMPT, cancel=stop, streamer=streamer, **ASKED)
         assert cut.report.finish_reason == "cancelled"
         assert 0 < len(cut.token_ids) < 8
         assert rag.flush(60)
@@ -199,19 +189,13 @@ def test_text_and_stop_strings(tmp_path):
 # -- when it goes wrong -------------------------------------------------------------------------------
 
 
-def warnings_of(caplog):
-    return [
-        r for r in caplog.records if r.name == "ragcachekit.quality.shadow" and r.levelno == logging.WARNING
-    ]
-
-
 def test_it_warns_once_when_the_bound_is_passed(caplog):
     rag = shadowed(config=ShadowConfig(1.0, "after", window=4, bound=0.5))
     (prompt, *_) = differing(rag)
     caplog.clear()
     for count in range(1, 8):
         rag.generate(prompt, **ASKED)
-        assert len(warnings_of(caplog)) == (count > 2)
+        assert sum(record.levelno == logging.WARNING for record in caplog.records) == (count > 2)
         assert rag.shadow_report().recent_disagreement == min(count, 4) / 4
     assert "3 of the last 3 shadowed requests" in caplog.text
     assert not rag.shadow_report().falling_back
