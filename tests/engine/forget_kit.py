@@ -19,19 +19,14 @@ from ragcachekit.store.entry import read_key
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey, chunk_id
-from speaking import byte_level, speaker
+from speaking import ONE, THREE, TWO, byte_level, speaker
 from tree_kit import nodes
 
 ROOM = 1 << 26
 SPACE = "acme"
 BEFORE = "Answer from the context.\n\nContext:\n"
 QUESTION = "\nWhere does the river flow?"
-TEXTS = [
-    "Berlin is the capital of Germany. The river Spree flows in Berlin.",
-    "Paris is the capital of France; the river Seine flows in Paris.",
-    "Rome is the capital of Italy. The river Tiber flows in Rome, says the guide.",
-    "Where does the river Tiber flow? The answer is in Rome, the town of Rome.",
-]
+TEXTS = [ONE, TWO, THREE, "Where does the river Tiber flow? The answer is in Rome, the town of Rome."]
 
 
 def prompt_of(*texts: str) -> str:
@@ -74,14 +69,6 @@ class Engine:
         if any(gone is None or gone & turn.members for turn in turns):
             out.append("tree:turns")
         return out
-
-    def found_by_others(self, keys: Iterable[KVKey]) -> list[KVKey]:
-        """Which of these a store finds that is opened on the disk folder now."""
-        with_disk = DiskStore(self.folder / "kv", ROOM)
-        try:
-            return [key for key in keys if key in with_disk or with_disk.get(key) is not None]
-        finally:
-            with_disk.close()
 
     def reused(self, text: str, namespace: str = SPACE) -> int:
         """Tokens of ``text`` that a prompt with it reuses, and does not compute."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from families import off
-from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from speaking import byte_level, speaker
+from ragcachekit import Chunk, Prompt, StoreConfig, Text
+from speaking import ONE, THREE, TWO, speaker
 
-ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
-TWO = "Paris is the capital of France; the river Seine flows in Paris."
-THREE = "Rome is the capital of Italy. The river Tiber flows in Rome, says the guide."
 FACTS = [ONE, TWO, THREE]
 BEFORE = "Answer from the context.\n\nContext:\n"
 PROMPT = f"{BEFORE}{THREE}\n\n{TWO}\n\n{ONE}\n\nWhere does the river flow?"
@@ -19,24 +18,12 @@ ASKED = {"max_new_tokens": 3, "do_sample": False}
 
 
 @pytest.fixture
-def make(tmp_path):
-    made = []
-
-    def make(**options):
-        options = {"policy": "reuse", "encoder": "average:3", "cold": "never", **options}
-        made.append(RagCache(speaker(), byte_level(), cache_dir=tmp_path / "cache", **options))
-        return made[-1]
-
-    yield make
-    for rag in made:
-        rag.close()
+def make(opened):
+    return partial(opened, **{"policy": "reuse", "encoder": "average:3", "cold": "never"})
 
 
-def stored(rag, text=None):
-    """Encodings of a chunk in the store (of the text before the chunks: by default)."""
-    keys = list(rag.components.store.keys())
-    name = None if text is None else rag.encode([text], system=BEFORE)[0]
-    return sorted(key.encoding for key in keys if name in (None, key.chunk_id))
+def stored(rag):
+    return [key.encoding for key in list(rag.components.store.keys())]
 
 
 def used(answer):
@@ -132,14 +119,13 @@ def test_after_a_restart_the_means_on_disk_serve_whatever_comes_together_then(ma
     assert answer.report.link.recomputed_tokens == before.report.link.recomputed_tokens
 
 
-class TestForget:
-    def test_a_forgotten_chunk_is_behind_no_other_again(self, make):
-        rag = make(cold="now")
-        rag.encode(FACTS, system=BEFORE)
-        (gone,) = rag.encode([TWO], system=BEFORE)
-        rag.forget(texts=[TWO])
-        for _ in range(3):
-            rag.generate(f"{BEFORE}{THREE}\n\n{ONE}\n\nWhere does the river flow?", **ASKED)
-        keys = list(rag.components.store.keys())
-        assert "average:3" in [key.encoding for key in keys], "behind the one that is left"
-        assert not any(gone in (key.chunk_id, *key.context) for key in keys)
+def test_a_forgotten_chunk_is_behind_no_other_again(make):
+    rag = make(cold="now")
+    rag.encode(FACTS, system=BEFORE)
+    (gone,) = rag.encode([TWO], system=BEFORE)
+    rag.forget(texts=[TWO])
+    for _ in range(3):
+        rag.generate(f"{BEFORE}{THREE}\n\n{ONE}\n\nWhere does the river flow?", **ASKED)
+    keys = list(rag.components.store.keys())
+    assert "average:3" in [key.encoding for key in keys], "behind the one that is left"
+    assert not any(gone in (key.chunk_id, *key.context) for key in keys)

@@ -8,7 +8,7 @@ import transformers as tf
 from torch import nn
 
 from engine_kit import PROMPT, chunk, ids, rag_for, stored_in, text, warmed
-from families import SIZES, build, greedy, plain
+from families import SIZES, build, greedy, plain, sharpened
 from ragcachekit import (
     LoadConfig,
     ModelNotSupported,
@@ -19,6 +19,7 @@ from ragcachekit import (
     Text,
     TreeConfig,
 )
+from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.engine import admission
 from ragcachekit.errors import PromptTooLong
 
@@ -28,12 +29,7 @@ MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_
 
 def tiny(kind, **special):
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(kind(**{**SIZES, **special})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model
+    return sharpened(tf.AutoModelForCausalLM.from_config(kind(**{**SIZES, **special})))
 
 
 class TestModelsRefusedByName:
@@ -41,10 +37,7 @@ class TestModelsRefusedByName:
         ("kind", "special", "reason"),
         [
             (tf.GPT2Config, {}, "GPT2LMHeadModel uses no rotary"),
-            (tf.OPTConfig, {}, "OPTForCausalLM uses no rotary"),
-            (tf.BloomConfig, {"n_layer": 2, "n_head": 4}, "BloomForCausalLM uses no rotary"),
             (tf.MambaConfig, {}, "MambaForCausalLM .*key/value cache"),
-            (tf.JambaConfig, {}, "JambaForCausalLM .*key/value cache"),
             (tf.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM .*cache"),
             (
                 tf.Llama4TextConfig,
@@ -95,10 +88,10 @@ def test_windows_that_are_only_in_the_mask_are_kept(kind, special, tmp_path):
 class TestPrompts:
     @pytest.mark.parametrize("prompt", [Prompt([]), Prompt([Text(token_ids=())])])
     def test_empty(self, prompt):
-        with pytest.raises(ValueError, match="prompt is empty"):
-            rag_for("llama").generate(prompt)
-        with pytest.raises(ValueError, match="prompt is empty"):
-            rag_for("llama").link(prompt)
+        rag = rag_for("llama")
+        for call in (rag.generate, rag.link):
+            with pytest.raises(ValueError, match="prompt is empty"):
+                call(prompt)
 
     @pytest.mark.parametrize("count", [512, 600])
     def test_too_long(self, count):
@@ -127,8 +120,6 @@ class TestNames:
             ValueError, match=r"unknown policy 'legolink'.*full, reuse, prefix, lego0, lego:16"
         ):
             rag_for("llama", policy="legolink")
-        with pytest.raises(ValueError, match="unknown policy"):
-            rag_for("llama").generate(PROMPT, policy="x")
 
     def test_unknown_encoder(self):
         with pytest.raises(ValueError, match=r"unknown encoder 'alone'; known: standalone, sinks:4, system"):
@@ -183,34 +174,27 @@ class TestModelChangedUnderOurFeet:
     def test_work_that_waited_is_dropped(self, tmp_path, monkeypatch):
         model = build("llama")
         rag = RagCache(model, cache_dir=tmp_path, policy="lego:16", cold="now")
-        encode = rag.components.background_encoder._encoder.encode
+        encode = ChunkEncoder.encode
 
         def changed_meanwhile(*args):
             for item in encode(*args):
                 self.change_weights(model)
                 yield item
 
-        monkeypatch.setattr(rag.components.background_encoder._encoder, "encode", changed_meanwhile)
+        monkeypatch.setattr(ChunkEncoder, "encode", changed_meanwhile)
         answer = rag.generate(PROMPT, **ASKED)
         assert answer.report.link.fallback is None
         assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied before the model changed"
 
 
-class TestAdmissionOnce:
-    @pytest.fixture
-    def checks(self, monkeypatch):
-        counted = []
-        real = admission.admit
-        monkeypatch.setattr(admission, "admit", lambda *a: counted.append(1) or real(*a))
-        return counted
-
-    @pytest.mark.parametrize("content", ["", "{}", "null", "not json", '{"torch": "0.1"}'])
-    def test_an_old_or_damaged_record_costs_a_check(self, checks, tmp_path, content):
-        rag = RagCache(build("llama"), cache_dir=tmp_path)
-        record = tmp_path / "admitted" / f"{rag.fingerprint}.json"
-        record.write_text(content)
-        RagCache(build("llama"), cache_dir=tmp_path)
-        assert len(checks) == 2
+@pytest.mark.parametrize("content", ["", "{}", "null", '{"torch": "0.1"}'])
+def test_an_old_or_damaged_record_costs_a_check(monkeypatch, tmp_path, content):
+    checks, admit = [], admission.admit
+    monkeypatch.setattr(admission, "admit", lambda *a: checks.append(1) or admit(*a))
+    rag = RagCache(build("llama"), cache_dir=tmp_path)
+    (tmp_path / "admitted" / f"{rag.fingerprint}.json").write_text(content)
+    RagCache(build("llama"), cache_dir=tmp_path)
+    assert len(checks) == 2
 
 
 class Document:
@@ -224,13 +208,9 @@ class TestArgumentsOfAWrongType:
         ("options", "message"),
         [
             ({"store": "/tmp/kv"}, r"store must be StoreConfig\(disk_path=.*got '/tmp/kv' \(str\)"),
-            ({"store": {"host_bytes": 5}}, r"store must be StoreConfig.*\(dict\)"),
             ({"policy": 16}, r"policy must be a name such as 'lego:16'.*got 16 \(int\)"),
-            ({"encoder": 4}, r"encoder must be a name such as 'system'.*got 4"),
-            ({"shadow": "x"}, r"shadow must be a share.*such as 0.02.*got 'x'"),
             ({"shadow": True}, r"shadow must be a share.*got True"),
             ({"tree": True}, r"tree must be TreeConfig\(host_bytes=\.\.\.\).*got True"),
-            ({"tree": 1 << 30}, r"tree must be TreeConfig.*got 1073741824"),
             ({"cache_dir": 3}, r"cache_dir must be a folder's path.*got 3"),
         ],
     )
@@ -251,11 +231,9 @@ class TestArgumentsOfAWrongType:
             (StoreConfig, "host_bytes", "4GB", "a whole number, such as 4 << 30, got '4GB'"),
             (StoreConfig, "disk_bytes", 1.5, "a whole number, such as 4 << 30, or None, got 1.5"),
             (StoreConfig, "bulk_deadline", "2", "a number, got '2'"),
-            (StoreConfig, "disk_path", 5, "a path, or None, got 5"),
             (StoreConfig, "quantise", "int8", r"a mapping such as \{'disk': 'int8'\}, got 'int8'"),
             (StoreConfig, "pin_host", "yes", "True or False, got 'yes'"),
             (TreeConfig, "host_bytes", True, "a whole number, such as 4 << 30, got True"),
-            (TreeConfig, "keep_first", "2", "a whole number, or None, got '2'"),
             (LoadConfig, "threads", "2", "a whole number, got '2'"),
             (ShadowConfig, "share", "x", "a number, got 'x'"),
         ],

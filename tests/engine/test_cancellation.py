@@ -10,15 +10,7 @@ import threading
 import pytest
 
 from engine_kit import PROMPT, chunk, stored_in, text
-from layer_kit import (
-    LONG,
-    WAITED,
-    cancellations,
-    hooks_of,
-    interrupts,
-    streams_ended,
-    watched,
-)
+from layer_kit import LONG, WAITED, cancellations, hooks_of, interrupts, streams_ended, watched
 from ragcachekit import (
     Cancelled,
     CancelScope,
@@ -30,16 +22,12 @@ from ragcachekit import (
     astream,
     to_thread,
 )
-from speaking import byte_level, speaker
+from speaking import ONE, THREE, TWO, byte_level, speaker
 
 LAYERS = 8
 ASKED = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1}
 OTHER = Prompt([text(9, 1), chunk(25, 3), chunk(33, 2), text(6, 5)])
-FACTS = [
-    "Berlin is the capital of Germany. The river Spree flows in Berlin.",
-    "Paris is the capital of France; the river Seine flows in Paris.",
-    "Rome is the capital of Italy, and the river Tiber flows in Rome.",
-]
+FACTS = [ONE, TWO, THREE]
 QUESTION = "Answer from the context.\n" + "\n\n".join(FACTS) + "\nWhere does the river flow?"
 
 
@@ -242,12 +230,8 @@ TASKS = {
 
 @pytest.mark.parametrize("call", TASKS)
 async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call):
-    rag, inside, cancelled, loop = (
-        make(),
-        asyncio.Event(),
-        cancellations(monkeypatch),
-        asyncio.get_running_loop(),
-    )
+    rag, inside, cancelled = make(), asyncio.Event(), cancellations(monkeypatch)
+    loop = asyncio.get_running_loop()
 
     def compute():
         loop.call_soon_threadsafe(inside.set)

@@ -6,21 +6,20 @@ import os
 
 import pytest
 
-from ragcachekit import RagCache, StoreConfig, TreeConfig
+from ragcachekit import StoreConfig, TreeConfig
 from ragcachekit.errors import Closed
-from speaking import byte_level, speaker
+from speaking import ONE
 
-ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 PROMPT = f"Answer from the context.\n{ONE}\nWhere does the river flow?"
 ASKED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
 
 
 @pytest.fixture
-def rag(tmp_path):
+def rag(opened, tmp_path):
     store, tree = StoreConfig(disk_path=tmp_path / "kv"), TreeConfig(disk_bytes=1 << 20)
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, store=store, tree=tree, shadow=0.5) as rag:
-        rag.encode([ONE])
-        yield rag
+    rag = opened(store=store, tree=tree, shadow=0.5)
+    rag.encode([ONE])
+    return rag
 
 
 CALLS = {
@@ -30,6 +29,7 @@ CALLS = {
     "forget": lambda rag: rag.forget(texts=[ONE]),
     "generate": lambda rag: rag.generate(PROMPT, **ASKED),
     "generate_batch": lambda rag: rag.generate_batch([PROMPT], **ASKED),
+    "submit": lambda rag: rag.submit(PROMPT, **ASKED),
     "no prompts": lambda rag: rag.generate_batch([]),
     "stream": lambda rag: rag.stream(PROMPT, **ASKED),
     "link": lambda rag: rag.link(PROMPT),
@@ -49,20 +49,28 @@ def test_every_use_after_close_is_refused(rag, call):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # that it is asked for is the point here
 def test_every_use_in_a_forked_child_is_refused(rag):
     stream = rag.stream(PROMPT, **{**ASKED, "max_new_tokens": 100})
+    request = rag.submit(PROMPT, **ASKED)
+    waits = (
+        lambda _: next(stream),
+        lambda _: stream.answer,
+        lambda _: request.result(),
+        lambda _: rag.queue.drain(),
+    )
     child = os.fork()
     if not child:
         good = 0
         try:
-            for call in (*CALLS.values(), lambda _: next(stream), lambda _: stream.answer):
+            for call in (*CALLS.values(), *waits):
                 try:
                     call(rag)
                 except Closed as refused:
                     good += "open it again after the fork" in str(refused)
             rag.close()
         finally:  # whatever is raised: the child must not go on as a test run
-            os._exit(0 if good == len(CALLS) + 2 else 1)
+            os._exit(0 if good == len(CALLS) + len(waits) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(stream.answer.token_ids) == 100
+    assert request.result().token_ids
 
 
 def test_closing_twice_and_what_can_still_be_read(rag):

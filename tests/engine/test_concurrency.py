@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
+from engine_kit import EXACT, PROMPT, chunk, ids, text, warmed
 from families import greedy, plain
 from ragcachekit import Prompt
 
@@ -46,17 +46,3 @@ def test_linked_and_plain_calls_at_once(name):
         if number % 4 in (0, 2):
             expected = ordinary[number % len(PROMPTS)]
         assert result == expected, number
-
-
-def test_cold_calls_at_once_with_background_encoding():
-    want = [greedy(plain("qwen3"), ids(p), 6) for p in PROMPTS]
-    with rag_for("qwen3", policy="lego:1000", cold="background", encode_after=1) as rag:
-        with ThreadPoolExecutor(6) as pool:
-            results = list(pool.map(lambda i: rag.generate(PROMPTS[i % 5], **ASKED), range(30)))
-        assert [r.token_ids for r in results] == [want[i % 5] for i in range(30)]
-        assert rag.flush(60)
-        (stats,) = rag.stats()
-        # Text 9, text 12, chunks 33, 25 and 40, and chunk 25 again at position 0 under the same key.
-        assert stats.entries == 5
-        again = rag.generate(PROMPT, **ASKED)
-        assert again.report.link.computed_tokens == 6

@@ -46,13 +46,12 @@ def test_a_context_that_costs_too_much_gets_a_variant_of_its_own():
     assert again.token_ids == greedy(plain("llama"), ids(other), 8)
 
 
-class TestForgetting:
-    def test_follows_the_context(self):
-        rag = warmed()
-        first = chunk_id(FIRST.segments[1].token_ids, "default")
-        assert rag.forget([first]) == 3  # itself, and the two that were encoded behind it
-        report = rag.generate(SECOND, **ASKED).report.link
-        assert [use.source for use in report.uses] == ["host", "computed", "computed", "computed"]
+def test_forgetting_follows_the_context():
+    rag = warmed()
+    first = chunk_id(FIRST.segments[1].token_ids, "default")
+    assert rag.forget([first]) == 3  # itself, and the two that were encoded behind it
+    report = rag.generate(SECOND, **ASKED).report.link
+    assert [use.source for use in report.uses] == ["host", "computed", "computed", "computed"]
 
 
 def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):

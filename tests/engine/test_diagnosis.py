@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import html
+import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from langchain_core.documents import Document
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from ragcachekit import RagCache
-from ragcachekit.engine.inspection import ADVICE, diagnose
+from ragcachekit.engine.inspection import ADVICE, diagnose, difference
 from ragcachekit.prompt.parser import PromptParser
 from speaking import byte_level, speaker
 
@@ -62,8 +65,6 @@ def test_all_are_found(rag, prompt, documents) -> None:
     ("context", "documents", "why"),
     [
         (html.escape(PARTS), [ONE, TWO], ["HTML-escaped", "found"]),
-        (f"{ONE[:40]}\n\n{TWO}", [ONE, TWO], ["truncated", "found"]),
-        (f"{TWO}", [ONE, TWO], ["absent", "found"]),
         (f"{ONE}\n\nSpree", [ONE, "Spree"], ["found", "too short"]),
         (f"x{ONE}\n\n{TWO}", [ONE, TWO], ["word runs on", "found"]),
         (f"{ONE} {TWO}", [f"{ONE} {TWO[:24]}", f"{ONE[34:]} {TWO}"], ["found", "overlapped"]),
@@ -103,3 +104,49 @@ def test_a_template_that_alters_contents_is_named() -> None:
 def test_other_documents_are_refused(rag) -> None:
     with pytest.raises(TypeError, match="document 2 is a int"):
         rag.diagnose(PARTS, [ONE, 2])
+
+
+# -- what a prompt made of a document -------------------------------------------------------------------
+
+TEXT = (
+    'The "Old Mill" stands by the river; it was built in 1874.\nIts wheel was made of oak & iron.\n\n'
+    "Nobody has ground flour there since the flood, and the town keeps it as a museum."
+)
+
+
+def why(document: str, made: str) -> str:
+    return difference(document, QUESTION.replace("{}", made)).why
+
+
+@pytest.mark.parametrize(
+    ("kind", "made"),
+    [
+        ("HTML-escaped", html.escape(TEXT)),
+        ("JSON-escaped", json.dumps(TEXT)),
+        ("printed as Python", f"[Document(page_content={TEXT!r})]"),
+        ("whitespace", TEXT.replace("\n", " ")),
+        ("upper or lower case", TEXT.lower()),
+        ("truncated", TEXT[:90] + "..."),
+        ("altered", TEXT[:80] + "\nsource: mill.txt\n" + TEXT[80:]),
+        ("absent", "Paris is the capital of France; the river Seine flows in Paris."),
+    ],
+)
+def test_kinds(kind, made) -> None:
+    assert why(TEXT, made) == kind
+
+
+def test_the_unicode_form_is_named() -> None:
+    assert why(
+        "Ein Caf\u00e9 in der Stra\ufb02e am Fluss, im ersten Stock.",
+        "Ein Café in der Strafle am Fluss, im ersten Stock.",
+    ) == ("Unicode form")
+
+
+def test_the_first_difference_is_shown() -> None:
+    found = difference(TEXT, QUESTION.replace("{}", TEXT.replace("oak", "wood")))
+    assert (found.document[:15], found.prompt[:16]) == (" was made of oak"[1:], " was made of wood"[1:])
+
+
+@given(st.text(max_size=300), st.text(max_size=300))
+def test_nothing_makes_it_fail(document, prompt) -> None:
+    assert difference(document, prompt).why

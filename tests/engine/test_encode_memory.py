@@ -7,12 +7,9 @@ import weakref
 import pytest
 from forget_kit import BEFORE
 
-from engine_kit import FOLDER
-from ragcachekit import RagCache
 from ragcachekit.encode import encoders as encoder
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.memory import HostStore
-from speaking import byte_level, speaker
 
 TEXTS = [f"Paragraph {number}: " + "the river Spree flows in Berlin. " * 4 for number in range(64)]
 
@@ -39,26 +36,12 @@ class Counting(HostStore):
         return True
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    made = []
-
-    def make(**options):
-        store = Counting(monkeypatch)
-        made.append(RagCache(speaker(), byte_level(), cache_dir=FOLDER.name, store=store, **options))
-        return made[-1], store
-
-    yield make
-    for rag in made:
-        rag.close()
-
-
 @pytest.mark.parametrize("bound", [1, 200_000])
 @pytest.mark.parametrize("name", ["standalone", "system"])
-def test_encoding_holds_one_batch_at_most(counted, monkeypatch, bound, name):
-    rag, store = counted(encoder=name)
+def test_encoding_holds_one_batch_at_most(opened, monkeypatch, bound, name):
+    store = Counting(monkeypatch)
     monkeypatch.setattr(encoder, "BATCH_BYTES", bound)
-    rag.encode(TEXTS, system=BEFORE)
+    opened(encoder=name, store=store).encode(TEXTS, system=BEFORE)
     assert store.puts >= len(TEXTS)
     assert store.largest < 200_000
     assert store.most <= max(bound, store.largest)

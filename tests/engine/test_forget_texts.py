@@ -62,10 +62,8 @@ def holding(engine, text, namespace=SPACE):
 def reused_from(engine, prompt, text):
     """Whether a prompt reuses rows of the text, which stands in it."""
     plan = engine.rag.plan(engine.rag.prepare(prompt))
-    decode = engine.rag.components.parser.tokens.decode
-    kept = sorted(set(range(len(plan.token_ids))) - set(plan.rows))
-    beginning = [token for at, token in zip(kept, (plan.token_ids[i] for i in kept), strict=True)]
-    return text in decode(beginning, special=True)
+    kept = [token for at, token in enumerate(plan.token_ids) if at not in set(plan.rows)]
+    return text in engine.rag.components.parser.tokens.decode(kept, special=True)
 
 
 def chat(*turns):
@@ -181,7 +179,7 @@ def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, wher
     assert holding(engine, SHORT) == []
 
 
-# -- the server --------------------------------------------------------------------------------------
+# -- stores that do not help -----------------------------------------------------------------------------
 
 
 def test_a_store_that_cannot_be_searched_drops_what_is_known_and_says_so(make, monkeypatch):

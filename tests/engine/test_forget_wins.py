@@ -125,10 +125,12 @@ REQUESTS = {
 @pytest.mark.parametrize("cold", ["now", "background"])
 @pytest.mark.parametrize(
     ("request_", "encoder"),
-    [(name, "standalone") for name in REQUESTS] + [("generate", "in-prompt"), ("generate", "system")],
+    [(name, "standalone") for name in REQUESTS]
+    + [("generate", "in-prompt"), ("generate", "system"), ("generate", "similar:1")],
 )
 def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encoder):
-    engine = make(cold=cold, encoder=encoder, shadow=1.0)
+    near = {"neighbours": PrecedingChunks([[GONE, KEPT]])} if encoder == "similar:1" else {}
+    engine = make(cold=cold, encoder=encoder, shadow=1.0, **near)
     gone, forget = forget_of(engine, what)
     meanwhile = Meanwhile(forget)
     around(monkeypatch, engine.rag.model.base_model, "forward", meanwhile, after=True)

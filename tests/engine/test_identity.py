@@ -43,28 +43,11 @@ def poked(name: str) -> LlamaForCausalLM:
     return changed
 
 
-def biased() -> LlamaForCausalLM:
-    changed = model(attention_bias=True)
-    plain = model().state_dict()
-    changed.load_state_dict({**changed.state_dict(), **plain})
-    with torch.no_grad():
-        changed.model.layers[0].self_attn.k_proj.bias.fill_(0.01)
-    return changed
-
-
 MODELS: dict[str, Callable[[], LlamaForCausalLM]] = {
-    "one embedding": lambda: poked("model.embed_tokens.weight"),
     "one weight of the last layer": lambda: poked("model.layers.1.self_attn.v_proj.weight"),
-    "bias of the keys": biased,
     "rotation base": lambda: model(rope_parameters={"rope_type": "default", "rope_theta": 20_000.0}),
-    "rotation scaling": lambda: model(
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
-    ),
     "norm epsilon": lambda: model(rms_norm_eps=1e-3),
-    "activation": lambda: model(hidden_act="gelu"),
-    "grouping of heads": lambda: model(num_key_value_heads=4),
     "dtype": lambda: model().to(torch.bfloat16),
-    "number of layers": lambda: model(num_hidden_layers=3),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "namespace": {"namespace": "somebody else"},

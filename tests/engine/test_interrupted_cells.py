@@ -7,10 +7,8 @@ import threading
 
 import pytest
 
-from ragcachekit import RagCache
-from speaking import byte_level, speaker
+from speaking import ONE
 
-ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
 PROMPT = f"Answer from the context.\n{ONE}\nWhere does the river flow?"
 ASKED = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1}
 
@@ -31,16 +29,11 @@ class Interrupting:
 
 
 @pytest.fixture
-def rag(tmp_path):
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now", policy="lego:4") as rag:
-        rag.encode([ONE])
-        rag.generate(PROMPT, **ASKED)
-        yield rag
-
-
-@pytest.fixture
-def expected(rag):
-    return rag.generate(PROMPT, **ASKED)
+def rag(opened):
+    rag = opened(cold="now", policy="lego:4")
+    rag.encode([ONE])
+    rag.generate(PROMPT, **ASKED)
+    return rag
 
 
 RUNS = {
@@ -51,9 +44,12 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_second_run_answers(rag, expected, name) -> None:
+def test_the_second_run_answers(rag, name) -> None:
+    expected = rag.generate(PROMPT, **ASKED)
     with pytest.raises(KeyboardInterrupt):
         RUNS[name](rag, streamer=Interrupting(), **{**ASKED, "max_new_tokens": 200})
+    assert rag.queue.drain(60)
+    assert rag.queue.stats().cancelled == 1
     again = RUNS[name](rag, **ASKED)
     assert again.text == expected.text
     assert again.report.link.reused_tokens == expected.report.link.reused_tokens

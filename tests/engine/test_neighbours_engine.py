@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
 from families import off
-from ragcachekit import (
-    Chunk,
-    PrecedingChunks,
-    Prompt,
-    RagCache,
-    Text,
-)
+from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
-from speaking import byte_level, speaker
+from speaking import ONE, THREE, TWO, speaker
 
-ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
-TWO = "Paris is the capital of France; the river Seine flows in Paris."
-THREE = "Rome is the capital of Italy. The river Tiber flows in Rome, says the guide."
 BEFORE = "Answer from the context.\n\nContext:\n"
 ASKED = {"max_new_tokens": 4, "do_sample": False}
 PROMPT = f"{BEFORE}{THREE}\n{TWO}\nWhere does the river flow?"
@@ -40,8 +29,8 @@ class Listed:
 class Keys(HostStore):
     """Remembers what was put."""
 
-    def __init__(self, size=1 << 26):
-        super().__init__(size)
+    def __init__(self):
+        super().__init__(1 << 26)
         self.put_keys = []
 
     def put(self, key, kv):
@@ -53,20 +42,12 @@ class Keys(HostStore):
 
 
 @pytest.fixture
-def make(tmp_path):
-    made = []
+def make(opened):
+    def make(neighbours, **options):
+        own = {"policy": "reuse", "encoder": "similar:1", "cold": "never", "store": Keys()}
+        return opened(neighbours=neighbours, **{**own, **options})
 
-    def make(neighbours, encoder="similar:1", **options):
-        options = {"policy": "reuse", "cold": "never", "store": Keys(), **options}
-        rag = RagCache(
-            speaker(), byte_level(), cache_dir=tmp_path, encoder=encoder, neighbours=neighbours, **options
-        )
-        made.append(rag)
-        return rag
-
-    yield make
-    for rag in made:
-        rag.close()
+    return make
 
 
 def used(answer):
@@ -157,17 +138,3 @@ class TestForget:
         rag.encode([TWO], system=BEFORE)
         assert not any(one in (k.chunk_id, *k.context) for k in rag.components.store.put_keys[put:])
         assert [k.context[1] for k in rag.components.store.under(three, "similar:1")] == [two]
-
-    def test_while_it_waits_in_the_background(self, make):
-        """A chunk in the queue is given up when its neighbour is forgotten."""
-        going = threading.Event()
-        rag = make(DOCUMENT, cold="background", encode_after=1)
-        encode = rag.components.background_encoder._encoder.encode
-        rag.components.background_encoder._encoder.encode = lambda *a: (going.wait(30), encode(*a))[1]
-        rag.register([TWO])
-        rag.generate(f"{BEFORE}{TWO}\nWhere?", **ASKED)
-        one = chunk_id(rag.components.parser.tokens.chunk(ONE), "default")
-        rag.forget([one])
-        going.set()
-        assert rag.flush(30)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag.components.store.put_keys)

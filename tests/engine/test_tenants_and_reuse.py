@@ -6,20 +6,17 @@ import pytest
 
 from engine_kit import PROMPT, RecordingStore, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
-from ragcachekit import Chunk, Prompt, RagCache, Text
+from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.types import chunk_id
-from speaking import byte_level, speaker
+from speaking import ONE, TWO, byte_level
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
-ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
-TWO = "Paris is the capital of France; the river Seine flows in Paris."
 
 
 @pytest.fixture
-def reader(tmp_path):
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="never", policy="lego:4") as rag:
-        yield rag
+def reader(opened):
+    return opened(cold="never", policy="lego:4")
 
 
 class TestNamespaces:

@@ -7,10 +7,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.errors import GenerationNotSupported
-from speaking import byte_level, sentencepiece, speaker
+from speaking import ONE, TWO, byte_level, sentencepiece, speaker
 
-ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
-TWO = "Paris is the capital of France; the river Seine flows in Paris."
 PROMPT = f"Answer from the context.\n{ONE}\n\n{TWO}\nWhere does the river flow?"
 ASKED = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": -1}
 

@@ -80,8 +80,7 @@ def stored(folder):
 
 def begun(notes):
     """How often each chunk was begun."""
-    lines = [line.split() for line in notes.read_text().splitlines()]
-    return Counter(one for kind, _, *ids in lines if kind == "begin" for one in ids)
+    return Counter(one for batch in batches(notes) for one in batch)
 
 
 def batches(notes):

@@ -92,18 +92,22 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 SLIDING = ("mistral-sliding", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss")
 
 
+@torch.no_grad()
+def sharpened(model: Any) -> Any:
+    """The model, with matrices so large that its logits are far from flat."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(4)
+    return model.eval()
+
+
 def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A fresh model of the family, the same weights each time; logits far from flat."""
+    """A fresh model of the family, the same weights each time."""
     kind, special = FAMILIES[name]
     config = kind(**{**SIZES, **special, **changes})
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(
-        config, attn_implementation=special.get("attn_implementation")
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
+    attention = special.get("attn_implementation")
+    model = sharpened(tf.AutoModelForCausalLM.from_config(config, attn_implementation=attention))
     if name == "gpt-oss":
         # Sinks are initialised to zeros nearly; large ones make a forgotten sink visible.
         with torch.no_grad():

@@ -15,24 +15,11 @@ READING = ("preadv", "pread", "scandir")
 
 
 class Faults:
-    """Counts the calls below a folder, before each happens, and fails those that ``fails`` picks by number.
+    """Counts the calls below ``root``, before each happens, and fails those that ``fails`` picks by number.
 
-    Parameters
-    ----------
-    root : path
-        Only what lies below it concerns.
-    code : int
-        Error number of the failures.
-    fails : callable
-        Gets the number of a call, from 1 on; its name is the last of ``calls``. It may also do something in
-        the middle of an operation, and return False.
-    cut : bool
-        Instead of failing, writes and reads are cut to half their length, once in a row.
-
-    Attributes
-    ----------
-    calls : list of str
-        The names of all calls so far, in order.
+    ``fails`` gets the number of a call, from 1 on; its name is the last of ``calls``. It may also do
+    something in the middle of an operation, and return False. With ``cut``, writes and reads are cut to half
+    their length, once in a row, instead of failing with the error number ``code``.
     """
 
     def __init__(

@@ -22,15 +22,7 @@ AGAIN = 0.5
 
 
 class Layers:
-    """What the layers of a model do while it is watched.
-
-    Attributes
-    ----------
-    begun : int
-        Layers that began before ``act`` had returned.
-    after : Counter
-        By thread, layers that began afterwards.
-    """
+    """Layers that had ``begun`` before ``act`` returned, and by thread those ``after`` it."""
 
     def __init__(self, at: int, act: Callable[[], object]) -> None:
         self.begun, self.after = 0, Counter[int]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from engine_kit import FOLDER
+from queue_kit import LONG, until
 from ragcachekit import RagCache
 from speaking import byte_level, speaker
 
@@ -21,7 +21,6 @@ DOCUMENTS = (
     "Rome is the town of the Tiber, and the answer is from the river.",
 )
 QUESTION = "Where does the river flow?"
-LONG = 60.0
 
 
 def engine(tokenizer: Any = None, **options: Any) -> RagCache:
@@ -44,10 +43,3 @@ def served(app: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(LONG)
         assert not thread.is_alive()
-
-
-def until(condition: Any) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)

@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from families import SIZES
+from families import SIZES, sharpened
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 WORDS = "the a of in capital river town where is does flow Berlin Paris Spree Seine Rome Tiber answer from"
@@ -20,6 +20,9 @@ CORPUS = [
     "system user assistant question answer ",
     WORDS,
 ] * 4
+ONE = "Berlin is the capital of Germany. The river Spree flows in Berlin."
+TWO = "Paris is the capital of France; the river Seine flows in Paris."
+THREE = "Rome is the capital of Italy. The river Tiber flows in Rome, says the guide."
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -82,9 +85,4 @@ def sentencepiece(way: str = "metaspace") -> Any:
 def speaker(seed: int = 0, **changes: Any) -> Any:
     """A fresh tiny Llama over the byte-level vocabulary."""
     torch.manual_seed(seed)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**{**SIZES, "vocab_size": 340, **changes})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model
+    return sharpened(tf.LlamaForCausalLM(tf.LlamaConfig(**{**SIZES, "vocab_size": 340, **changes})))

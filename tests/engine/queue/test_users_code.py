@@ -72,11 +72,16 @@ USERS_CODE = {
     "put of the prompt": lambda then: {"streamer": Streamer(then, 1)},
     "put of the first token": lambda then: {"streamer": Streamer(then, 2)},
     "put of a later token": lambda then: {"streamer": Streamer(then, 4)},
+    "end of the answer": lambda then: {"streamer": Streamer(then, "end")},
     "processor": lambda then: {"logits_processor": [processor(then)]},
     "processor in the batch": lambda then: {"logits_processor": [Observing(then)]},
     "criterion": lambda then: {"stopping_criteria": [criterion(then)]},
 }
 ERRORS = [asyncio.CancelledError("its own"), SystemExit(3), KeyboardInterrupt("its own")]
+
+
+CASES = [(where, error) for where in USERS_CODE for error in ERRORS]
+CASES += [("put of a later token", LookupError("full"))]
 
 
 def raiser(error):
@@ -86,8 +91,7 @@ def raiser(error):
     return then
 
 
-@pytest.mark.parametrize("where", USERS_CODE)
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(("where", "error"), CASES)
 def test_it_is_the_error_of_its_own_request_alone(rag, where, error):
     names = ("default", "other", "default", "other", "default", "third")
     want = [rag.generate(PROMPT, namespace=name, **ASKED).token_ids for name in names]
@@ -106,18 +110,6 @@ def test_it_is_the_error_of_its_own_request_alone(rag, where, error):
     assert (stats.failed, stats.done) == (1, done + 6)
     assert not rag.queue.runner.runs
     assert not rag.queue.runner.decoder.active
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_streamer_that_fails_at_its_end_hurts_nobody_else(rag, error):
-    with held(rag):
-        bad = rag.submit(PROMPT, streamer=Streamer(raiser(error), "end"), **ASKED)
-        good = rag.submit(PROMPT, **ASKED)
-    with pytest.raises(type(error)) as caught:
-        bad.result(LONG)
-    assert caught.value is error
-    assert len(good.result(LONG).token_ids) == 8
-    assert rag.queue.drain(LONG)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

@@ -1,0 +1,18 @@
+"""Engines that speak, closed behind the test."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from ragcachekit import RagCache
+from speaking import byte_level, speaker
+
+
+@pytest.fixture
+def opened(tmp_path):
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(
+            RagCache(speaker(), byte_level(), **{"cache_dir": tmp_path / "cache", **options})
+        )
