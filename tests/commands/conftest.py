@@ -1,7 +1,5 @@
 """The command line over a small corpus: shared fixtures."""
 
-from __future__ import annotations
-
 from command_fixtures import (  # noqa: F401
     command,
     corpus,

@@ -1,7 +1,5 @@
 """A tiny random model with a trained byte-level tokenizer, word-count embeddings, a few documents."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

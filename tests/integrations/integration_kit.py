@@ -1,8 +1,10 @@
 """Facts as documents, and embeddings that count words; shared by the tests of both integrations."""
 
-from __future__ import annotations
-
+import asyncio
 import re
+import subprocess
+import sys
+import threading
 import zlib
 
 import numpy as np
@@ -45,6 +47,38 @@ class WordEmbeddings(Embeddings):
 
     async def aembed_query(self, text):
         return self.embed_query(text)
+
+
+class Together:
+    """A gate that opens when three calls wait at it and the loop has ticked twenty times meanwhile."""
+
+    def __init__(self):
+        self._three, self._begun, self.ticked = threading.Barrier(3), threading.Event(), threading.Event()
+
+    def wait(self, timeout=None):
+        self._begun.set()
+        self._three.wait(10)
+        assert self.ticked.wait(10)
+
+    async def three_times(self, ask):
+        ticking = asyncio.create_task(self._tick())
+        answers = await asyncio.wait_for(asyncio.gather(*(ask(n) for n in range(3))), 20)
+        await ticking
+        return answers
+
+    async def _tick(self):
+        while not self._begun.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        self.ticked.set()
+
+
+def deleted_elsewhere(path, name):
+    """Another process deletes a document of the index."""
+    code = "import sys\nfrom ragcachekit import DocumentIndex\n"
+    code += "DocumentIndex('brute', path=sys.argv[1]).delete([sys.argv[2]])"
+    subprocess.run([sys.executable, "-c", code, str(path), name], check=True)
 
 
 GOOD = [1.0] * 64

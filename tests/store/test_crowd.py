@@ -1,7 +1,5 @@
 """Processes and threads in one folder: every value right, budget kept, nothing leaks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -29,7 +27,7 @@ DESCRIPTORS = 0
         pytest.param(4, 4, 100_000, id="100,000 operations", marks=pytest.mark.soak),
     ],
 )
-def test_many_at_work_in_one_folder(tmp_path: Path, processes: int, threads: int, operations: int) -> None:
+def test_many_at_work_in_one_folder(tmp_path, processes, threads, operations):
     folder = tmp_path / "kv"
     command = [sys.executable, str(SCRIPT), str(folder), *map(str, (processes, threads, operations))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,7 +1,5 @@
 """What was opened before a fork raises at once in the child, whatever locks were held."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """SIGKILL in the middle of disk writes: afterwards nothing is wrong, lost, or lying around."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,7 +17,7 @@ BAD = ("wrong", "lost", "unforgotten", "orphans", "uncounted", "damaged", "over_
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks")
 
 
-def killed(folder: Path, kills: int, writers: int, how: str, seed: int = 11) -> dict[str, Any]:
+def killed(folder, kills, writers, how, seed=11):
     command = [sys.executable, str(SCRIPT), str(folder), str(kills), str(writers), str(seed), how]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
@@ -38,7 +36,7 @@ def killed(folder: Path, kills: int, writers: int, how: str, seed: int = 11) -> 
         pytest.param(200, 3, id="three writers, 200 kills", marks=pytest.mark.soak),
     ],
 )
-def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills: int, writers: int) -> None:
+def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path, kills, writers):
     totals = killed(tmp_path / "kv", kills, writers, "random")
     assert totals["kills"] == kills
     assert {name: totals.get(name, 0) for name in BAD} == dict.fromkeys(BAD, 0)
@@ -57,7 +55,7 @@ def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills
         pytest.param(10, 3, id="10 kills before each call, three writers", marks=pytest.mark.soak),
     ],
 )
-def test_killed_before_every_call(tmp_path: Path, kills: int, writers: int) -> None:
+def test_killed_before_every_call(tmp_path, kills, writers):
     totals = killed(tmp_path / "kv", kills, writers, "named")
     assert totals["survivors"] == []  # every call was made
     assert totals["kills"] == kills * totals["points"]

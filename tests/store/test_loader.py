@@ -1,10 +1,6 @@
 """The loader by itself: order, sharing, failures, deadlines, prefetching, the end. No sleeps."""
 
-from __future__ import annotations
-
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -311,29 +307,6 @@ def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
     hanging.gate.set()
     hanging.wait(lambda pool: not pool.stuck)
     assert same(start(hanging.loader, key_of(4)).kv, kv_of(4, layers=LAYERS))
-
-
-PROGRAM = """
-import sys, time
-sys.path[:0] = {paths!r}
-from loading_kit import SlowStore, start
-from store_kit import key_of, kv_of
-from ragcachekit.store.loader import Loader
-store = SlowStore(lambda key, layer: time.sleep(0.02))
-store.put(key_of(0), kv_of(0, layers=500))
-loader = Loader(store)
-kv = start(loader, key_of(0)).kv
-kv.layer(3)
-print("leaving", kv.ready == 500)
-"""
-
-
-def test_the_interpreter_can_go_in_the_middle_of_a_load(request):
-    paths = [str(request.config.rootpath / "tests" / "kits")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(paths=paths)], capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["leaving", "False"]), done.stderr
 
 
 def test_real_files_are_read_layer_by_layer(closing, tmp_path):

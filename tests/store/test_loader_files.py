@@ -1,7 +1,5 @@
 """Which files a loader keeps open: those of handles that somebody has, and not all the process may have."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

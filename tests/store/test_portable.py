@@ -1,7 +1,5 @@
 """Memory and disk tiers without what only Linux or only POSIX has: one round of every operation."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -93,7 +91,7 @@ print("all")
 """
 
 
-def test_tiers_need_no_more_than_python(tmp_path: Path) -> None:
+def test_tiers_need_no_more_than_python(tmp_path):
     """In a process of its own, whose modules and functions are taken away before ours are imported."""
     paths = os.pathsep.join([str(HERE), *sys.path])
     command = [sys.executable, "-c", ROUND, str(tmp_path), ",".join((*LINUX, *POSIX, "fcntl"))]

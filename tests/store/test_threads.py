@@ -1,7 +1,5 @@
 """The pool of daemon threads: order, limits, jobs that hang, the end."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Contexts in memory and in files: restarts, ends in use, failures, cancelled creations, full volumes."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
