@@ -126,14 +126,6 @@ def test_the_command_over_a_dataset(proofs, one_minilm, squad, tmp_path):
     assert (result.exit_code, "takes numbers with commas" in result.output) == (2, True)
 
 
-@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-def test_lookup_timings_come_with_their_spread(metric):
-    rows = lookup_rows(5, 8, metric, lookups=20, seed=0)
-    assert [row["kind"] for row in rows] == ["far", "near", "equal"]
-    for row in rows:
-        assert 0 < row["lookup_us_p10"] <= row["lookup_us"] <= row["lookup_us_p90"]
-
-
 @pytest.mark.parametrize("wrong", [None, Hit((1,), 0.0)])
 def test_a_wrong_cache_reports_no_timings(wrong, monkeypatch):
     monkeypatch.setattr(ProximityCache, "lookup", lambda self, embedding, *, partition: wrong)

@@ -6,10 +6,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.world.world import (
-    INSTRUCTION,
     make_world,
-    messages,
-    system_text,
 )
 
 
@@ -75,11 +72,3 @@ def test_answers_stand_in_the_chunks_that_are_named_as_evidence(world):
 
 def _place(question):
     return len(question.articles), question.evidence[-1][1]
-
-
-def test_the_prompt_holds_the_instruction_and_the_chunks_in_order():
-    assert system_text(["One.", "Two."]) == f"{INSTRUCTION}\n\nOne.\n\nTwo."
-    assert messages(["One."], "Why?") == [
-        {"role": "system", "content": f"{INSTRUCTION}\n\nOne."},
-        {"role": "user", "content": "Why?"},
-    ]

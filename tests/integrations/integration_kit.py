@@ -8,7 +8,9 @@ import threading
 import zlib
 
 import numpy as np
+from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.embeddings import Embeddings
+from langchain_core.prompts import ChatPromptTemplate
 
 FACTS = (
     "Ada Lind was born in Bern. She works as a baker and keeps two grey cats in her kitchen.",
@@ -18,6 +20,19 @@ FACTS = (
     "Carl Weiss was born in Kiel. He works for Norda and paints the names on the boats.",
     "Rome is a town in the south. Its oldest bridge is crossed by many thousand people a day.",
 )
+
+
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer from the context only.\n\n{context}"), ("human", "{input}")]
+)
+
+
+def asked(chain, question):
+    """The chain's result, and the usage of the one model in it."""
+    with get_usage_metadata_callback() as callback:
+        result = chain.invoke(question)
+    (usage,) = callback.usage_metadata.values()
+    return result, usage
 
 
 class Calls(list):

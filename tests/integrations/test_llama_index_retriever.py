@@ -32,11 +32,6 @@ class Listed(BaseRetriever):
 
 
 @pytest.fixture
-def embedder():
-    return Embedder(asked=[])
-
-
-@pytest.fixture
 def index(embedder):
     nodes = [TextNode(text=text, id_=f"node-{n}", metadata={"row": n}) for n, text in enumerate(FACTS)]
     return VectorStoreIndex(nodes, embed_model=embedder)

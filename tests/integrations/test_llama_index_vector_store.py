@@ -11,16 +11,10 @@ from llama_index.core.vector_stores import (
     VectorStoreQuery,
 )
 from llama_index.core.vector_stores.types import VectorStoreQueryMode
-from llama_kit import Embedder
 
 from llama_index_ragcachekit import RagCacheVectorStore
 
 QUESTION = "Where was Ada Lind born?"
-
-
-@pytest.fixture
-def embedder():
-    return Embedder(asked=[])
 
 
 def over(store, embedder, documents=()):

@@ -25,7 +25,6 @@ from store_kit import (
     holds,
     key_of,
     kv_of,
-    opened,
 )
 
 CODES = (errno.ENOSPC, errno.EIO)
@@ -48,7 +47,7 @@ def refused(lock, code):
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 @pytest.mark.parametrize("lasting", [False, True], ids=["one call", "from a call on"])
 @pytest.mark.parametrize("there", [False, True], ids=["new", "with entries"])
-def test_any_call_of_opening_may_fail(tmp_path, code, lasting, there):
+def test_any_call_of_opening_may_fail(tmp_path, code, lasting, there, opened):
     """For every n the n-th call that writes fails: it opens, what was there is read, then it writes again."""
     if there:
         filled(tmp_path / "before" / "a" / "kv")
@@ -82,7 +81,7 @@ def test_any_call_of_opening_may_fail(tmp_path, code, lasting, there):
 
 
 @pytest.mark.parametrize(("code", "number"), [(errno.EIO, 1), (errno.EROFS, 9)])
-def test_any_call_of_a_put_may_fail(tmp_path, code, number):
+def test_any_call_of_a_put_may_fail(tmp_path, code, number, opened):
     """A new entry, and one in place of an older one, with one to be evicted."""
     filled(tmp_path / "before")
     size = entry_size(tmp_path / "before")
@@ -111,7 +110,7 @@ def test_any_call_of_a_put_may_fail(tmp_path, code, number):
         tried(at)
 
 
-def test_failures_are_said_once_and_in_stats(tmp_path, caplog):
+def test_failures_are_said_once_and_in_stats(tmp_path, caplog, opened):
     filled(tmp_path / "kv")
     with caplog.at_level(logging.WARNING), injected(Faults(tmp_path, errno.EROFS, lambda n: True)):
         store = opened(tmp_path / "kv")
@@ -123,10 +122,9 @@ def test_failures_are_said_once_and_in_stats(tmp_path, caplog):
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
     assert "Read-only file system" in said[0]
-    store.close()
 
 
-def test_a_lock_that_cannot_be_taken_refuses_and_answers(tmp_path, monkeypatch):
+def test_a_lock_that_cannot_be_taken_refuses_and_answers(tmp_path, monkeypatch, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -139,10 +137,9 @@ def test_a_lock_that_cannot_be_taken_refuses_and_answers(tmp_path, monkeypatch):
         assert [holds(store, n) for n in range(4)] == [True, False, True, True]
     assert store.put(key_of(8), kv_of(8))
     assert agrees_with_files(store, path)
-    store.close()
 
 
-def test_short_reads_and_writes_are_continued(tmp_path):
+def test_short_reads_and_writes_are_continued(tmp_path, opened):
     made, path = kv_of(1, tokens=5000), tmp_path / "kv"
     store = opened(path, 1 << 30)
     faults = Faults(path, 0, lambda n: n % 2 and faults.calls[-1] in ("write", "preadv"), cut=True)
@@ -151,10 +148,9 @@ def test_short_reads_and_writes_are_continued(tmp_path):
         found = store.get(KEY)
     assert contents(found.kv) == contents(made)
     assert {"write", "preadv"} <= set(faults.calls)
-    store.close()
 
 
-def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path):
+def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -167,7 +163,6 @@ def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path):
     source.close()
     assert holds(store, 1)
     assert store.stats()[0].damaged == 0
-    store.close()
 
 
 # -- deleting --------------------------------------------------------------------------------------------
@@ -186,7 +181,7 @@ def undeletable(path, *numbers):
 
 
 @pytest.mark.parametrize(("ids", "then"), [(None, "forget"), (frozenset({"chunk-1", "chunk-2"}), "put")])
-def test_what_cannot_be_deleted_is_reported_by_forget_and_not_served(tmp_path, ids, then):
+def test_what_cannot_be_deleted_is_reported_by_forget_and_not_served(tmp_path, ids, then, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -203,10 +198,9 @@ def test_what_cannot_be_deleted_is_reported_by_forget_and_not_served(tmp_path, i
         assert holds(store, 1)
     assert store.forget("acme/docs", ids) == 1
     assert agrees_with_files(store, path)
-    store.close()
 
 
-def test_what_cannot_be_read_is_reported_by_forget_and_the_others_go(tmp_path):
+def test_what_cannot_be_read_is_reported_by_forget_and_the_others_go(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -228,10 +222,9 @@ def test_what_cannot_be_read_is_reported_by_forget_and_the_others_go(tmp_path):
         store.forget("acme/docs")
     assert store.forget("acme/docs") == 1
     assert others in store
-    store.close()
 
 
-def test_only_a_deletion_is_flushed(tmp_path):
+def test_only_a_deletion_is_flushed(tmp_path, opened):
     """A power failure may cost what was put last; it does not bring back what was forgotten."""
     store, faults = opened(tmp_path / "kv"), Faults(tmp_path, 0, lambda n: False)
     with injected(faults):
@@ -240,13 +233,12 @@ def test_only_a_deletion_is_flushed(tmp_path):
         assert "fsync" not in faults.calls
         assert store.forget("acme/docs", frozenset({"chunk-1"})) == 1
     assert faults.calls[-1] == "fsync"
-    store.close()
 
 
 # -- full volumes ----------------------------------------------------------------------------------------
 
 
-def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path):
+def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -263,10 +255,9 @@ def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path):
     (stats,) = store.stats()
     assert (stats.evictions, stats.failed_writes, stats.entries) == (1, 0, 4)
     assert agrees_with_files(store, path)
-    store.close()
 
 
-def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path):
+def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path, opened):
     filled(tmp_path / "kv")
     store = opened(tmp_path / "kv")
     with injected(by_name(tmp_path, errno.ENOSPC, "write")):
@@ -274,7 +265,6 @@ def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path):
         assert not store.put(key_of(9), kv_of(9, tokens=4000)), "larger than all that could leave"
     (stats,) = store.stats()
     assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
-    store.close()
 
 
 def test_the_default_budget_depends_on_the_volume(tmp_path, monkeypatch):
@@ -299,7 +289,7 @@ def test_the_default_budget_depends_on_the_volume(tmp_path, monkeypatch):
     store.close()
 
 
-def test_a_stopped_process_is_named(tmp_path, monkeypatch):
+def test_a_stopped_process_is_named(tmp_path, monkeypatch, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -311,4 +301,3 @@ def test_a_stopped_process_is_named(tmp_path, monkeypatch):
             store.forget("acme/docs", frozenset({"chunk-1"}))
         assert [holds(store, n) for n in range(4)] == [True, False, True, True], "what is there has gone"
     assert store.forget("acme/docs") == 3
-    store.close()

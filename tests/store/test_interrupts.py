@@ -1,9 +1,6 @@
 """KeyboardInterrupt at any moment of a load, a read or a guarded call: it comes through alone."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,15 +9,9 @@ from ragcachekit.threads import Condition
 HERE = Path(__file__).parent
 
 
-def test_nothing_is_left_locked_open_or_dead(tmp_path):
+def test_nothing_is_left_locked_open_or_dead(tmp_path, said_by):
     """In a process of its own: signals go to its main thread, and what it leaves locked stays so."""
-    command = [sys.executable, str(HERE / "interrupted_loads.py"), str(tmp_path / "kv"), "1", "800"]
-    paths = os.pathsep.join([str(HERE), *sys.path])
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(said_by(HERE / "interrupted_loads.py", tmp_path / "kv", 1, 800, seconds=250))
     assert found.pop("interrupts") > 100
     assert found == {"others": {}, "descriptors": 0, "dead threads": 0}
 

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from test_store_machine import KEYS, StoreMachine
+from test_store_machine import KEYS, RemoteMachine, few
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store import remote
@@ -266,57 +264,32 @@ def test_killed_hung_and_restarted_during_a_thousand_requests(mortal, monkeypatc
 
 # -- any sequence of operations, against a dict ----------------------------------------------------------
 
-keys = st.sampled_from(KEYS)
 
-
-class RedisMachine(StoreMachine):
+class RedisMachine(RemoteMachine):
     bounded = False
     server: ClassVar[RedisServer]
 
     def open(self):
         self.server.empty()
-        return redis_store(self.server, entry_bytes=12_000)
+        return self.opened()
 
-    @rule()
-    def reopen(self):
-        self.store.close()
-        self.store = redis_store(self.server, entry_bytes=12_000)
+    def opened(self, **changes):
+        return redis_store(self.server, entry_bytes=12_000, **changes)
+
+    def blobs(self):
+        return self.server.entries()
+
+    def put_blob(self, key, blob):
+        self.server.client.set(self.server.name_of(key), blob)
 
     @rule()
     def server_lost_everything(self):
         self.server.empty()
         assert not any(key in self.store for key in KEYS)
 
-    @rule(draw=st.randoms(use_true_random=False), key=keys)
-    def damage_and_read(self, draw, key):
-        entries = self.server.entries()
-        blob = bytearray(entries.get(key.digest(), b""))
-        if blob:
-            place = draw.randrange(len(blob))
-            blob[place] ^= 1 << draw.randrange(8)
-            others = [other for name, other in entries.items() if name != key.digest()]
-            put = draw.choice([bytes(blob), bytes(blob[:place]), b"", *others])
-            self.server.client.set(self.server.name_of(key), put)
-            assert self.store.get(key) is None
-            if key in self.store:  # one that seems to be another deployment's stays
-                self.store.forget(key.namespace)
-                self.model = {k: kv for k, kv in self.model.items() if k.namespace != key.namespace}
-
-    @rule(key=keys)
-    def another_deployment_never_hits(self, key):
-        other = redis_store(self.server, key=b"the key of somebody else")
-        assert other.get(key) is None
-        other.close()
-
 
 TestRedisMachine = RedisMachine.TestCase
-TestRedisMachine.settings = settings(
-    max_examples=6,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
+TestRedisMachine.settings = few(6, 25)
 
 
 @pytest.fixture(autouse=True, scope="module")
