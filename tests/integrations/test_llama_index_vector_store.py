@@ -4,12 +4,7 @@ import pytest
 from integration_kit import FACTS
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.schema import IndexNode, TextNode
-from llama_index.core.vector_stores import (
-    FilterOperator,
-    MetadataFilter,
-    MetadataFilters,
-    VectorStoreQuery,
-)
+from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters, VectorStoreQuery
 from llama_index.core.vector_stores.types import VectorStoreQueryMode
 
 from llama_index_ragcachekit import RagCacheVectorStore

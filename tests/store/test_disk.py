@@ -15,17 +15,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import LayerSource
 from ragcachekit.store.disk import repair, verify
 from ragcachekit.store.entry import EntryDamaged, encode_entry
-from store_kit import (
-    KEY,
-    agrees_with_files,
-    contents,
-    entry_size,
-    file_of,
-    filled,
-    holds,
-    key_of,
-    kv_of,
-)
+from store_kit import KEY, agrees_with_files, contents, entry_size, file_of, filled, holds, key_of, kv_of
 
 
 def left(store, count, namespace="acme/docs"):

@@ -15,17 +15,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.store import disk
 from ragcachekit.store.disk import default_disk_bytes, verify
 from ragcachekit.store.tiered import open_store
-from store_kit import (
-    KEY,
-    agrees_with_files,
-    contents,
-    entry_size,
-    file_of,
-    filled,
-    holds,
-    key_of,
-    kv_of,
-)
+from store_kit import KEY, agrees_with_files, contents, entry_size, file_of, filled, holds, key_of, kv_of
 
 CODES = (errno.ENOSPC, errno.EIO)
 NEVER = 1 << 30

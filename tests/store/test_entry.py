@@ -15,14 +15,7 @@ from safetensors import safe_open
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import verify
-from ragcachekit.store.entry import (
-    SCHEMA,
-    EntryDamaged,
-    decode_entry,
-    encode_entry,
-    entry_name,
-    read_key,
-)
+from ragcachekit.store.entry import SCHEMA, EntryDamaged, decode_entry, encode_entry, entry_name, read_key
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, file_of, holds, key_of, kv_of, opened, read_entry
 

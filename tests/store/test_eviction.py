@@ -5,16 +5,7 @@ import random
 
 import pytest
 
-from ragcachekit.store.eviction import (
-    Access,
-    FrequencyReuse,
-    Gdsf,
-    Lfu,
-    Lru,
-    Pgdsf,
-    Ranking,
-    open_eviction,
-)
+from ragcachekit.store.eviction import Access, FrequencyReuse, Gdsf, Lfu, Lru, Pgdsf, Ranking, open_eviction
 
 ITEMS = "abcdefghijkl"
 GROUPS = ("acme", "globex")
