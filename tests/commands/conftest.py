@@ -16,11 +16,11 @@ from command_fixtures import (  # noqa: F401
 
 
 @pytest.fixture
-def learned_positions(reader_copy):
+def learned_positions(request):
     """The reader's folder with a GPT-2 in it, which engines refuse."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    folder = reader_copy(None)
+    folder = request.getfixturevalue("reader_copy")(None)
     (folder / "model.safetensors").unlink()
     config = GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=256, vocab_size=1099)
     config.bos_token_id, config.eos_token_id = 1, 2
