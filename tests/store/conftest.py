@@ -1,14 +1,16 @@
-"""Disk tiers that are closed when their test has ended, and processes that a test starts."""
+"""Disk tiers that are closed at the end, processes that a test starts, and services that fail."""
 
 import os
 import subprocess
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import store_kit
+from ragcachekit.store import remote
 
 HERE = Path(__file__).parent
 
@@ -37,3 +39,25 @@ def said_by():
         return done.stdout
 
     return run
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of breakers, which stands still."""
+    clock = Clock()
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """However often it fails, a service is asked again."""
+    monkeypatch.setattr(remote, "FAILURES", 10_000)

@@ -1,7 +1,6 @@
 """Deadlines, the breaker, threads that hang: with a clock and operations in the test's own hand."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,14 +8,6 @@ from ragcachekit.store import remote
 from ragcachekit.store.remote import DeadlineExecutor
 
 SHORT, LONG = 0.02, 60.0
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 class Hanging:
@@ -32,13 +23,6 @@ class Hanging:
         self.go_on.wait(LONG)
         self.ended.release()
         return "late"
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=clock))
-    return clock
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from test_store_machine import BUDGET as FEW
 from test_store_machine import RemoteMachine, few
 
 from ragcachekit.errors import StoreError
-from ragcachekit.store import remote
 from ragcachekit.store.backends import FsspecStore
 from ragcachekit.store.entry import encode_entry
 from ragcachekit.store.memory import HostStore
@@ -83,12 +82,6 @@ def hangs():
     hangs = Hangs()
     yield hangs
     hangs.go_on.set()
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """However often it fails, the service is asked again."""
-    monkeypatch.setattr(remote, "FAILURES", 10_000)
 
 
 def test_one_file_per_entry_in_a_folder_of_our_own(tmp_path):

@@ -5,7 +5,6 @@ import random
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -19,14 +18,6 @@ from soak_kit import figures
 from store_kit import KEY, contents, key_of, kv_of
 
 SHORT = 0.05  # seconds that a test waits for a server that hangs
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +39,6 @@ def mortal():
     """A server of one test's own, to be killed."""
     with running_server(tcp=True) as server:
         yield server
-
-
-@pytest.fixture
-def patient(monkeypatch):
-    """However often it fails, the server is asked again."""
-    monkeypatch.setattr(remote, "FAILURES", 10_000)
 
 
 def test_clients_share_entries_and_forgets(server):
@@ -102,10 +87,8 @@ def test_a_full_server_that_does_not_evict_refuses(server, caplog):
 # -- absences --------------------------------------------------------------------------------------------
 
 
-def test_a_dead_server_is_no_error_from_opening_on(mortal, monkeypatch):
+def test_a_dead_server_is_no_error_from_opening_on(mortal, clock):
     mortal.kill()
-    clock = Clock()
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=clock))
     store = redis_store(mortal)
     assert not store.put(KEY, kv_of(1))
     assert store.get(KEY) is None
