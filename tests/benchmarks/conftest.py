@@ -1,7 +1,5 @@
 """The benchmarks over a small sample world: shared fixtures."""
 
-from __future__ import annotations
-
 from command_fixtures import (  # noqa: F401
     command,
     corpus,

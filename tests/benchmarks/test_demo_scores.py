@@ -4,11 +4,9 @@ import math
 
 import pytest
 
-from benchmarks.demo import first_token, query_hits
-from benchmarks.demo import report as shown
-from benchmarks.demo.answers import PART, Answered, contains, quality, wilson
+from benchmarks.demo import query_hits
+from benchmarks.demo.answers import Answered, contains, quality, wilson
 from benchmarks.demo.query_hits import Lookup
-from ragcachekit.commands.report import BenchReport
 
 ONE = {
     **{"question": "Why?", "known": "linear time", "full": "in linear time", "cached": "in linear time"},
@@ -99,36 +97,3 @@ def test_the_sweep_replays_the_wordings_at_each_tolerance():
     assert rows[0.02]["hits"] == 0
     assert (rows[0.1]["right"], rows[0.1]["wrong"]) == (1, 0)
     assert (rows[0.4]["right"], rows[0.4]["wrong"], rows[0.4]["harmful"]) == (1, 0, 0)
-
-
-def report():
-    timed = {
-        state: {"ttft_ms": ms, "prompt_tokens": 600, "reused_tokens": 500, "recompute_ratio": 0.1}
-        for state, ms in zip(first_token.STATES, (900.0, 910.0, 150.0, 180.0, 300.0), strict=True)
-    }
-    slower = {state: {**one, "ttft_ms": one["ttft_ms"] + 100} for state, one in timed.items()}
-    queries = query_hits.row([lookup(0, None, (1,), (1,)), lookup(0, 0, (1,), (1,))], EVIDENCE)
-    calibrated = {"tolerance": 0.05, "calibration_pairs": 60, "embed_ms": 9.0}
-    sweep = {
-        "part": query_hits.SWEEP,
-        "tolerance": 0.1,
-        "n": 2,
-        "hits": 1,
-        "right": 1,
-        "wrong": 0,
-        "harmful": 0,
-    }
-    rows = [{"part": PART, **ONE}, *first_token.rows([timed, slower]), quality([answered()], 0)]
-    return BenchReport("demo", "sample", 0, (*rows, queries | calibrated, sweep))
-
-
-def test_the_picture_and_what_is_printed(tmp_path, capsys):
-    shown.draw(report(), tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    shown.answers([answered(), answered(cached="[x] never", same=False, cached_right=False)])
-    shown.figures(report())
-    text = capsys.readouterr().out
-    assert "[x] never" in text
-    assert "token for token: 1 of 1" in text
-    assert "1 right, 0 wrong" in text
-    assert "after a restart" in text

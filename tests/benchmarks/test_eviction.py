@@ -1,7 +1,5 @@
 """Replays against a simulator that keeps plain dicts and looks at every entry at every eviction."""
 
-from __future__ import annotations
-
 import json
 import statistics
 

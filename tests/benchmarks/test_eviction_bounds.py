@@ -1,7 +1,5 @@
 """Bounds against the true optimum, found by trying every way to run a tiny cache."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

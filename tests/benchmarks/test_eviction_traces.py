@@ -1,7 +1,5 @@
 """The traces have the shares that they claim, and a user's file is read or refused by line."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The families table: ten families run, and neither check lets a wrong rotation or a dropped window pass."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -77,7 +75,7 @@ def test_a_rotation_that_does_nothing_is_caught_by_both(name, monkeypatch):
     assert _wrong(model, oracle, monkeypatch)
 
 
-def _wrong(model, oracle, monkeypatch) -> list[second_check.Difference]:
+def _wrong(model, oracle, monkeypatch):
     """What the second check finds, the admission check switched off."""
     monkeypatch.setattr(
         "ragcachekit.engine.components.admit_once", lambda model, *_: attention.install(model)

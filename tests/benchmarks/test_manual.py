@@ -46,26 +46,9 @@ def test_pages_say_nothing_about_this_machine_or_process(pages):
 
 
 def test_clean_drops_sections_bars_and_rules():
-    page = "\n".join(
-        [
-            "NAME",
-            "    m - does things",
-            "",
-            "CLASSES",
-            "     |  f(x=<object object at 0x7f00>)",
-            "     |  " + "-" * 70,
-            "     |      deeper",
-            "",
-            "DATA",
-            "    environ = {'KEY': 'secret'}",
-            "",
-            "FUNCTIONS",
-            "    g()",
-            "",
-            "FILE",
-            "    /somewhere/m.py",
-        ]
-    )
+    bars = f"     |  f(x=<object object at 0x7f00>)\n     |  {'-' * 70}\n     |      deeper"
+    page = f"NAME\n    m - does things\n\nCLASSES\n{bars}\n\nDATA\n    environ = {{'KEY': 'secret'}}\n\n"
+    page += "FUNCTIONS\n    g()\n\nFILE\n    /somewhere/m.py"
     expected = "NAME\n    m - does things\n\nCLASSES\nf(x=<object object>)\n    deeper\n\nFUNCTIONS\n    g()"
     assert manual.clean(page) == expected
 

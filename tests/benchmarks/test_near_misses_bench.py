@@ -1,7 +1,5 @@
 """The near-miss bench: what its rules alter, and its figures on a few made-up questions."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -26,11 +24,11 @@ NAMES = ["Oslo", "New York", "Rome"]
         ("question word", "Which hill is it?", []),
     ],
 )
-def test_a_rule_alters_one_thing(kind: str, question: str, altered: list[str]) -> None:
+def test_a_rule_alters_one_thing(kind, question, altered):
     assert list(ALTERATIONS[kind](question, NAMES, random.Random(0))) == altered
 
 
-def test_names_and_numbers_are_replaced_by_others() -> None:
+def test_names_and_numbers_are_replaced_by_others():
     rng = random.Random(0)
     others = set(ALTERATIONS["name"]("Is it in New York?", NAMES, rng))
     assert others == {"Is it in Oslo?", "Is it in Rome?"}
@@ -47,7 +45,7 @@ class Embedder:
         return np.ones((len(texts), 2), np.float32) / np.sqrt(2)
 
 
-def article(title: str, questions: int) -> dict:
+def article(title, questions):
     qas = [
         {"question": f"Who led the {i + 2} towns of {title} near Oslo?", "is_impossible": False}
         for i in range(questions)
@@ -59,7 +57,7 @@ def article(title: str, questions: int) -> dict:
     }
 
 
-def test_the_figures_add_up(tmp_path, monkeypatch) -> None:
+def test_the_figures_add_up(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MiniLM", Embedder)
     file = tmp_path / "squad.json"
     file.write_text(json.dumps({"data": [article("wool", 3), article("iron", 2)]}))
@@ -77,7 +75,7 @@ def test_the_figures_add_up(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"data": [{"title": "one"}]}'])
-def test_another_format_is_refused(tmp_path, text: str) -> None:
+def test_another_format_is_refused(tmp_path, text):
     file = tmp_path / "squad.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="SQuAD"):

@@ -1,9 +1,6 @@
 """Novel questions on a tiny model: reuse of chunks lasts, that of an exact prefix cache does not."""
 
-from __future__ import annotations
-
 from statistics import fmean
-from typing import Any
 
 import pytest
 
@@ -18,12 +15,12 @@ CHUNKS, QUESTIONS, TOKENS = 5, 20, 8
 
 
 @pytest.fixture(scope="module")
-def documents() -> Any:
+def documents():
     return random_documents(wrapped("llama").config.vocab_size, 24, TOKENS, seed=1)
 
 
 @pytest.fixture(scope="module")
-def rows(documents: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rows(documents, tmp_path_factory):
     model = wrapped("llama")
     budget = 2 * len(documents.chunks) * TOKENS * KVLayout.of(model).token_bytes
     engines = {}
@@ -44,7 +41,7 @@ def rows(documents: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
             rag.close()
 
 
-def test_no_two_prompts_have_the_same_question_or_order(documents) -> None:
+def test_no_two_prompts_have_the_same_question_or_order(documents):
     prompts = list(novel_prompts(documents, 24, CHUNKS, 0))
     assert len({prompt.segments[-1] for prompt in prompts}) == 24
     assert len({prompt.segments[1:-1] for prompt in prompts}) == 24
@@ -53,7 +50,7 @@ def test_no_two_prompts_have_the_same_question_or_order(documents) -> None:
         list(novel_prompts(documents, 25, CHUNKS, 0))
 
 
-def test_reuse_of_chunks_lasts_and_that_of_prefixes_does_not(rows) -> None:
+def test_reuse_of_chunks_lasts_and_that_of_prefixes_does_not(rows):
     shares = {
         name: [row["share"] for row in rows if row["policy"] == name] for name in (FULL, "reuse", PREFIX)
     }
@@ -66,7 +63,7 @@ def test_reuse_of_chunks_lasts_and_that_of_prefixes_does_not(rows) -> None:
     assert {row["same"] for row in rows if row["policy"] == FULL} == {True}
 
 
-def test_an_answer_that_differs_from_full_gives_no_figures(documents, tmp_path) -> None:
+def test_an_answer_that_differs_from_full_gives_no_figures(documents, tmp_path):
     """The tiny model's random chunks are far from exact: ``reuse`` stands in for a broken prefix cache."""
     with (
         RagCache(wrapped("llama"), policy="full", cache_dir=tmp_path) as full,

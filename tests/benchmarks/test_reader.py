@@ -3,35 +3,35 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import benchmarks.world.world as world_module
 from benchmarks.query_cache.workload import PREFIXES
-from benchmarks.world.world import World, make_world, messages, system_text
+from benchmarks.world.world import make_world, messages, system_text
 
 FOLDER = Path(world_module.__file__).parent / "reader"
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world():
     return make_world()
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model():
     return AutoModelForCausalLM.from_pretrained(FOLDER).eval()
 
 
-def _plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def _plain(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_every_word_of_every_world_is_known(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_word_of_every_world_is_known(world, tokenizer):
     texts = [chunk for article in world.articles for chunk in article.chunks]
     texts += [text for question in world.questions for text in (question.text, question.answer)]
     texts += [*PREFIXES, system_text([])]
@@ -39,9 +39,7 @@ def test_every_word_of_every_world_is_known(world: World, tokenizer: PreTrainedT
     assert all(tokenizer.unk_token_id not in ids for ids in tokenizer(texts)["input_ids"])
 
 
-def test_pieces_are_tokenised_as_they_are_within_the_whole(
-    world: World, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_pieces_are_tokenised_as_they_are_within_the_whole(world, tokenizer):
     chunks = [chunk for article in world.articles[:4] for chunk in article.chunks]
     whole = system_text(chunks)
     pieces = [system_text([]), *(piece for chunk in chunks for piece in ("\n\n", chunk))]
@@ -50,9 +48,7 @@ def test_pieces_are_tokenised_as_they_are_within_the_whole(
 
 
 @pytest.mark.parametrize("ask", [True, False])
-def test_the_chat_template_keeps_the_content_and_starts_once(
-    tokenizer: PreTrainedTokenizerFast, ask: bool
-) -> None:
+def test_the_chat_template_keeps_the_content_and_starts_once(tokenizer, ask):
     chat = [*messages([" Two  spaces. "], "Why?"), {"role": "assistant", "content": "Yes."}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=ask)
     body = f"<|system|>{system_text([' Two  spaces. '])}</s><|user|>Why?</s><|assistant|>Yes.</s>"
@@ -64,9 +60,7 @@ def test_the_chat_template_keeps_the_content_and_starts_once(
 
 
 @pytest.mark.parametrize(("kind", "least"), [("a", 0.95), ("b", 0.95), ("c", 0.95)])
-def test_it_answers_through_ordinary_generate(
-    world: World, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM, kind: str, least: float
-) -> None:
+def test_it_answers_through_ordinary_generate(world, tokenizer, model, kind, least):
     by_title = {article.title: article for article in world.articles}
     asked = [question for question in world.questions if question.kind == kind][::17][:24]
     right = 0

@@ -1,7 +1,5 @@
 """The serving bench on a tiny shape: its requests, its figures and what it refuses. Never how fast."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The store bench at sizes that mean nothing: every row, and that it refuses wrong answers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

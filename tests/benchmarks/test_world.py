@@ -5,27 +5,20 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.world.world import (
-    INSTRUCTION,
-    Question,
-    World,
-    make_world,
-    messages,
-    system_text,
-)
+from benchmarks.world.world import make_world
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world():
     return make_world()
 
 
-def test_the_same_seed_gives_the_same_world(world: World) -> None:
+def test_the_same_seed_gives_the_same_world(world):
     assert make_world() == world
     assert make_world(seed=1) != world
 
 
-def test_the_corpus_is_large_and_its_titles_are_unique(world: World) -> None:
+def test_the_corpus_is_large_and_its_titles_are_unique(world):
     titles = [article.title for article in world.articles]
     assert len(titles) >= 300
     assert len(set(titles)) == len(titles)
@@ -35,7 +28,7 @@ def test_the_corpus_is_large_and_its_titles_are_unique(world: World) -> None:
     assert len(set(chunks)) == len(chunks)
 
 
-def test_every_article_has_chunks_of_a_fair_size_and_links_that_exist(world: World) -> None:
+def test_every_article_has_chunks_of_a_fair_size_and_links_that_exist(world):
     titles = {article.title for article in world.articles}
     for article in world.articles:
         assert len(article.chunks) >= 2
@@ -45,7 +38,7 @@ def test_every_article_has_chunks_of_a_fair_size_and_links_that_exist(world: Wor
             assert 20 <= len(re.findall(r"\w+|[^\w\s]", chunk)) <= 45
 
 
-def test_only_the_first_chunk_names_its_subject(world: World) -> None:
+def test_only_the_first_chunk_names_its_subject(world):
     for article in world.articles:
         first, *others = article.chunks
         assert article.title in first
@@ -54,14 +47,14 @@ def test_only_the_first_chunk_names_its_subject(world: World) -> None:
             assert f"his {article.kind}" in chunk
 
 
-def test_every_kind_of_question_is_asked_often(world: World) -> None:
+def test_every_kind_of_question_is_asked_often(world):
     counts = Counter(question.kind for question in world.questions)
     assert set(counts) == {"a", "b", "c"}
     assert min(counts.values()) >= 500
     assert len({question.text for question in world.questions}) == len(world.questions)
 
 
-def test_answers_stand_in_the_chunks_that_are_named_as_evidence(world: World) -> None:
+def test_answers_stand_in_the_chunks_that_are_named_as_evidence(world):
     by_title = {article.title: article for article in world.articles}
     for question in world.questions:
         chunks = [by_title[title].chunks[index] for title, index in question.evidence]
@@ -75,13 +68,5 @@ def test_answers_stand_in_the_chunks_that_are_named_as_evidence(world: World) ->
             assert question.answer.split()[0] == question.articles[1]
 
 
-def _place(question: Question) -> tuple[int, int]:
+def _place(question):
     return len(question.articles), question.evidence[-1][1]
-
-
-def test_the_prompt_holds_the_instruction_and_the_chunks_in_order() -> None:
-    assert system_text(["One.", "Two."]) == f"{INSTRUCTION}\n\nOne.\n\nTwo."
-    assert messages(["One."], "Why?") == [
-        {"role": "system", "content": f"{INSTRUCTION}\n\nOne."},
-        {"role": "user", "content": "Why?"},
-    ]

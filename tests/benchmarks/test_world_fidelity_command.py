@@ -1,13 +1,8 @@
 """``python -m benchmarks fidelity`` over the sample world."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -15,7 +10,7 @@ from ragcachekit.commands import fidelity
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def home(tmp_path_factory):
     """The user's cache folder: the reader is admitted once."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("home")
@@ -23,11 +18,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def command(*arguments: object) -> Result:
+def command(*arguments):
     return CliRunner().invoke(app, ["fidelity", *map(str, arguments)])
 
 
-def test_the_reader_is_asked_about_every_kind(home: Path, tmp_path: Path) -> None:
+def test_the_reader_is_asked_about_every_kind(home, tmp_path):
     options = ("--policies", "reuse", "--encoders", "similar:1", "--neighbours", "document")
     result = command(*options, "--questions-per-type", 1, "--json", tmp_path / "f.json")
     assert result.exit_code == 0, result.output
@@ -46,9 +41,7 @@ def test_the_reader_is_asked_about_every_kind(home: Path, tmp_path: Path) -> Non
         (("--questions-per-type", "100000"), "cannot take 100000 questions"),
     ],
 )
-def test_bad_arguments_are_refused_before_the_reader_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
+def test_bad_arguments_are_refused_before_the_reader_is_loaded(monkeypatch, arguments, message):
     monkeypatch.setattr(fidelity, "load_checked", None)
     result = command(*arguments)
     assert result.exit_code == 2

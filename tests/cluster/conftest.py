@@ -1,10 +1,7 @@
 """The command line over a small corpus, and the kits for the processes that Ray starts."""
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +9,7 @@ from command_fixtures import command, corpus, world  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kits_for_other_processes() -> Iterator[None]:
+def _kits_for_other_processes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         yield

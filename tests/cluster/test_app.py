@@ -1,7 +1,5 @@
 """Settings of the Serve application, and what its ingress opens."""
 
-from __future__ import annotations
-
 import pytest
 from ray.serve import Application
 

@@ -1,7 +1,5 @@
 """What the ingress reads of a request, as the engine computes it, and what it passes on."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Encoding by an actor, without Ray around it: bytes, what is stored already, tiers that refuse."""
 
-from __future__ import annotations
-
 import pytest
 
 from cluster_kit import SYSTEM, begun, corpus, job, stored

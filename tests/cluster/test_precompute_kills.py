@@ -1,7 +1,5 @@
 """Actors and drivers that are killed while a corpus is encoded: whole, the same bytes, little done twice."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -11,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import ray
@@ -68,12 +65,12 @@ def done_again(notes, chunks):
 class Killer(threading.Thread):
     """Kills actors at random moments, ``KILLS`` times."""
 
-    def __init__(self, notes: Path) -> None:
+    def __init__(self, notes):
         super().__init__(daemon=True)
         self._notes, self._draw = notes, random.Random(7)
         self.kills, self.done = 0, threading.Event()
 
-    def run(self) -> None:
+    def run(self):
         while self.kills < KILLS and not self.done.wait(self._draw.uniform(0.5, 8)):
             if alive := actors(self._notes):
                 os.kill(self._draw.choice(alive), signal.SIGKILL)

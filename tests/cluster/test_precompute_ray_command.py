@@ -1,7 +1,5 @@
 """``ragcachekit precompute --ray``: what it says and stores, here and in a shared tier."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """A replica without Serve around it: ASGI both ways, clients that go away, what it says it holds."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from contextlib import aclosing, asynccontextmanager

@@ -1,7 +1,5 @@
 """Which replica gets a request: what it holds, what waits there, its share of the load; and Ray's router."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from types import SimpleNamespace

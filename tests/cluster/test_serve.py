@@ -1,7 +1,5 @@
 """Two replicas of a tiny model behind Ray Serve: unchanged clients, chunks that find their replica."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

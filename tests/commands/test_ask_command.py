@@ -193,13 +193,11 @@ def no_embedding(monkeypatch):
     monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM.embed", embed)
 
 
-def test_a_model_that_is_refused_costs_no_embedding(command, corpus, tmp_path, reader_copy, no_embedding):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = reader_copy(None)
-    (model / "model.safetensors").unlink()
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=1099)).save_pretrained(model)
-    result = command("ask", "--corpus", corpus, "--model", model, "--cache", tmp_path / "c", "Why?")
+def test_a_model_that_is_refused_costs_no_embedding(
+    command, corpus, tmp_path, learned_positions, no_embedding
+):
+    options = ("--corpus", corpus, "--model", learned_positions, "--cache", tmp_path / "c")
+    result = command("ask", *options, "Why?")
     assert result.exit_code == 2
     assert "no rotary module" in result.output
     assert not (tmp_path / "c" / "indexes").exists()

@@ -1,7 +1,5 @@
 """``ragcachekit doctor`` reads prompts and documents in the forms that chains have them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -36,20 +34,20 @@ def files(tmp_path):
 
 @pytest.mark.parametrize("documents", ["docs.jsonl", "folder"])
 @pytest.mark.parametrize("prompt", ["prompt.txt", "messages.json", "request.json"])
-def test_all_found(command, files, prompt, documents) -> None:
+def test_all_found(command, files, prompt, documents):
     result = command("doctor", files / prompt, "-d", files / documents)
     assert result.exit_code == 0, result.output
     assert result.output.startswith("2 of 2 documents are found as chunks")
     assert ("give --model" in result.output) == (prompt != "prompt.txt")
 
 
-def test_the_models_template_is_applied(command, files) -> None:
+def test_the_models_template_is_applied(command, files):
     result = command("doctor", files / "messages.json", "-d", files / "folder", "--model", READER)
     assert result.exit_code == 0, result.output
     assert "characters of the messages" in result.output
 
 
-def test_what_is_missing_is_explained_and_the_exit_code_says_so(command, files) -> None:
+def test_what_is_missing_is_explained_and_the_exit_code_says_so(command, files):
     result = command("doctor", "-", "-d", files / "docs.jsonl", input=(files / "escaped.txt").read_text())
     assert result.exit_code == 1
     assert "1 of 2 documents" in result.output
@@ -57,7 +55,7 @@ def test_what_is_missing_is_explained_and_the_exit_code_says_so(command, files) 
     assert "autoescape" in result.output
 
 
-def test_a_function_of_the_users(command, files, monkeypatch) -> None:
+def test_a_function_of_the_users(command, files, monkeypatch):
     (files / "my_chain_of_doctor.py").write_text(CHAIN)
     monkeypatch.chdir(files)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
@@ -83,7 +81,7 @@ def test_a_function_of_the_users(command, files, monkeypatch) -> None:
         (["--call", "nocolon"], "module:function"),
     ],
 )
-def test_bad_input(command, files, monkeypatch, arguments, why) -> None:
+def test_bad_input(command, files, monkeypatch, arguments, why):
     monkeypatch.chdir(files)
     (files / "bad.jsonl").write_text('"a text that is long enough"\n{"text":\n')
     (files / "number.jsonl").write_text('{"title": "x"}\n')

@@ -8,23 +8,32 @@ import pytest
 from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.ask import open_session
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.commands.estimate import kv_bytes_per_token, replay
+from ragcachekit.commands.estimate import LoggedQuestion, kv_bytes_per_token, read_log, replay
 from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.weights import load_model
 
 
 @pytest.fixture
-def estimate(command, corpus, one_minilm, prepared, tmp_path):
+def log(tmp_path):
+    def write(*lines):
+        path = tmp_path / "log.jsonl"
+        path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def estimate(command, corpus, one_minilm, prepared, log, tmp_path):
     """Run it over the lines of a log; the result, and the JSON's rows by part."""
     shutil.copytree(prepared, tmp_path / "cache")
 
     def run(lines, *arguments):
-        log, out = tmp_path / "log.jsonl", tmp_path / "out.json"
-        log.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+        out = tmp_path / "out.json"
         out.unlink(missing_ok=True)
         result = command(
-            *("estimate", "--log", log, "--corpus", corpus, "--model", READER),
+            *("estimate", "--log", log(*lines), "--corpus", corpus, "--model", READER),
             *("--cache", tmp_path / "cache", "--chunk-tokens", "34", "--json", out, *arguments),
         )
         found = json.loads(out.read_text()) if out.exists() else {"rows": []}
@@ -108,13 +117,11 @@ def test_no_embedding_where_the_log_names_all_chunks(estimate, chunks, monkeypat
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["fine", '{"question": 3}'], 'line 2: "question" must be'),
         (
             [{"question": "Why?", "chunks": ["nowhere.txt#0"]}],
             "line 1 of the log: the corpus has no chunk nowhere",
         ),
         ([{"question": "Why?", "chunks": []}], "nothing to reuse"),
-        ([], "holds no question"),
     ],
 )
 def test_bad_logs_are_one_line(estimate, lines, message):
@@ -132,3 +139,34 @@ def test_the_least_recently_used_chunk_goes_first():
 
 def test_bytes_of_a_token_are_those_of_the_model():
     assert kv_bytes_per_token(READER) == KVLayout.of(load_model(READER, "cpu")[0]).token_bytes
+
+
+# -- the log -----------------------------------------------------------------------------------------------
+
+
+def test_questions_as_objects_and_as_they_stand(log):
+    path = log({"question": "Where?", "chunks": ["a.txt#0", "Some text."], "user": "me"}, "", "Why?")
+    assert read_log(path) == (
+        LoggedQuestion(1, "Where?", ("a.txt#0", "Some text.")),
+        LoggedQuestion(3, "Why?"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "a"', "Expecting"),
+        ({"query": "a"}, '"question" must be'),
+        ({"question": ""}, '"question" must be'),
+        ({"question": "a", "chunks": "b"}, '"chunks" must be'),
+        ({"question": "a", "chunks": [1]}, '"chunks" must be'),
+    ],
+)
+def test_a_bad_line_is_named(log, line, message):
+    with pytest.raises(ValueError, match=f"line 2: {message}"):
+        read_log(log("fine", line))
+
+
+def test_an_empty_log_says_what_to_write(log):
+    with pytest.raises(ValueError, match="holds no question; write one per line"):
+        read_log(log("", ""))

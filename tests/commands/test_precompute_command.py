@@ -114,14 +114,11 @@ def mine(corpus, tmp_path):
 
 
 @pytest.fixture
-def rerun(command, mine, tmp_path):
+def rerun(precompute, mine):
     """Precompute that folder; (new, kept, forgotten) as the command says, and its whole output."""
 
     def run(*arguments, folder=mine):
-        result = command(
-            *("precompute", "--corpus", folder, "--model", READER, "--cache", tmp_path / "cache"),
-            *("--chunk-tokens", "34", *arguments),
-        )
+        result = precompute("--corpus", folder, *arguments)
         assert result.exit_code == 0, result.output
         found = re.search(r"(\d+) new, (\d+) kept, (\d+) forgotten", result.stdout)
         return tuple(map(int, found.groups())), result.output
@@ -238,16 +235,3 @@ def test_namespaces_and_encoders_are_apart(precompute):
     assert encoded(precompute("--encoder", "standalone")) == (count, 0)
     assert encoded(precompute("--policy", "lego0")) == (count, 0)
     assert encoded(precompute("--policy", "reuse")) == (0, count)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--policy", "fastest"), "unknown policy 'fastest'"),
-        (("--model", "/nowhere/at/all"), "cannot load the model"),
-    ],
-)
-def test_bad_arguments_are_one_line(precompute, arguments, message):
-    result = precompute(*arguments)
-    assert result.exit_code == 2
-    assert message in result.output

@@ -1,10 +1,7 @@
 """Making the sample model: where its weights come from, and what happens where they cannot be had."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ from ragcachekit.model.weights import hash_file
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+def made(monkeypatch, tmp_path):
     """The converted files, made of a small GGUF file in an installed package."""
     package, converted = tmp_path / "package", []
     package.mkdir()
@@ -26,7 +23,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     class Spec:
         submodule_search_locations = [str(package)]  # noqa: RUF012
 
-    def convert(file: Path, into: Path) -> None:
+    def convert(file, into):
         converted.append(file)
         into.mkdir()
         (into / "model.safetensors").write_bytes(file.read_bytes() * 2)
@@ -36,7 +33,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     return converted
 
 
-def test_it_is_converted_once_and_again_when_damaged(made: list[Path], tmp_path: Path) -> None:
+def test_it_is_converted_once_and_again_when_damaged(made, tmp_path):
     folder = sample_model(tmp_path / "cache")
     assert (folder / "model.safetensors").read_bytes() == b"weightsweights"
     assert sample_model(tmp_path / "cache") == folder
@@ -50,9 +47,7 @@ def test_it_is_converted_once_and_again_when_damaged(made: list[Path], tmp_path:
     assert [path.name for path in folder.parent.iterdir() if path.suffix != ".lock"] == [folder.name]
 
 
-def test_another_gguf_file_is_refused(
-    made: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_gguf_file_is_refused(made, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "GGUF_SHA256", "0" * 64)
     with pytest.raises(RagCacheError, match="damaged or another"):
         sample_model(tmp_path / "cache")
@@ -60,10 +55,8 @@ def test_another_gguf_file_is_refused(
     assert not list((tmp_path / "cache" / "models").glob("Smol*[!k]"))
 
 
-def test_without_the_package_the_error_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refused(command: list[str], **_: Any) -> None:
+def test_without_the_package_the_error_says_what_to_do(monkeypatch, tmp_path):
+    def refused(command, **_):
         raise subprocess.CalledProcessError(1, command, stderr="no route\nERROR: nothing found\n")
 
     monkeypatch.setattr(module, "find_spec", lambda _: None)
@@ -72,9 +65,7 @@ def test_without_the_package_the_error_says_what_to_do(
         sample_model(tmp_path)
 
 
-def test_the_name_stands_for_its_folder(
-    made: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_name_stands_for_its_folder(made, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolve_model("sample") == str(sample_model())
     assert resolve_model("some/other") == "some/other"

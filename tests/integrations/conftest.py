@@ -1,13 +1,13 @@
 """A tiny random model with a trained byte-level tokenizer, word-count embeddings, a few documents."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 
 import pytest
 from integration_kit import FACTS, WordEmbeddings
 from langchain_core.documents import Document
+from langchain_core.vectorstores import InMemoryVectorStore
+from llama_kit import Embedder
 
 from benchmarks.world.reader_folder import READER
 
@@ -27,6 +27,18 @@ def documents():
     return [
         Document(text, id=f"doc-{n}", metadata={"row": n, "tags": ["fact"]}) for n, text in enumerate(FACTS)
     ]
+
+
+@pytest.fixture
+def store(embeddings, documents):
+    store = InMemoryVectorStore(embeddings)
+    store.add_documents(documents)
+    return store
+
+
+@pytest.fixture
+def embedder():
+    return Embedder(asked=[])
 
 
 @pytest.fixture(scope="session")

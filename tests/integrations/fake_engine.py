@@ -1,7 +1,5 @@
 """A stand-in for RagCache in plain Python: records its calls, counts words, reuses what it registered."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,17 +1,13 @@
 """What LangChain's and LlamaIndex's models share: options, reports, streams, cancellation, batches."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from integration_kit import FACTS
+from integration_kit import FACTS, Together
 from langchain_core.messages import HumanMessage
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 
@@ -42,35 +38,35 @@ class LangChainChat:
     kind: Any = ChatRagCache
     one_prompt = staticmethod(lambda text: [{"role": "user", "content": text}])
 
-    def __init__(self, engine: Any, **settings: Any) -> None:
+    def __init__(self, engine, **settings):
         self.model = self.kind(cache=engine, **settings)
 
-    def ask(self, text: str, **options: Any) -> str:
+    def ask(self, text, **options):
         return self.text(self.model.invoke(text, **options))
 
-    async def aask(self, text: str, **options: Any) -> str:
+    async def aask(self, text, **options):
         return self.text(await self.model.ainvoke(text, **options))
 
-    def stream(self, text: str, **options: Any) -> Iterator[str]:
+    def stream(self, text, **options):
         pieces = self.model.stream(text, **options)
         with contextlib.closing(pieces):
             yield from map(self.text, pieces)
 
-    async def astream(self, text: str, **options: Any) -> AsyncIterator[str]:
+    async def astream(self, text, **options):
         async with contextlib.aclosing(self.model.astream(text, **options)) as pieces:
             async for piece in pieces:
                 yield self.text(piece)
 
-    def counts(self, text: str) -> dict[str, int]:
+    def counts(self, text):
         usage = self.model.invoke(text).usage_metadata
         details = usage["input_token_details"]
         return {"in": usage["input_tokens"], "out": usage["output_tokens"], "cached": details["cache_read"]}
 
-    def ask_of_an_image(self) -> object:
+    def ask_of_an_image(self):
         return self.model.invoke([HumanMessage(["see", IMAGE])])
 
     @staticmethod
-    def text(message: Any) -> str:
+    def text(message):
         return message.content
 
 
@@ -80,13 +76,13 @@ class LangChainText(LangChainChat):
     kind = LangChainLLM
     one_prompt = staticmethod(lambda text: text)
 
-    def counts(self, text: str) -> dict[str, int]:
+    def counts(self, text):
         result = self.model.generate([text])
         used, info = result.llm_output["token_usage"], result.generations[0][0].generation_info
         return {"in": used["prompt_tokens"], "out": used["completion_tokens"], "cached": info["cache_read"]}
 
     @staticmethod
-    def text(message: Any) -> str:
+    def text(message):
         return message
 
 
@@ -95,52 +91,52 @@ class LlamaIndexChat(LangChainChat):
 
     kind = LlamaIndexLLM
 
-    def ask(self, text: str, **options: Any) -> str:
+    def ask(self, text, **options):
         return self.text(self.model.chat([ChatMessage(content=text)], **options))
 
-    async def aask(self, text: str, **options: Any) -> str:
+    async def aask(self, text, **options):
         return self.text(await self.model.achat([ChatMessage(content=text)], **options))
 
-    def stream(self, text: str, **options: Any) -> Iterator[str]:
+    def stream(self, text, **options):
         pieces = self.model.stream_chat([ChatMessage(content=text)], **options)
         with contextlib.closing(pieces):
             for piece in pieces:
                 yield piece.delta
 
-    async def astream(self, text: str, **options: Any) -> AsyncIterator[str]:
+    async def astream(self, text, **options):
         opened = await self.model.astream_chat([ChatMessage(content=text)], **options)
         async with contextlib.aclosing(opened) as pieces:
             async for piece in pieces:
                 yield piece.delta
 
-    def counts(self, text: str) -> dict[str, int]:
+    def counts(self, text):
         counts = self.model.chat([ChatMessage(content=text)]).additional_kwargs
         names = {"in": "prompt_tokens", "out": "completion_tokens", "cached": "cache_read_tokens"}
         return {name: counts[theirs] for name, theirs in names.items()}
 
-    def ask_of_an_image(self) -> object:
+    def ask_of_an_image(self):
         return self.model.chat([ChatMessage(blocks=[TextBlock(text="see"), ImageBlock(url="http://x")])])
 
     @staticmethod
-    def text(message: Any) -> str:
+    def text(message):
         return message.message.content
 
 
 class LlamaIndexText(LlamaIndexChat):
     """LlamaIndex's model as it completes prompts."""
 
-    def ask(self, text: str, **options: Any) -> str:
+    def ask(self, text, **options):
         return self.model.complete(text, **options).text
 
-    async def aask(self, text: str, **options: Any) -> str:
+    async def aask(self, text, **options):
         return (await self.model.acomplete(text, **options)).text
 
-    def stream(self, text: str, **options: Any) -> Iterator[str]:
+    def stream(self, text, **options):
         with contextlib.closing(self.model.stream_complete(text, **options)) as pieces:
             for piece in pieces:
                 yield piece.delta
 
-    async def astream(self, text: str, **options: Any) -> AsyncIterator[str]:
+    async def astream(self, text, **options):
         opened = await self.model.astream_complete(text, **options)
         async with contextlib.aclosing(opened) as pieces:
             async for piece in pieces:
@@ -251,55 +247,16 @@ def test_leaving_a_stream_early_cancels_the_generation(adapter):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_cancelling_the_task_cancels_the_generation(adapter, streamed):
-    engine = FakeEngine(gate=threading.Event())
-    model = adapter(engine)
-
-    async def consume():
-        return [piece async for piece in model.astream("hi")] if streamed else await model.aask("hi")
-
-    task = asyncio.create_task(consume())
-    while not (engine.streams and engine.streams[0].taken):
-        await asyncio.sleep(0.001)  # until the first word is out and the second waits at the gate
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.streams[0].cancelled.is_set()
-    engine.gate.set()
-
-
-class Together:
-    """A gate that opens when three calls wait at it and the loop has ticked twenty times meanwhile."""
-
-    def __init__(self):
-        self._three, self._started, self.ticked = threading.Barrier(3), threading.Event(), threading.Event()
-
-    def wait(self, timeout=None):
-        self._started.set()
-        self._three.wait(10)
-        assert self.ticked.wait(10)
-
-    async def tick(self):
-        while not self._started.is_set():
-            await asyncio.sleep(0.001)
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        self.ticked.set()
-
-
-@pytest.mark.parametrize("streamed", [False, True])
 async def test_three_answers_overlap_and_the_loop_ticks(adapter, streamed):
     gate = Together()
     model = adapter(FakeEngine(words=("in", "Norway"), gate=gate))
 
-    async def ask():
+    async def ask(_):
         if streamed:
             return "".join([piece async for piece in model.astream("Where is Oslo?")])
         return await model.aask("Where is Oslo?")
 
-    ticking = asyncio.create_task(gate.tick())
-    assert await asyncio.wait_for(asyncio.gather(*(ask() for _ in range(3))), 20) == ["in Norway"] * 3
-    await ticking
+    assert await gate.three_times(ask) == ["in Norway"] * 3
 
 
 # -- over real engines ------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """LangChain's batches: decoded together, as alone, and ended by Ctrl-C, cancelled tasks and early ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,41 +1,21 @@
 """Chains as users write them, unchanged: the chunks are found in the prompt that the chain assembled."""
 
 import pytest
+from integration_kit import PROMPT, asked
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_core.callbacks import get_usage_metadata_callback
-from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
-from langchain_core.vectorstores import InMemoryVectorStore
 
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 
 FIRST = "Where was Ada Lind born, who is a baker?"
 SECOND = "What does Ada Lind work as, who was born in Bern?"
-PROMPT = ChatPromptTemplate.from_messages(
-    [("system", "Answer from the context only.\n\n{context}"), ("human", "{input}")]
-)
-
-
-@pytest.fixture
-def store(embeddings, documents):
-    store = InMemoryVectorStore(embeddings)
-    store.add_documents(documents)
-    return store
 
 
 @pytest.fixture
 def retriever(store, embeddings, rag):
     inner = store.as_retriever(search_kwargs={"k": 3})
     return RagCacheRetriever.wrap(inner, embeddings=embeddings, cache=rag, tolerance=0.05)
-
-
-def asked(chain, question):
-    """The chain's result, and the usage of the one model in it."""
-    with get_usage_metadata_callback() as callback:
-        result = chain.invoke(question)
-    (usage,) = callback.usage_metadata.values()
-    return result, usage
 
 
 def shared_tokens(rag, first, second, recomputed=4):

@@ -35,19 +35,6 @@ async def test_events_of_a_stream_carry_the_pieces_and_the_usage():
     assert events[-1]["data"]["output"].usage_metadata["output_tokens"] == 12
 
 
-def test_tracing_parameters():
-    model = make(temperature=0.5, max_tokens=7, stop=["x"])
-    assert model._get_ls_params() == {
-        "ls_provider": "ragcachekit",
-        "ls_model_name": "fake/model",
-        "ls_model_type": "chat",
-        "ls_temperature": 0.5,
-        "ls_max_tokens": 7,
-        "ls_stop": ["x"],
-    }
-    assert RagCacheLLM(cache=FakeEngine())._get_ls_params()["ls_model_type"] == "llm"
-
-
 async def test_one_failing_prompt_ends_the_others():
     engine = FakeEngine(gate=threading.Event())
     model = RagCacheLLM(cache=engine)
@@ -69,25 +56,20 @@ async def test_one_failing_prompt_ends_the_others():
 
 
 def test_langchains_cache_of_answers_works_beside_the_engine_and_keeps_tenants_apart():
-    engine, answers = FakeEngine(), InMemoryCache()
-    for kind in (ChatRagCache, RagCacheLLM):
-        for settings in ({"namespace": "a"}, {"namespace": "a"}, {"namespace": "b"}, {"policy": "full"}):
-            kind(rag=engine, cache=answers, **settings).invoke("hi")
-    asked = [(call["namespace"], call["policy"]) for call in engine.calls]
-    assert asked == [("a", None), ("b", None), (None, "full")] * 2
-
-
-def test_settings_of_the_engine_identify_the_model():
-    base = make()._identifying_params
-    assert (base["model_name"], base["namespace"], base["policy"]) == ("fake/model", "default", "lego:16")
-    for change in (
-        *({"max_tokens": 3}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}, {"stop": ["x"]}),
+    """The settings, and the engine's weights, decide which answers are the same."""
+    changes = (
+        *({}, {"max_tokens": 3}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}),
         *({"namespace": "b"}, {"policy": "full"}, {"generate_kwargs": {"seed": 1}}),
-    ):
-        assert make(**change)._identifying_params != base
-    other = FakeEngine()
+    )
+    answers, other = InMemoryCache(), FakeEngine()
     other.fingerprint = "other weights"
-    assert make(other)._identifying_params != base
+    for kind in (ChatRagCache, RagCacheLLM):
+        engine = FakeEngine()
+        for settings in (*changes, *changes):
+            kind(rag=engine, cache=answers, **settings).invoke("hi")
+        assert len(engine.calls) == len(changes)
+        kind(rag=other, cache=answers).invoke("hi")
+    assert len(other.calls) == 2
 
 
 def test_copies_and_bound_models_keep_the_engine():

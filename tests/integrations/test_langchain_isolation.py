@@ -109,25 +109,6 @@ async def test_configurable_search_arguments_stay_each_users_own_in_async_chains
     assert [users(documents) for documents in found] == [{"b"}, {"a"}, {"b"}, {"a"}]
 
 
-def test_configurable_alternatives_stay_apart(documents):
-    class Everything(Own):
-        def cache_key_parts(self):
-            return self.documents
-
-        def _get_relevant_documents(self, query, *, run_manager):
-            return self.documents
-
-    inner = Everything(documents=documents[:3]).configurable_alternatives(
-        ConfigurableField(id="tenant"), default_key="a", b=Everything(documents=documents[3:])
-    )
-    retriever = RagCacheRetriever.wrap(inner, embeddings=WordEmbeddings())
-    for tenant in "abab":
-        config = {"configurable": {"tenant": tenant}}
-        assert users(retriever.invoke(QUESTION, config)) == {tenant}
-        assert users((retriever | RunnableLambda(lambda x: x)).invoke(QUESTION, config)) == {tenant}
-    assert retriever.query_cache.stats().hits == 6
-
-
 def test_a_configurable_value_read_by_own_code_is_never_another_users(documents):
     def search(question):
         user = ensure_config()["configurable"].get("user", "a")
@@ -262,19 +243,6 @@ def test_a_result_found_after_a_switch_is_not_kept_for_the_user_before(documents
 
 
 # -- the index -------------------------------------------------------------------------------------
-
-
-def test_changes_of_the_store_are_seen(store):
-    retriever = RagCacheRetriever.wrap(store.as_retriever(search_kwargs={"k": 1, "namespace": "a"}))
-    text = "Ada Lind was born in Bern, and where she was born"
-    assert retriever.invoke(QUESTION)[0].id == "a0"
-    store.add_documents([Document(text, id="new", metadata={"user": "a"})])
-    assert retriever.invoke(QUESTION)[0].id == "new"
-    assert retriever.query_cache.stats().hits == 0
-    store.delete(["new"])
-    assert retriever.invoke(QUESTION)[0].id == "a0"
-    assert retriever.invoke(QUESTION)[0].id == "a0"
-    assert retriever.query_cache.stats().hits == 1
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,6 @@ def test_reasoning_of_an_earlier_answer_is_left_out():
     assert to_dicts([answer])[0]["content"] == [{"type": "text", "text": "Bern"}]
 
 
-@pytest.mark.parametrize("kind", ["image", "image_url", "audio", "file"])
-def test_other_content_is_refused_by_the_name_of_its_type(kind):
-    with pytest.raises(ValueError, match=f"'{kind}'"):
-        to_dicts([HumanMessage([{"type": kind}])])
-
-
 CALL = {"name": "add", "args": {"a": 1}, "id": "1", "type": "tool_call"}
 
 

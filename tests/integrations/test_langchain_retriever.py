@@ -5,7 +5,7 @@ import logging
 import pytest
 from fake_engine import FakeEngine
 from integration_kit import Calls, WordEmbeddings
-from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -86,14 +86,6 @@ def store(embeddings, documents):
 
 def ids(documents):
     return [document.id for document in documents]
-
-
-def test_a_second_equal_question_is_not_searched(store):
-    retriever = RagCacheRetriever.wrap(store)
-    first, second = retriever.invoke(QUESTION), retriever.invoke(QUESTION)
-    assert ids(first)[0] == "doc-0"
-    assert first == second
-    assert len(store.by_text) == 1
 
 
 def test_the_wrapped_retriever_alone_finds_the_same(store, embeddings):
@@ -193,14 +185,6 @@ def test_inner_runs_and_events_belong_to_the_callers_run(documents, embeddings):
         retriever.invoke(QUESTION, {"callbacks": [events]})
     assert events.runs == ["RagCacheRetriever", "Listed", "RagCacheRetriever"]
     assert [name for name, _ in events.seen] == ["miss", "hit"]
-
-
-def test_no_callbacks_are_needed(store):
-    retriever = RagCacheRetriever.wrap(store)
-    manager = CallbackManagerForRetrieverRun.get_noop_manager()
-    for _ in range(2):
-        assert ids(retriever._get_relevant_documents(QUESTION, run_manager=manager))[0] == "doc-0"
-    assert retriever.query_cache.stats().hits == 1
 
 
 def test_namespaces_are_apart_and_default_to_the_engines(store):

@@ -1,7 +1,7 @@
 """LangChain's own retrievers and chains around ours: the prompts that they make reuse chunks."""
 
 import pytest
-from integration_kit import FACTS
+from integration_kit import FACTS, PROMPT, asked
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.retrievers import (
@@ -11,7 +11,7 @@ from langchain_classic.retrievers import (
     ParentDocumentRetriever,
 )
 from langchain_classic.retrievers.document_compressors import LLMChainExtractor
-from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -24,9 +24,6 @@ from ragcachekit import RagCache, TreeConfig
 from tool_kit import scripted
 
 QUESTION = "Where was Ada Lind born, who is a baker?"
-PROMPT = ChatPromptTemplate.from_messages(
-    [("system", "Answer from the context only.\n\n{context}"), ("human", "{input}")]
-)
 
 
 class BestTwo(BaseDocumentCompressor):
@@ -34,13 +31,6 @@ class BestTwo(BaseDocumentCompressor):
 
     def compress_documents(self, documents, query, callbacks=None):
         return sorted(documents, key=lambda d: len(d.page_content))[:2]
-
-
-@pytest.fixture
-def store(embeddings, documents):
-    store = InMemoryVectorStore(embeddings)
-    store.add_documents(documents)
-    return store
 
 
 def saying(rag, text, **settings):
@@ -97,13 +87,6 @@ class Messages(BaseCallbackHandler):
         self.all.append(response.generations[0][0].message)
 
 
-def answer(chain, asked):
-    with get_usage_metadata_callback() as callback:
-        result = chain.invoke(asked)
-    (usage,) = callback.usage_metadata.values()
-    return result, usage["input_token_details"]["cache_read"], usage["input_tokens"]
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -120,14 +103,15 @@ def test_retrievers_around_and_under_ours_reuse_chunks(rag, store, embeddings, b
     model = ChatRagCache(cache=rag, max_tokens=2)
     context = retriever.invoke(QUESTION)
     answer_chain = create_stuff_documents_chain(model, PROMPT, document_prompt=DOCUMENT_PROMPT)
-    _, cold, _ = answer(answer_chain, {"context": context, "input": QUESTION})
+    _, cold = asked(answer_chain, {"context": context, "input": QUESTION})
     again = retriever.invoke(QUESTION)
     assert [d.page_content for d in again] == [d.page_content for d in context]
-    _, warm, asked = answer(answer_chain, {"context": again, "input": "And what is her work?"})
+    _, warm = asked(answer_chain, {"context": again, "input": "And what is her work?"})
     texts = {d.page_content for d in again}
     assert len(texts) >= 1
-    assert cold == 0
-    assert sum(rag.count_tokens(text) - 4 for text in texts) <= warm < asked
+    assert cold["input_token_details"]["cache_read"] == 0
+    assert sum(rag.count_tokens(text) - 4 for text in texts) <= warm["input_token_details"]["cache_read"]
+    assert warm["input_token_details"]["cache_read"] < warm["input_tokens"]
 
 
 def test_a_conversation_reuses_the_chunks_and_its_turns(tiny_model, tiny_tokenizer, digests, store):

@@ -3,11 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from langchain_core.documents import Document
-from langchain_text_splitters import (
-    RecursiveCharacterTextSplitter,
-    split_text_on_tokens,
-)
-from langchain_text_splitters.base import Tokenizer
+from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from langchain_ragcachekit import format_docs
 from ragcachekit.prompt.registry import ChunkRegistry
@@ -48,32 +44,3 @@ def test_overlapping_neighbours_are_each_found_at_their_own_edges(separators, si
     assert [text for _, text in found(f"C: {format_docs(stuffed)}\nQ?", chunks)] == [
         document.page_content for document in stuffed
     ]
-
-
-MARKDOWN = """# Bern
-
-Ada Lind was born here. She works as a baker.
-
-## Food
-
-The bread of the town is dark & "heavy".
-
-| what | price |
-|---|---|
-| bread | 3.50 |
-
-# Oslo
-
-Its harbour is frozen for a month in most winters.
-"""
-HTML = (
-    "<html><body><h1>Bern</h1><p>Ada Lind was born here.\n  She works as a baker.</p><h2>Food</h2>"
-    "<p>The bread is dark &amp; &quot;heavy&quot;.</p><p>Sold in &lt;loaves&gt; of a kilo.</p>"
-    "<h1>Oslo</h1><p>Its harbour is frozen for a month.</p></body></html>"
-)
-
-
-def by_tokens(tokenizer, overlap):
-    """What TokenTextSplitter does, whose own tokenizers are downloaded: windows of ids, also inside words."""
-    windows = Tokenizer(overlap, 12, tokenizer.decode, lambda text: tokenizer(text).input_ids)
-    return [Document(text) for text in split_text_on_tokens(text=MARKDOWN, tokenizer=windows)]

@@ -1,10 +1,7 @@
 """Calls from asyncio overlap and leave the loop free; the query cache can be bypassed for one call."""
 
-import asyncio
-import threading
-
 from fake_engine import FakeEngine
-from integration_kit import FACTS, Calls
+from integration_kit import FACTS, Calls, Together
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever as LangChainRetriever
 from llama_index.core import VectorStoreIndex
@@ -15,32 +12,6 @@ from llama_kit import Embedder
 from langchain_ragcachekit import RagCacheRetriever as RagCacheLangChainRetriever
 from llama_index_ragcachekit import RagCacheRetriever
 from ragcachekit import bypass_query_cache
-
-
-class Together:
-    """A gate that opens when three calls wait at it and the loop has ticked twenty times meanwhile."""
-
-    def __init__(self):
-        self._three, self._begun, self.ticked = threading.Barrier(3), threading.Event(), threading.Event()
-
-    def wait(self, timeout=None):
-        self._begun.set()
-        self._three.wait(10)
-        assert self.ticked.wait(10)
-
-    async def tick(self):
-        while not self._begun.is_set():
-            await asyncio.sleep(0.001)
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        self.ticked.set()
-
-
-async def three_times(gate, ask):
-    ticking = asyncio.create_task(gate.tick())
-    answers = await asyncio.wait_for(asyncio.gather(*(ask(n) for n in range(3))), 20)
-    await ticking
-    return answers
 
 
 class Slow(BaseRetriever):
@@ -61,7 +32,7 @@ class Slow(BaseRetriever):
 async def test_three_searches_of_a_blocking_retriever_overlap_and_the_loop_ticks():
     gate = Together()
     retriever = RagCacheRetriever(Slow(gate), embed_model=Embedder(asked=[]))
-    found = await three_times(gate, lambda n: retriever.aretrieve(FACTS[n]))
+    found = await gate.three_times(lambda n: retriever.aretrieve(FACTS[n]))
     assert [items[0].node.text for items in found] == list(FACTS[:3])
 
 

@@ -56,11 +56,6 @@ class ByContext(Own):
 
 
 @pytest.fixture
-def embedder():
-    return Embedder(asked=[])
-
-
-@pytest.fixture
 def nodes():
     return [TextNode(text=t, id_=f"{u}{n}", metadata={"user": u}) for u in "ab" for n, t in enumerate(FACTS)]
 
@@ -186,9 +181,6 @@ def test_changes_of_the_index_are_seen(index, embedder):
     assert retriever.query_cache.stats().hits == 0
     retriever.retrieve(QUESTION)
     assert retriever.query_cache.stats().hits == 1
-
-
-# -- scores ----------------------------------------------------------------------------------------
 
 
 # -- forgetting and bad embeddings -----------------------------------------------------------------

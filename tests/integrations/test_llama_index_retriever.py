@@ -6,11 +6,9 @@ import pytest
 from fake_engine import FakeEngine
 from integration_kit import FACTS, Calls, WordEmbeddings
 from llama_index.core import VectorStoreIndex
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle, TextNode
-from llama_kit import Embedder
+from llama_kit import Embedder, seeing
 
 from llama_index_ragcachekit import QueryCacheEvent, RagCacheRetriever
 from llama_index_ragcachekit.retriever import copied
@@ -33,47 +31,27 @@ class Listed(BaseRetriever):
         return [NodeWithScore(node=node, score=0.5) for node in self.nodes]
 
 
-class Seen(BaseEventHandler):
-    events: list
-
-    def handle(self, event, **kwargs):
-        if isinstance(event, QueryCacheEvent):
-            self.events.append(event)
-
-
-@pytest.fixture
-def embedder():
-    return Embedder(asked=[])
-
-
 @pytest.fixture
 def index(embedder):
     nodes = [TextNode(text=text, id_=f"node-{n}", metadata={"row": n}) for n, text in enumerate(FACTS)]
     return VectorStoreIndex(nodes, embed_model=embedder)
 
 
-@pytest.fixture
-def events():
-    handler, dispatcher = Seen(events=[]), get_dispatcher()
-    dispatcher.add_event_handler(handler)
-    yield handler.events
-    dispatcher.event_handlers.remove(handler)
-
-
 def ids(found):
     return [item.node.node_id for item in found]
 
 
-def test_a_second_equal_question_is_a_hit_with_its_scores(index, embedder, events):
+def test_a_second_equal_question_is_a_hit_with_its_scores(index, embedder):
     inner = index.as_retriever(similarity_top_k=2)
     retriever = RagCacheRetriever(inner, embed_model=embedder)
-    first, second = retriever.retrieve(QUESTION), retriever.retrieve(QUESTION)
+    with seeing(QueryCacheEvent) as seen:
+        first, second = retriever.retrieve(QUESTION), retriever.retrieve(QUESTION)
     assert ids(first) == ids(second) == ids(inner.retrieve(QUESTION))
     assert ids(first)[0] == "node-0"
     assert all(item.score is not None for item in first)
     assert [item.score for item in second] == [item.score for item in first]
-    assert [(event.hit, event.distance) for event in events] == [(False, None), (True, 0.0)]
-    assert all(event.lookup_us > 0 for event in events)
+    assert [(event.hit, event.distance) for event in seen.events] == [(False, None), (True, 0.0)]
+    assert all(event.lookup_us > 0 for event in seen.events)
 
 
 def test_the_question_is_embedded_once_and_the_bundle_left_alone(index, embedder):
@@ -138,11 +116,12 @@ def test_bare_texts_are_registered_with_the_engine(embedder):
     assert engine.prefetched == engine.registered
 
 
-async def test_async_shares_the_cache(index, embedder, events):
+async def test_async_shares_the_cache(index, embedder):
     retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=2), embed_model=embedder)
-    first = await retriever.aretrieve(QUESTION)
-    assert ids(first) == ids(retriever.retrieve(QUESTION)) == ids(await retriever.aretrieve(QUESTION))
-    assert [event.hit for event in events] == [False, True, True]
+    with seeing(QueryCacheEvent) as seen:
+        first = await retriever.aretrieve(QUESTION)
+        assert ids(first) == ids(retriever.retrieve(QUESTION)) == ids(await retriever.aretrieve(QUESTION))
+    assert [event.hit for event in seen.events] == [False, True, True]
 
 
 async def test_failures_cost_no_answer(embedder, caplog):

@@ -4,23 +4,12 @@ import pytest
 from integration_kit import FACTS
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.schema import IndexNode, TextNode
-from llama_index.core.vector_stores import (
-    FilterOperator,
-    MetadataFilter,
-    MetadataFilters,
-    VectorStoreQuery,
-)
+from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters, VectorStoreQuery
 from llama_index.core.vector_stores.types import VectorStoreQueryMode
-from llama_kit import Embedder
 
 from llama_index_ragcachekit import RagCacheVectorStore
 
 QUESTION = "Where was Ada Lind born?"
-
-
-@pytest.fixture
-def embedder():
-    return Embedder(asked=[])
 
 
 def over(store, embedder, documents=()):

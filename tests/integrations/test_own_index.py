@@ -1,16 +1,15 @@
 """RagCacheRetriever.from_documents and from_nodes: order, restart, repeated embeddings, recall of results."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from integration_kit import FACTS, WordEmbeddings
+from fake_engine import FakeEngine
+from integration_kit import FACTS, WordEmbeddings, deleted_elsewhere
+from langchain_core.callbacks import AsyncCallbackHandler
 from langchain_core.documents import Document
 from llama_index.core.schema import TextNode
 from llama_kit import Embedder
 
-from langchain_ragcachekit import RagCacheRetriever
+from langchain_ragcachekit import RagCacheRetriever, RagCacheVectorStore
 from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
 from ragcachekit import JsonStore
 
@@ -37,13 +36,7 @@ def test_what_changed_while_nobody_followed_is_forgotten(tmp_path):
     first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=1)
     (gone,) = first.invoke(QUESTION)
     first.vectorstore.close()
-    code = """
-import sys
-from ragcachekit import DocumentIndex
-
-DocumentIndex("brute", path=sys.argv[1]).delete([sys.argv[2]])
-"""
-    subprocess.run([sys.executable, "-c", code, str(path), gone.id], check=True)
+    deleted_elsewhere(path, gone.id)
     again = RagCacheRetriever.from_documents([], WordEmbeddings(), index="brute", path=path, k=1)
     assert again.invoke(QUESTION)[0] != gone
 
@@ -55,9 +48,7 @@ def test_another_process_is_seen_by_the_next_question(tmp_path):
     )
     (gone,) = retriever.invoke(QUESTION)
     assert retriever.invoke(QUESTION) == [gone]
-    code = "import sys\nfrom ragcachekit import DocumentIndex\n"
-    code += "DocumentIndex('brute', path=sys.argv[1]).delete([sys.argv[2]])"
-    subprocess.run([sys.executable, "-c", code, str(path), gone.id], check=True)
+    deleted_elsewhere(path, gone.id)
     assert retriever.invoke(QUESTION)[0] != gone
 
 
@@ -137,3 +128,44 @@ def test_invalidate_by_id_text_and_filter_or_everything():
         assert retriever.invalidate(**named) == 1
         assert held().entries == 0
         retriever.invoke(QUESTION)
+
+
+@pytest.mark.parametrize("partition", [None, lambda *_: "all"])
+def test_other_kinds_of_search_see_the_changes_of_other_processes(tmp_path, partition):
+    store = RagCacheVectorStore(WordEmbeddings(), index="brute", path=tmp_path)
+    store.add_documents([Document(text) for text in FACTS])
+    inner = store.as_retriever(
+        search_type="similarity_score_threshold", search_kwargs={"k": 1, "score_threshold": 0.01}
+    )
+    retriever = RagCacheRetriever.wrap(inner, embeddings=store.embeddings, partition=partition)
+    (gone,) = retriever.invoke(QUESTION)
+    assert retriever.invoke(QUESTION) == [gone]
+    assert retriever.query_cache.stats().hits == 1
+    deleted_elsewhere(tmp_path, gone.id)
+    assert retriever.invoke(QUESTION) != [gone]
+
+
+def test_a_node_with_another_text_replaces_the_one_of_its_id(tmp_path):
+    model = Embedder(asked=[])
+    for text in ("Ada Lind was born in Bern.", "Ada Lind was born in Chur."):
+        retriever = LlamaRetriever.from_nodes(
+            [TextNode(text=text, id_="a")], model, index="brute", path=tmp_path
+        )
+        assert [one.node.text for one in retriever.retrieve(QUESTION)] == [text]
+        retriever.index.vector_store.close()
+
+
+async def test_the_event_says_why_a_near_question_was_refused():
+    events = []
+
+    class Handler(AsyncCallbackHandler):
+        async def on_custom_event(self, name, data, **kwargs):
+            events.append((name, data))
+
+    retriever = RagCacheRetriever.from_documents(
+        [Document(text) for text in FACTS], WordEmbeddings(), index="brute", tolerance=0.9, cache=FakeEngine()
+    )
+    for question in (QUESTION, "Where was Ada Lind not born?"):
+        await retriever.ainvoke(question, {"callbacks": [Handler()]})
+    assert [name for name, _ in events] == ["ragcachekit_query_miss"] * 2
+    assert [data.get("refused") for _, data in events] == [None, "negation"]

@@ -1,7 +1,5 @@
 """Objects around an engine cannot be pickled, and the error says what to do instead."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -22,7 +20,7 @@ def rag(tmp_path):
         yield rag
 
 
-def test_langchain(rag) -> None:
+def test_langchain(rag):
     embeddings = DeterministicFakeEmbedding(size=8)
     store = InMemoryVectorStore.from_documents([Document("Berlin is the capital.")], embeddings)
     retriever = store.as_retriever()
@@ -37,7 +35,7 @@ def test_langchain(rag) -> None:
             pickle.dumps(holder)
 
 
-def test_llama_index(rag) -> None:
+def test_llama_index(rag):
     store = llama_index.RagCacheVectorStore(index="brute")
     llm = llama_index.RagCacheLLM(cache=rag, max_tokens=3)
     for holder in (

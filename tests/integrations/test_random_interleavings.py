@@ -1,7 +1,5 @@
 """Users, filters, configurables, additions, deletions and forgets in any order, against no cache at all."""
 
-from __future__ import annotations
-
 import contextvars
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -315,8 +313,7 @@ def check(world, rag, caplog, steps, seed):
     caplog.clear()
 
 
-@pytest.mark.parametrize("workers", [8])
-def test_threads_of_several_users_get_their_own(rag, workers):
+def test_threads_of_several_users_get_their_own(rag):
     world = LangChainWorld(rag)
     for number in range(30):
         world.add(f"doc{number}", f"the {WORDS[number % 8]} of number {number}", USERS[number % 3])
@@ -330,7 +327,7 @@ def test_threads_of_several_users_get_their_own(rag, workers):
 
     jobs = [(user, question) for _ in range(10) for question in QUESTIONS[:5] for user in USERS]
     random.Random(0).shuffle(jobs)
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(8) as pool:
         right = list(pool.map(lambda job: contextvars.copy_context().run(ask, job), jobs))
     assert all(right)
     assert retriever.query_cache.stats().hits > len(jobs) / 2

@@ -1,7 +1,5 @@
 """API keys: hashed at rest, read again when their file changes, and refused alike."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import stat

@@ -1,7 +1,5 @@
 """Limits per tenant: meters with a clock of the test's own, and requests at once."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragcachekit.server.errors import ApiError

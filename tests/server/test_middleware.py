@@ -1,7 +1,5 @@
 """What comes before a route: keys before bodies, bodies of bounded size and time, clients that stall."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

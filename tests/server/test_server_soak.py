@@ -1,7 +1,5 @@
 """Many clients, some of which go away, send nonsense or have no key: nothing leaks, nothing is shared."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

@@ -4,8 +4,6 @@ A process of its own: it forks after everything is imported. Every value that is
 all that was ever written under its key: the base of that number plus one of a few versions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -18,7 +16,6 @@ import torch
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.types import KVKey
 from store_kit import contents, key_of, kv_of
 
 NAMESPACES = ("acme", "globex")
@@ -28,11 +25,11 @@ WARM_UP = 0.3  # share of the operations after which memory is looked at for the
 BASES = [kv_of(number, tokens=TOKENS) for number in range(KEYS)]
 
 
-def key(number: int) -> KVKey:
+def key(number):
     return key_of(number, namespace=NAMESPACES[number % 2])
 
 
-def value(number: int, version: int) -> ChunkKV:
+def value(number, version):
     base = BASES[number]
     return ChunkKV(tuple(k + version for k in base.keys), tuple(v - version for v in base.values))
 
@@ -40,7 +37,7 @@ def value(number: int, version: int) -> ChunkKV:
 RIGHT = [{contents(value(number, version)) for version in range(VERSIONS)} for number in range(KEYS)]
 
 
-def use(store: DiskStore, rng: random.Random, operations: int, counts: Counter[str]) -> None:
+def use(store, rng, operations, counts):
     for _ in range(operations):
         number, drawn = rng.randrange(KEYS), rng.random()
         if drawn < 0.2:
@@ -55,16 +52,16 @@ def use(store: DiskStore, rng: random.Random, operations: int, counts: Counter[s
             counts["wrong"] += found is not None and contents(found.kv) not in RIGHT[number]
 
 
-def resident() -> int:
+def resident():
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def descriptors() -> int:
+def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def crowd(folder: Path, threads: int, operations: int, seed: int) -> dict[str, int]:
+def crowd(folder, threads, operations, seed):
     """What the threads of one process saw, and how much its memory and descriptors grew after warming up."""
     store = DiskStore(folder, BUDGET, quotas=QUOTAS)
     counts = [Counter[str]() for _ in range(threads)]
@@ -94,7 +91,7 @@ def crowd(folder: Path, threads: int, operations: int, seed: int) -> dict[str, i
     }
 
 
-def fork(folder: Path, threads: int, operations: int, seed: int) -> tuple[int, int]:
+def fork(folder, threads, operations, seed):
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -108,7 +105,7 @@ def fork(folder: Path, threads: int, operations: int, seed: int) -> tuple[int, i
     return pid, read_end
 
 
-def main(folder: Path, processes: int, threads: int, operations: int) -> None:
+def main(folder, processes, threads, operations):
     torch.set_num_threads(1)
     children = [fork(folder, threads, operations // (processes * threads), seed) for seed in range(processes)]
     reports = []

@@ -1,7 +1,5 @@
 """Raises KeyboardInterrupt at random moments of loads, as Ctrl-C does; prints what went wrong. Run alone."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import json
@@ -15,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 from ragcachekit.store import remote
-from ragcachekit.store.base import Found, KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.loader import Loader, LoadingKV
 from ragcachekit.store.remote import DeadlineExecutor
@@ -24,30 +21,30 @@ from store_kit import contents, key_of, kv_of
 ENTRIES = 6
 
 
-def descriptors() -> int:
+def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
 class Interrupts:
     """Counts interrupts and everything that is raised beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.armed, self.raised = False, 0
         self.others: collections.Counter[str] = collections.Counter()
         signal.signal(signal.SIGALRM, self._strike)
         sys.unraisablehook = lambda found: self._saw(found.exc_value)
         threading.excepthook = lambda found: self._saw(found.exc_value)
 
-    def _strike(self, *_: object) -> None:
+    def _strike(self, *_):
         if self.armed:
             self.armed = False
             raise KeyboardInterrupt
 
-    def _saw(self, error: BaseException | None) -> None:
+    def _saw(self, error):
         if not isinstance(error, KeyboardInterrupt):
             self.others[repr(error)] += 1
 
-    def during(self, work, seconds: float) -> None:
+    def during(self, work, seconds):
         """Run ``work`` and interrupt it after so many seconds, if it takes that long."""
         self.armed = True
         try:
@@ -62,7 +59,7 @@ class Interrupts:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def load(loader: Loader, numbers: list[int]) -> None:
+def load(loader, numbers):
     """One request: open, begin, wait for all layers, compare."""
     hits = [loader.open(key_of(number)) for number in numbers]
     handles = [hit.kv for hit in hits if hit is not None and isinstance(hit.kv, LoadingKV)]
@@ -74,25 +71,24 @@ def load(loader: Loader, numbers: list[int]) -> None:
             assert keys.shape == kv_of(number).keys[layer].shape
 
 
-def prefetch(loader: Loader, numbers: list[int]) -> None:
+def prefetch(loader, numbers):
     loader.prefetch(key_of(number) for number in numbers)
     loader.flush(5.0)
     loader.forget(key_of(0).namespace)
 
 
-def read(store: KVStore, numbers: list[int]) -> None:
+def read(store, numbers):
     for number in numbers:
         found = store.get(key_of(number))
-        assert isinstance(found, Found)
         assert contents(found.kv) == contents(kv_of(number))
 
 
-def guarded(guard: DeadlineExecutor, numbers: list[int]) -> None:
+def guarded(guard, numbers):
     for number in numbers:
         assert guard.run(lambda number=number: number, None) == number
 
 
-def main(folder: Path, seed: int, rounds: int) -> None:
+def main(folder, seed, rounds):
     draw, interrupts = random.Random(seed), Interrupts()
     store = DiskStore(folder, 1 << 30)
     assert all(store.put(key_of(number), kv_of(number)) for number in range(ENTRIES))

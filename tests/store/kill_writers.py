@@ -8,8 +8,6 @@ one that was being written. ``churn`` entries come and go: they may be missing, 
 where forgetting them was acknowledged.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -19,7 +17,6 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +28,6 @@ from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.disk_folder import entry_files
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.tiered import TieredStore
-from ragcachekit.types import KVKey
 from store_kit import contents, key_of, kv_of
 
 WRITERS = 3  # at most; each has keys of its own
@@ -49,15 +45,15 @@ MESSAGE = struct.Struct("<BII")
 BASES = [kv_of(number, tokens=TOKENS, heads=4) for number in range(WRITERS * max(KEPT, CHURN))]
 
 
-def kept(number: int) -> KVKey:
+def kept(number):
     return key_of(number, namespace="kept")
 
 
-def churn(number: int) -> KVKey:
+def churn(number):
     return key_of(number, namespace="churn")
 
 
-def value(number: int, version: int) -> ChunkKV:
+def value(number, version):
     base = BASES[number]
     return ChunkKV(tuple(k + version for k in base.keys), tuple(v - version for v in base.values))
 
@@ -75,7 +71,7 @@ class Known:
 class Ledger:
     entries: dict[int, Known] = field(default_factory=dict)  # kept: number; churn: -1 - number
 
-    def hear(self, raw: bytes) -> int:
+    def hear(self, raw):
         """Take in the whole messages in ``raw``; what a kill cut off said nothing. Returns how many."""
         whole = len(raw) - len(raw) % MESSAGE.size
         for kind, number, version in MESSAGE.iter_unpack(raw[:whole]):
@@ -93,11 +89,11 @@ class Ledger:
 class Killer(Faults):
     """Ends this process before the n-th call of a name below the folder."""
 
-    def __init__(self, folder: Path, call: str, passings: int) -> None:
+    def __init__(self, folder, call, passings):
         super().__init__(folder, 0, self.passes, cut=True)
         self.name, self.left = call, passings
 
-    def passes(self, _: int) -> bool:
+    def passes(self, _):
         call = self.calls[-1]
         if call != ("write" if self.name == "half" else self.name):
             return False
@@ -111,7 +107,7 @@ class Killer(Faults):
         return False
 
 
-def write_forever(folder: Path, writer: int, seed: int, said: int, first: dict[int, int]) -> None:
+def write_forever(folder, writer, seed, said, first):
     rng = random.Random(seed)
     versions = Counter(first)
     disk = DiskStore(folder, BUDGET, quotas=QUOTAS)
@@ -122,7 +118,7 @@ def write_forever(folder: Path, writer: int, seed: int, said: int, first: dict[i
     host = HostStore(3 * ENTRY)
     tiered = TieredStore([host, disk, slower])
 
-    def say(kind: int, number: int, version: int) -> None:
+    def say(kind, number, version):
         os.write(said, MESSAGE.pack(kind, number, version))
 
     while True:
@@ -148,9 +144,7 @@ def write_forever(folder: Path, writer: int, seed: int, said: int, first: dict[i
             tiered.get(churn(number))
 
 
-def fork_writer(
-    folder: Path, writer: int, seed: int, killing: tuple[str, int], first: dict[int, int]
-) -> tuple[int, int]:
+def fork_writer(folder, writer, seed, killing, first):
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -164,7 +158,7 @@ def fork_writer(
     return pid, read_end
 
 
-def listen(children: dict[int, int], lifetimes: Sequence[float]) -> dict[int, bytes]:
+def listen(children, lifetimes):
     """What each child says until it is dead; each is killed at the end of its own lifetime.
 
     That begins with its first message, or at once if it is to be killed while it opens the folder.
@@ -193,7 +187,7 @@ def listen(children: dict[int, int], lifetimes: Sequence[float]) -> dict[int, by
     return said
 
 
-def survey(folder: Path, ledger: Ledger) -> Counter[str]:
+def survey(folder, ledger):
     """Open the folder as the next process would, and read everything."""
     totals: Counter[str] = Counter()
     totals["temp_files_seen"] = len(list(folder.glob("*.tmp")))
@@ -225,14 +219,14 @@ def survey(folder: Path, ledger: Ledger) -> Counter[str]:
     return totals
 
 
-def rounds(kills: int, named: bool, rng: random.Random) -> list[tuple[tuple[str, int], float]]:
+def rounds(kills, named, rng):
     """Whom to kill where: at random moments, or each before the n-th call of a name."""
     if not named:
         return [(("", 0), rng.uniform(0.02, 0.12)) for _ in range(kills)]
     return [((call, rng.randint(1, 4)), SECONDS_TO_DIE) for call in CALLS for _ in range(kills)]
 
 
-def main(folder: Path, kills: int, writers: int, seed: int, named: bool) -> None:
+def main(folder, kills, writers, seed, named):
     torch.set_num_threads(1)  # a forked child has no copies of torch's worker threads
     rng = random.Random(seed)
     ledger, totals = Ledger(), Counter[str]()

@@ -1,11 +1,6 @@
 """Processes and threads in one folder: every value right, budget kept, nothing leaks."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,13 +24,9 @@ DESCRIPTORS = 0
         pytest.param(4, 4, 100_000, id="100,000 operations", marks=pytest.mark.soak),
     ],
 )
-def test_many_at_work_in_one_folder(tmp_path: Path, processes: int, threads: int, operations: int) -> None:
+def test_many_at_work_in_one_folder(tmp_path, said_by, processes, threads, operations):
     folder = tmp_path / "kv"
-    command = [sys.executable, str(SCRIPT), str(folder), *map(str, (processes, threads, operations))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    reports = json.loads(run.stdout)
+    reports = json.loads(said_by(SCRIPT, folder, processes, threads, operations))
     assert len(reports) == processes
     totals = {name: sum(report[name] for report in reports) for name in reports[0]}
     figures("crowd", processes=processes, threads=threads, operations=operations, **totals)

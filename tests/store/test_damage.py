@@ -1,13 +1,10 @@
 """Flipped bits, cut files and a failing medium, by the thousand: a miss or the right answer, never more."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -25,24 +22,24 @@ WRITTEN = [kv_of(number, tokens=6) for number in range(ENTRIES)]
 RIGHT = [contents(kv) for kv in WRITTEN]
 
 
-def filled_with(path: Path) -> list[bytes]:
+def filled_with(path):
     store = DiskStore(path, BUDGET)
     assert all(store.put(key_of(number), WRITTEN[number]) for number in range(ENTRIES))
     store.close()
     return [file_of(path, key_of(number)).read_bytes() for number in range(ENTRIES)]
 
 
-def answers(store: DiskStore) -> list[bool | None]:
+def answers(store):
     """Per entry: right, wrong, or missing."""
     found = [store.get(key_of(number)) for number in range(ENTRIES)]
     return [None if f is None else contents(f.kv) == RIGHT[n] for n, f in enumerate(found)]
 
 
-def header_length(data: bytes) -> int:
+def header_length(data):
     return 8 + int.from_bytes(data[:8], "little")
 
 
-def flipped(data: bytes, place: int, bit: int) -> bytes:
+def flipped(data, place, bit):
     return data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
 
 
@@ -53,7 +50,7 @@ def flipped(data: bytes, place: int, bit: int) -> bytes:
         pytest.param(1_500, 400, id="1,900 damages", marks=pytest.mark.soak),
     ],
 )
-def test_damaged_entries_are_misses(tmp_path: Path, flips: int, cuts: int) -> None:
+def test_damaged_entries_are_misses(tmp_path, flips, cuts):
     path, rng, counts = tmp_path / "kv", random.Random(1), Counter[str]()
     good = filled_with(path)
     store = DiskStore(path, BUDGET)
@@ -99,11 +96,11 @@ class OneInTen(Faults):
         "fsync": (errno.EIO, errno.ENOSPC),
     }
 
-    def __init__(self, root: Path, rng: random.Random) -> None:
+    def __init__(self, root, rng):
         super().__init__(root, 0, lambda _: False)
         self.rng, self.counts = rng, Counter[str]()
 
-    def strike(self, name: str, target: object) -> bool:
+    def strike(self, name, target):
         if name not in self.KINDS or not self.concerns(target) or self.rng.random() >= 0.1:
             return False
         code = self.rng.choice(self.KINDS[name])
@@ -117,7 +114,7 @@ class OneInTen(Faults):
     "operations",
     [pytest.param(1_600, id="1,600"), pytest.param(20_000, id="20,000", marks=pytest.mark.soak)],
 )
-def test_a_medium_that_fails_one_time_in_ten(tmp_path: Path, operations: int) -> None:
+def test_a_medium_that_fails_one_time_in_ten(tmp_path, operations):
     path, rng, counts = tmp_path / "kv", random.Random(3), Counter[str]()
     values = [kv_of(number, tokens=6) for number in range(24)]
     right = [contents(kv) for kv in values]

@@ -1,15 +1,10 @@
 """The disk tier on a medium that is full, read-only or failing: refused, counted, nothing else lost."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -20,31 +15,20 @@ from ragcachekit.errors import StoreError
 from ragcachekit.store import disk
 from ragcachekit.store.disk import default_disk_bytes, verify
 from ragcachekit.store.tiered import open_store
-from store_kit import (
-    KEY,
-    agrees_with_files,
-    contents,
-    entry_size,
-    file_of,
-    filled,
-    holds,
-    key_of,
-    kv_of,
-    opened,
-)
+from store_kit import KEY, agrees_with_files, contents, entry_size, file_of, filled, holds, key_of, kv_of
 
 CODES = (errno.ENOSPC, errno.EIO)
 NEVER = 1 << 30
 
 
-def by_name(root: Path, code: int, *names: str) -> Faults:
+def by_name(root, code, *names):
     """Every call of these names fails."""
     faults = Faults(root, code, lambda _: faults.calls[-1] in names)
     return faults
 
 
-def refused(lock: FileLock, code: int) -> Callable[..., None]:
-    def acquire(*_: object, **__: object) -> None:
+def refused(lock, code):
+    def acquire(*_, **__):
         raise OSError(code, os.strerror(code))
 
     return acquire
@@ -53,12 +37,12 @@ def refused(lock: FileLock, code: int) -> Callable[..., None]:
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 @pytest.mark.parametrize("lasting", [False, True], ids=["one call", "from a call on"])
 @pytest.mark.parametrize("there", [False, True], ids=["new", "with entries"])
-def test_any_call_of_opening_may_fail(tmp_path: Path, code: int, lasting: bool, there: bool) -> None:
+def test_any_call_of_opening_may_fail(tmp_path, code, lasting, there, opened):
     """For every n the n-th call that writes fails: it opens, what was there is read, then it writes again."""
     if there:
         filled(tmp_path / "before" / "a" / "kv")
 
-    def tried(number: int) -> list[str]:
+    def tried(number):
         root = tmp_path / str(number)
         shutil.copytree(tmp_path / "before", root) if there else root.mkdir()
         path, faults = root / "a" / "kv", Faults(root, code, number.__le__ if lasting else number.__eq__)
@@ -87,12 +71,12 @@ def test_any_call_of_opening_may_fail(tmp_path: Path, code: int, lasting: bool, 
 
 
 @pytest.mark.parametrize(("code", "number"), [(errno.EIO, 1), (errno.EROFS, 9)])
-def test_any_call_of_a_put_may_fail(tmp_path: Path, code: int, number: int) -> None:
+def test_any_call_of_a_put_may_fail(tmp_path, code, number, opened):
     """A new entry, and one in place of an older one, with one to be evicted."""
     filled(tmp_path / "before")
     size = entry_size(tmp_path / "before")
 
-    def tried(at: int) -> list[str]:
+    def tried(at):
         path, faults = tmp_path / str(at), Faults(tmp_path / str(at), code, at.__eq__)
         shutil.copytree(tmp_path / "before", path)
         store = opened(path, 4 * size)
@@ -101,7 +85,7 @@ def test_any_call_of_a_put_may_fail(tmp_path: Path, code: int, number: int) -> N
         assert store.stats()[0].failed_writes == (not kept)
         found = store.get(key_of(number))
         values = [contents(kv_of(9)), *([contents(kv_of(1))] if number == 1 and not kept else [])]
-        assert (found is None and not kept) or contents(found.kv) in values  # type: ignore[union-attr]
+        assert (found is None and not kept) or contents(found.kv) in values
         assert sum(holds(store, n) for n in (0, 2, 3)) >= 2, "one may have left for it"
         assert agrees_with_files(store, path)
         assert store.put(key_of(8), kv_of(8))
@@ -116,7 +100,7 @@ def test_any_call_of_a_put_may_fail(tmp_path: Path, code: int, number: int) -> N
         tried(at)
 
 
-def test_failures_are_said_once_and_in_stats(tmp_path: Path, caplog: Any) -> None:
+def test_failures_are_said_once_and_in_stats(tmp_path, caplog, opened):
     filled(tmp_path / "kv")
     with caplog.at_level(logging.WARNING), injected(Faults(tmp_path, errno.EROFS, lambda n: True)):
         store = opened(tmp_path / "kv")
@@ -128,17 +112,14 @@ def test_failures_are_said_once_and_in_stats(tmp_path: Path, caplog: Any) -> Non
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
     assert "Read-only file system" in said[0]
-    store.close()
 
 
-def test_a_lock_that_cannot_be_taken_refuses_and_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_cannot_be_taken_refuses_and_answers(tmp_path, monkeypatch, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
     with monkeypatch.context() as patch:
-        patch.setattr(FileLock, "acquire", refused(FileLock, errno.EACCES))  # type: ignore[arg-type]
+        patch.setattr(FileLock, "acquire", refused(FileLock, errno.EACCES))
         assert [holds(store, n) for n in range(4)] == [True] * 4
         assert store.put(key_of(8), kv_of(8)) is False
         assert (store.stats()[0].failed_writes, store.stats()[0].entries) == (1, 4)
@@ -146,28 +127,24 @@ def test_a_lock_that_cannot_be_taken_refuses_and_answers(
         assert [holds(store, n) for n in range(4)] == [True, False, True, True]
     assert store.put(key_of(8), kv_of(8))
     assert agrees_with_files(store, path)
-    store.close()
 
 
-def test_short_reads_and_writes_are_continued(tmp_path: Path) -> None:
+def test_short_reads_and_writes_are_continued(tmp_path, opened):
     made, path = kv_of(1, tokens=5000), tmp_path / "kv"
     store = opened(path, 1 << 30)
     faults = Faults(path, 0, lambda n: n % 2 and faults.calls[-1] in ("write", "preadv"), cut=True)
     with injected(faults, reads=True):
         assert store.put(KEY, made)
         found = store.get(KEY)
-    assert found is not None
     assert contents(found.kv) == contents(made)
     assert {"write", "preadv"} <= set(faults.calls)
-    store.close()
 
 
-def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path: Path) -> None:
+def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
     source = store.open(key_of(1))
-    assert source is not None
     with injected(by_name(path, errno.EIO, "preadv"), reads=True):
         assert store.get(key_of(1)) is None
         with pytest.raises(OSError, match="Input/output"):
@@ -176,18 +153,17 @@ def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path: Path) -> None:
     source.close()
     assert holds(store, 1)
     assert store.stats()[0].damaged == 0
-    store.close()
 
 
 # -- deleting --------------------------------------------------------------------------------------------
 
 
-def undeletable(path: Path, *numbers: int) -> Faults:
+def undeletable(path, *numbers):
     """Entries whose files cannot be deleted."""
     names = {str(file_of(path, key_of(n))) for n in numbers}
 
     class Kept(Faults):
-        def concerns(self, target: Any) -> bool:
+        def concerns(self, target):
             return isinstance(target, str | os.PathLike) and os.fspath(target) in names
 
     faults = Kept(path, errno.EIO, lambda _: faults.calls[-1] == "unlink")
@@ -195,9 +171,7 @@ def undeletable(path: Path, *numbers: int) -> Faults:
 
 
 @pytest.mark.parametrize(("ids", "then"), [(None, "forget"), (frozenset({"chunk-1", "chunk-2"}), "put")])
-def test_what_cannot_be_deleted_is_reported_by_forget_and_not_served(
-    tmp_path: Path, ids: frozenset[str] | None, then: str
-) -> None:
+def test_what_cannot_be_deleted_is_reported_by_forget_and_not_served(tmp_path, ids, then, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -214,10 +188,9 @@ def test_what_cannot_be_deleted_is_reported_by_forget_and_not_served(
         assert holds(store, 1)
     assert store.forget("acme/docs", ids) == 1
     assert agrees_with_files(store, path)
-    store.close()
 
 
-def test_what_cannot_be_read_is_reported_by_forget_and_the_others_go(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_reported_by_forget_and_the_others_go(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -239,10 +212,9 @@ def test_what_cannot_be_read_is_reported_by_forget_and_the_others_go(tmp_path: P
         store.forget("acme/docs")
     assert store.forget("acme/docs") == 1
     assert others in store
-    store.close()
 
 
-def test_only_a_deletion_is_flushed(tmp_path: Path) -> None:
+def test_only_a_deletion_is_flushed(tmp_path, opened):
     """A power failure may cost what was put last; it does not bring back what was forgotten."""
     store, faults = opened(tmp_path / "kv"), Faults(tmp_path, 0, lambda n: False)
     with injected(faults):
@@ -251,19 +223,18 @@ def test_only_a_deletion_is_flushed(tmp_path: Path) -> None:
         assert "fsync" not in faults.calls
         assert store.forget("acme/docs", frozenset({"chunk-1"})) == 1
     assert faults.calls[-1] == "fsync"
-    store.close()
 
 
 # -- full volumes ----------------------------------------------------------------------------------------
 
 
-def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path: Path) -> None:
+def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
     assert holds(store, 0)  # now 1 is the least recently used
 
-    def full(_: int) -> bool:
+    def full(_):
         there = [file for file in path.iterdir() if file.suffix in (".tmp", ".safetensors")]
         return faults.calls[-1] == "write" and len(there) > 4
 
@@ -274,10 +245,9 @@ def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path: Pa
     (stats,) = store.stats()
     assert (stats.evictions, stats.failed_writes, stats.entries) == (1, 0, 4)
     assert agrees_with_files(store, path)
-    store.close()
 
 
-def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path: Path) -> None:
+def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path, opened):
     filled(tmp_path / "kv")
     store = opened(tmp_path / "kv")
     with injected(by_name(tmp_path, errno.ENOSPC, "write")):
@@ -285,11 +255,10 @@ def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path: Path) ->
         assert not store.put(key_of(9), kv_of(9, tokens=4000)), "larger than all that could leave"
     (stats,) = store.stats()
     assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
-    store.close()
 
 
-def test_the_default_budget_depends_on_the_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def volume(total: int, free: int) -> None:
+def test_the_default_budget_depends_on_the_volume(tmp_path, monkeypatch):
+    def volume(total, free):
         full = SimpleNamespace(f_bavail=free, f_bfree=free, f_frsize=1, f_blocks=total)
         monkeypatch.setattr(os, "statvfs", lambda _: full)
 
@@ -310,7 +279,7 @@ def test_the_default_budget_depends_on_the_volume(tmp_path: Path, monkeypatch: p
     store.close()
 
 
-def test_a_stopped_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_is_named(tmp_path, monkeypatch, opened):
     path = tmp_path / "kv"
     filled(path)
     store = opened(path)
@@ -322,4 +291,3 @@ def test_a_stopped_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             store.forget("acme/docs", frozenset({"chunk-1"}))
         assert [holds(store, n) for n in range(4)] == [True, False, True, True], "what is there has gone"
     assert store.forget("acme/docs") == 3
-    store.close()

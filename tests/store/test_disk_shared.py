@@ -1,30 +1,26 @@
 """A disk folder among several: stores that write in turn, forgets and writers in the middle of a put."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from faults import Faults, injected
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.disk_folder import FolderLock, entry_files
-from store_kit import agrees_with_files, entry_size, filled, holds, key_of, kv_of, opened
+from store_kit import agrees_with_files, entry_size, filled, holds, key_of, kv_of
 
 OURS = frozenset({"chunk-9"})
 CALLS = ("write", "utime", "replace")
 """Calls of a put, in the middle of which something else happens."""
 
 
-def during(path: Path, name: str, what: Callable[[], object]) -> Faults:
+def during(path, name, what):
     """Does something once, before the first call of this name below a folder."""
     done: list[bool] = []
 
-    def happens(_: int) -> bool:
+    def happens(_):
         if faults.calls[-1] == name and not done:
             done.append(True)
             what()
@@ -34,7 +30,7 @@ def during(path: Path, name: str, what: Callable[[], object]) -> Faults:
     return faults
 
 
-def test_stores_that_write_in_turn_keep_the_budget_together(tmp_path: Path) -> None:
+def test_stores_that_write_in_turn_keep_the_budget_together(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
     budget = 6 * entry_size(path) + 400
@@ -49,16 +45,12 @@ def test_stores_that_write_in_turn_keep_the_budget_together(tmp_path: Path) -> N
     assert not holds(stores[2], 20)
     assert stores[2].put(key_of(30), kv_of(30)), "what another store removed makes room"
     assert [n for n in range(31) if key_of(n) in stores[0]] == [0, 19, 21, 22, 23, 30]
-    for store in stores:
-        store.close()
 
 
 @pytest.mark.parametrize(
     ("entries", "quota"), [(200, None), (40, None), (200, 30)], ids=str
 )  # with room, full, over the quota
-def test_stores_that_write_in_turn_do_not_list_the_folder(
-    tmp_path: Path, entries: int, quota: int | None
-) -> None:
+def test_stores_that_write_in_turn_do_not_list_the_folder(tmp_path, entries, quota, opened):
     path = tmp_path / "kv"
     filled(tmp_path / "probe")
     size = entry_size(tmp_path / "probe") + 64  # later numbers have more digits
@@ -82,14 +74,13 @@ def test_stores_that_write_in_turn_do_not_list_the_folder(
     assert json.loads((path / "writer").read_text())[0] == sum(entry_files(path).values())
     for one in stores:
         assert agrees_with_files(one, path)
-        one.close()
 
 
-def test_at_no_moment_do_the_sums_miss_a_file(tmp_path: Path) -> None:
+def test_at_no_moment_do_the_sums_miss_a_file(tmp_path, opened):
     """So that a killed writer leaves the budget to the others."""
     path = tmp_path / "kv"
 
-    def check(_: int) -> bool:
+    def check(_):
         if (path / "writer").exists() and (text := (path / "writer").read_text()):
             assert json.loads(text)[0] >= sum(entry_files(path).values()), faults.calls[-1]
         return False
@@ -102,11 +93,10 @@ def test_at_no_moment_do_the_sums_miss_a_file(tmp_path: Path) -> None:
             assert store.put(key_of(number), kv_of(number))
         store.evict(key_of(8))
     assert {*CALLS, "unlink"} <= set(faults.calls)
-    store.close()
 
 
 @pytest.mark.parametrize("damage", [b"\xff" * 1000, b"[Infinity, null]", b"[9, 9]", None])
-def test_a_damaged_file_of_sums_costs_nothing(tmp_path: Path, damage: bytes | None) -> None:
+def test_a_damaged_file_of_sums_costs_nothing(tmp_path, damage, opened):
     path = tmp_path / "kv"
     filled(path)
     budget = 5 * entry_size(path)
@@ -120,14 +110,10 @@ def test_a_damaged_file_of_sums_costs_nothing(tmp_path: Path, damage: bytes | No
         assert agrees_with_files(store, path)
         assert store.stats()[0].nbytes <= budget
     assert [n for n in range(10) if key_of(n) in store] == [5, 6, 7, 8, 9]
-    store.close()
-    other.close()
 
 
 @pytest.mark.parametrize(("call", "ids"), [("write", None), ("utime", OURS), ("replace", OURS)])
-def test_a_put_under_way_does_not_survive_a_forget(
-    tmp_path: Path, call: str, ids: frozenset[str] | None
-) -> None:
+def test_a_put_under_way_does_not_survive_a_forget(tmp_path, call, ids, opened):
     path, gone = tmp_path / "kv", list[int]()
     writer, forgetter = opened(path), opened(path)
     forgetting = threading.Thread(target=lambda: gone.append(forgetter.forget("acme/docs", ids)))
@@ -138,16 +124,12 @@ def test_a_put_under_way_does_not_survive_a_forget(
     assert not holds(forgetter, 9)
     assert not holds(writer, 9)
     assert agrees_with_files(forgetter, path)
-    writer.close()
-    forgetter.close()
 
 
 @pytest.mark.parametrize(
     ("namespace", "ids"), [("globex", None), ("globex", OURS), ("acme/docs", frozenset({"chunk-8"}))]
 )
-def test_forgetting_something_else_stops_no_put(
-    tmp_path: Path, namespace: str, ids: frozenset[str] | None
-) -> None:
+def test_forgetting_something_else_stops_no_put(tmp_path, namespace, ids, opened):
     path, gone = tmp_path / "kv", list[int]()
     writer, forgetter = opened(path), opened(path)
     forgetting = threading.Thread(target=lambda: gone.append(forgetter.forget(namespace, ids)))
@@ -156,11 +138,9 @@ def test_forgetting_something_else_stops_no_put(
         forgetting.join()
     assert gone == [0]
     assert holds(forgetter, 9)
-    writer.close()
-    forgetter.close()
 
 
-def test_orphans_of_the_dead_are_swept_and_files_of_the_living_are_not(tmp_path: Path) -> None:
+def test_orphans_of_the_dead_are_swept_and_files_of_the_living_are_not(tmp_path, opened):
     path, opener = tmp_path / "kv", list[DiskStore]()
     filled(path)
     for name in (f"{os.getpid()}-{'0' * 16}.tmp", f"999999999-{'a' * 16}.tmp"):
@@ -175,11 +155,9 @@ def test_orphans_of_the_dead_are_swept_and_files_of_the_living_are_not(tmp_path:
     (path / f"1-{'0' * 16}.tmp").write_bytes(b"half of what is to be forgotten")
     assert store.forget("acme/docs", OURS) == 1
     assert list(path.glob("*.tmp")) == []
-    store.close()
-    opener[0].close()
 
 
-def copies(path: Path) -> list[int]:
+def copies(path):
     """What a child forked now would have of an open file: descriptors that share its lock."""
     wanted, found = path.stat(), []
     for name in os.listdir("/dev/fd"):
@@ -191,7 +169,7 @@ def copies(path: Path) -> list[int]:
     return list(map(os.dup, found))
 
 
-def test_a_child_forked_during_a_put_keeps_nobody_out(tmp_path: Path) -> None:
+def test_a_child_forked_during_a_put_keeps_nobody_out(tmp_path, opened):
     path, inherited = tmp_path / "kv", list[int]()
     store, other = opened(path), opened(path)
     with injected(during(path, "write", lambda: inherited.extend(copies(path / "lock")))):
@@ -202,5 +180,3 @@ def test_a_child_forked_during_a_put_keeps_nobody_out(tmp_path: Path) -> None:
     assert other.put(key_of(2), kv_of(2))
     for fd in inherited:
         os.close(fd)
-    store.close()
-    other.close()

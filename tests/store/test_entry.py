@@ -1,12 +1,9 @@
 """One entry as bytes: any safetensors reader opens it, and no altered byte gets through."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import google_crc32c
@@ -18,14 +15,7 @@ from safetensors import safe_open
 
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.disk import verify
-from ragcachekit.store.entry import (
-    SCHEMA,
-    EntryDamaged,
-    decode_entry,
-    encode_entry,
-    entry_name,
-    read_key,
-)
+from ragcachekit.store.entry import SCHEMA, EntryDamaged, decode_entry, encode_entry, entry_name, read_key
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, file_of, holds, key_of, kv_of, opened, read_entry
 
@@ -33,17 +23,17 @@ SUMS = {"attended": torch.arange(4.0), "inter": torch.arange(6.0).reshape(2, 3)}
 KV = ChunkKV(kv_of(1).keys + kv_of(2, heads=3).keys, kv_of(3).values + kv_of(4, heads=3).values, 3, SUMS)
 
 
-def image_of(key: KVKey, kv: ChunkKV) -> bytes:
+def image_of(key, kv):
     return b"".join(encode_entry(key, kv))
 
 
-def written(folder: Path, key: KVKey, kv: ChunkKV) -> Path:
+def written(folder, key, kv):
     path = folder / entry_name(key)
     path.write_bytes(image_of(key, kv))
     return path
 
 
-def decoded(image: bytes, key: KVKey = KEY) -> ChunkKV | None:
+def decoded(image, key=KEY):
     """What the bytes give where they are not in a file; None for damage."""
     try:
         return decode_entry(memoryview(image), key)
@@ -51,7 +41,7 @@ def decoded(image: bytes, key: KVKey = KEY) -> ChunkKV | None:
         return None
 
 
-def is_damaged(path: Path, data: bytes) -> bool:
+def is_damaged(path, data):
     path.write_bytes(data)
     try:
         read_entry(path, KEY)
@@ -61,7 +51,7 @@ def is_damaged(path: Path, data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_safetensors_reads_what_we_write(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_safetensors_reads_what_we_write(tmp_path, dtype):
     kv = kv_of(1, dtype=dtype, start=3)
     with safe_open(written(tmp_path, KEY, kv), framework="pt") as file:
         assert set(file.keys()) == {"k.0", "k.1", "v.0", "v.1"}
@@ -94,7 +84,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kv", KINDS.values(), ids=KINDS)
-def test_every_kind_of_tensors_is_written_in_order_and_sealed(tmp_path: Path, kv: ChunkKV) -> None:
+def test_every_kind_of_tensors_is_written_in_order_and_sealed(tmp_path, kv):
     """Layer by layer, keys first, and a CRC of each layer."""
     layers = [
         b"".join(bytes(t.detach().contiguous().view(torch.uint8).numpy()) for t in pair)
@@ -112,7 +102,7 @@ def test_every_kind_of_tensors_is_written_in_order_and_sealed(tmp_path: Path, kv
     assert contents(decode_entry(memoryview(data), KEY)) == contents(plain)
 
 
-def test_sums_come_back_and_are_sealed(tmp_path: Path) -> None:
+def test_sums_come_back_and_are_sealed(tmp_path):
     path = written(tmp_path, KEY, KV)
     for read in (read_entry(path, KEY), decode_entry(memoryview(path.read_bytes()), KEY)):
         assert contents(read) == contents(KV)
@@ -125,7 +115,7 @@ def test_sums_come_back_and_are_sealed(tmp_path: Path) -> None:
         raw[at] ^= 1
 
 
-def test_a_type_that_cannot_be_stored_is_refused() -> None:
+def test_a_type_that_cannot_be_stored_is_refused():
     with pytest.raises(TypeError, match=r"complex64.*cast it"):
         encode_entry(key_of(1), kv_of(1, dtype=torch.complex64))
 
@@ -133,7 +123,7 @@ def test_a_type_that_cannot_be_stored_is_refused() -> None:
 # -- damage ----------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_in_any_byte_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_byte_is_found(tmp_path):
     """Two bits of every byte, header included; bit 5 changes the case of hex digits and JSON letters."""
     path = written(tmp_path, KEY, kv_of(1, tokens=1, heads=1, width=4))
     good, rng, missed = path.read_bytes(), random.Random(3), []
@@ -151,7 +141,7 @@ def test_a_flipped_bit_in_any_byte_is_found(tmp_path: Path) -> None:
     assert path.read_bytes() == good
 
 
-def test_noise_cuts_and_additions_are_found(tmp_path: Path) -> None:
+def test_noise_cuts_and_additions_are_found(tmp_path):
     path, rng = written(tmp_path, KEY, kv_of(1, tokens=64, layers=6)), random.Random(7)
     good = path.read_bytes()
     for _ in range(150):
@@ -166,12 +156,12 @@ def test_noise_cuts_and_additions_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**63, 2**64 - 1])
-def test_absurd_header_lengths(tmp_path: Path, length: int) -> None:
+def test_absurd_header_lengths(tmp_path, length):
     assert is_damaged(tmp_path / "entry", length.to_bytes(8, "little") + b"{}" * 100)
 
 
 @pytest.mark.parametrize("field", ["fingerprint", "namespace", "chunk_id", "encoding", "context"])
-def test_a_whole_file_under_another_name_is_damage(tmp_path: Path, field: str) -> None:
+def test_a_whole_file_under_another_name_is_damage(tmp_path, field):
     other = KVKey(**{**vars(KEY), field: ("other",) if field == "context" else "other"})
     renamed = written(tmp_path, KEY, kv_of(1)).rename(tmp_path / entry_name(other))
     with pytest.raises(EntryDamaged, match="another key"):
@@ -185,7 +175,7 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path: Path, field: str) -
 # -- headers that nobody wrote, under a CRC that is right ------------------------------------------------
 
 
-def crafted(text: str, body: bytes) -> bytes:
+def crafted(text, body):
     """An entry with this JSON as its header, and a CRC that is right for it."""
     header = text.encode()
     header += b" " * (-(8 + len(header)) % 64)
@@ -196,13 +186,13 @@ def crafted(text: str, body: bytes) -> bytes:
     return bytes(raw) + body
 
 
-def sealed(entry: Any, tensors: Any, body: bytes, schema: str = SCHEMA) -> bytes:
+def sealed(entry, tensors, body, schema=SCHEMA):
     text = entry if isinstance(entry, str) else json.dumps(entry, separators=(",", ":"))
     fields = {"__metadata__": {"crc32c": "0" * 8, "schema": schema, "entry": text}, **tensors}
     return crafted(json.dumps(fields, separators=(",", ":")), body)
 
 
-def is_a_miss(folder: Path, image: bytes, key: KVKey) -> None:
+def is_a_miss(folder, image, key):
     """Through every method that reads headers, with an entry beside it that must not be touched."""
     store, path = opened(folder), file_of(folder, key)
     assert store.put(key_of(7), kv_of(7))
@@ -219,7 +209,7 @@ def is_a_miss(folder: Path, image: bytes, key: KVKey) -> None:
     assert decoded(image, key) is None
 
 
-def tensor(shape: Any, start: int = 0, end: int = 256, dtype: str = "F32") -> dict[str, Any]:
+def tensor(shape, start=0, end=256, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
@@ -232,11 +222,11 @@ TENSORS = {"k.0": tensor([2, 4, 8]), **VALUES_OF_0}
 """Two tensors ``[2, 4, 8]`` of zeros in float32."""
 
 
-def keys_of(shape: Any) -> dict[str, Any]:
+def keys_of(shape):
     return {"k.0": tensor(shape), **VALUES_OF_0}
 
 
-def with_sums(*shapes: Any, names: str = "ab") -> tuple[Any, Any, bytes]:
+def with_sums(*shapes, names="ab"):
     sums = {f"sums.{name}": tensor(shape, 512, 512) for name, shape in zip(names, shapes, strict=False)}
     return {**ENTRY, "crcs": CRC + "0" * 8 * len(sums)}, {**TENSORS, **sums}, BODY
 
@@ -279,7 +269,7 @@ CASES: dict[str, tuple[Any, Any, bytes]] = {
 
 
 @pytest.mark.parametrize(("entry", "tensors", "body"), CASES.values(), ids=CASES)
-def test_a_crafted_header_is_a_miss(tmp_path: Path, entry: Any, tensors: Any, body: bytes) -> None:
+def test_a_crafted_header_is_a_miss(tmp_path, entry, tensors, body):
     assert decoded(sealed(ENTRY, TENSORS, BODY), key_of(1)) is not None, "the frame itself is right"
     is_a_miss(tmp_path, sealed(entry, tensors, body), key_of(1))
 
@@ -292,15 +282,15 @@ def test_a_crafted_header_is_a_miss(tmp_path: Path, entry: Any, tensors: Any, bo
         '{"__metadata__":{"crc32c":"00000000","schema":"7"},"k.0":7}',
     ],
 )
-def test_metadata_without_an_entry_is_a_miss(tmp_path: Path, text: str) -> None:
+def test_metadata_without_an_entry_is_a_miss(tmp_path, text):
     is_a_miss(tmp_path, crafted(text, BODY), key_of(1))
 
 
-def test_an_entry_of_another_schema_is_a_miss(tmp_path: Path) -> None:
+def test_an_entry_of_another_schema_is_a_miss(tmp_path):
     is_a_miss(tmp_path, sealed(ENTRY, TENSORS, BODY, "6"), key_of(1))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(value, path=()):
     """Where something stands in nested data."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for name, item in inside for place in places(item, (*path, name)))]
@@ -324,7 +314,7 @@ VALUES = st.recursive(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_a_mutated_header_under_a_new_crc_is_a_miss_or_an_entry(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_mutated_header_under_a_new_crc_is_a_miss_or_an_entry(tmp_path, data):
     """Whoever makes a right CRC may write another entry, but never one that is read in another shape."""
     image = image_of(KEY, KV)
     end = 8 + int.from_bytes(image[:8], "little")

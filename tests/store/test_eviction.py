@@ -1,22 +1,11 @@
 """Eviction policies against plain re-derivations that look at every entry and at the whole past."""
 
-from __future__ import annotations
-
 import math
 import random
 
 import pytest
 
-from ragcachekit.store.eviction import (
-    Access,
-    FrequencyReuse,
-    Gdsf,
-    Lfu,
-    Lru,
-    Pgdsf,
-    Ranking,
-    open_eviction,
-)
+from ragcachekit.store.eviction import Access, FrequencyReuse, Gdsf, Lfu, Lru, Pgdsf, Ranking, open_eviction
 
 ITEMS = "abcdefghijkl"
 GROUPS = ("acme", "globex")
@@ -173,11 +162,26 @@ def test_any_sequence_evicts_whom_the_definition_says(case, seed):
             expected = oracle.evict(group)
             assert ranking.evict(group) == expected
             left += expected is not None
-        for group in (None, *GROUPS):
-            assert ranking.lowest(group) == oracle.lowest(group)
-        for entry, facts in oracle.live.items():
-            assert ranking.record(entry).priority == pytest.approx(facts["priority"], rel=1e-9)
+        agree(ranking, oracle)
     assert left > 50
+    ranking.clear()
+    agree(ranking, Oracle(score))
+
+
+def agree(ranking, oracle):
+    assert set(ranking) == set(oracle.live)
+    assert len(ranking) == len(oracle.live)
+    for group in (None, *GROUPS):
+        assert ranking.lowest(group) == oracle.lowest(group)
+    for group in GROUPS:
+        mine = [entry["size"] for entry in oracle.live.values() if entry["group"] == group]
+        assert ranking.nbytes_of(group) == sum(mine)
+    assert ranking.nbytes == sum(entry["size"] for entry in oracle.live.values())
+    for item, facts in oracle.live.items():
+        record = ranking.record(item)
+        assert item in ranking
+        assert record.priority == pytest.approx(facts["priority"], rel=1e-9)
+        assert (record.nbytes, record.group) == (facts["size"], facts["group"])
 
 
 @pytest.mark.parametrize(
@@ -194,19 +198,3 @@ def test_any_sequence_evicts_whom_the_definition_says(case, seed):
 def test_what_cannot_be_opened_says_what_to_write(name, says):
     with pytest.raises(ValueError, match=says):
         open_eviction(name)
-
-
-def test_pgdsf_keeps_what_is_dear_to_compute():
-    """Algorithm 1, by hand: costs 0.01 and 0.03 per token, then their means and two clocks."""
-    ranking = Ranking(Pgdsf())
-    ranking.add("cheap", 1, access=Access(False, 1.0, 100))
-    ranking.add("dear", 1, access=Access(False, 3.0, 100))
-    assert ranking.record("dear").priority == pytest.approx(3 * ranking.record("cheap").priority)
-    ranking.touch("cheap")
-    assert ranking.record("cheap").priority == pytest.approx(2)
-    assert ranking.evict() == "cheap"
-    ranking.add("cheap", 1, access=Access(False, 5.0, 100))
-    assert ranking.record("cheap").priority == pytest.approx(2 + 3 * (1 + 5) / 2), (
-        "clock 2, third access, mean 3"
-    )
-    assert ranking.lowest() == "dear"

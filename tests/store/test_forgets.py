@@ -1,7 +1,5 @@
 """What counts as forgotten since a moment."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragcachekit.store import forgets as forget_epochs

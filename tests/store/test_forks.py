@@ -1,8 +1,5 @@
 """What was opened before a fork raises at once in the child, whatever locks were held."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +7,6 @@ import pytest
 FORK = """
 import os, sys, threading
 from pathlib import Path
-sys.path[:0] = {paths!r}
 import pytest, torch
 from loading_kit import Gate, SlowStore, start
 from store_kit import contents, key_of, kv_of
@@ -58,7 +54,7 @@ assert bulk.put(key_of(0), kv_of(0))
 
 opened = (host, disk, tiered, loader, worker, bulk, tree)
 held, over = threading.Event(), threading.Event()
-all_locks = [lock for one in opened for lock in locks(one, {{}})]
+all_locks = [lock for one in opened for lock in locks(one, {})]
 assert len(all_locks) >= 8
 
 def hold():
@@ -109,11 +105,5 @@ for one in (loader, tiered, worker, bulk, tree):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_a_forked_child_gets_a_clear_error_and_opens_anew(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FORK.format(paths=sys.path), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_forked_child_gets_a_clear_error_and_opens_anew(tmp_path, said_by):
+    said_by(FORK, tmp_path, seconds=120)

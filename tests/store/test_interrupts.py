@@ -1,11 +1,6 @@
 """KeyboardInterrupt at any moment of a load, a read or a guarded call: it comes through alone."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,25 +9,19 @@ from ragcachekit.threads import Condition
 HERE = Path(__file__).parent
 
 
-def test_nothing_is_left_locked_open_or_dead(tmp_path: Path) -> None:
+def test_nothing_is_left_locked_open_or_dead(tmp_path, said_by):
     """In a process of its own: signals go to its main thread, and what it leaves locked stays so."""
-    command = [sys.executable, str(HERE / "interrupted_loads.py"), str(tmp_path / "kv"), "1", "800"]
-    paths = os.pathsep.join([str(HERE), *sys.path])
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(said_by(HERE / "interrupted_loads.py", tmp_path / "kv", 1, 800, seconds=250))
     assert found.pop("interrupts") > 100
     assert found == {"others": {}, "descriptors": 0, "dead threads": 0}
 
 
-def test_a_condition_wakes_all_who_wait_and_times_out() -> None:
+def test_a_condition_wakes_all_who_wait_and_times_out():
     condition, seen = Condition(), list[int]()
     waiting = threading.Semaphore(0)
 
-    def wait(number: int) -> None:
-        def there() -> bool:
+    def wait(number):
+        def there():
             waiting.release()
             return len(seen) == 1
 

@@ -1,13 +1,8 @@
 """SIGKILL in the middle of disk writes: afterwards nothing is wrong, lost, or lying around."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,14 +14,16 @@ BAD = ("wrong", "lost", "unforgotten", "orphans", "uncounted", "damaged", "over_
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks")
 
 
-def killed(folder: Path, kills: int, writers: int, how: str, seed: int = 11) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), str(folder), str(kills), str(writers), str(seed), how]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    totals: dict[str, Any] = json.loads(run.stdout)
-    figures("kill", how=how, writers=writers, **totals)
-    return totals
+@pytest.fixture
+def killed(tmp_path, said_by):
+    def run(kills, writers, how):
+        totals = json.loads(said_by(SCRIPT, tmp_path / "kv", kills, writers, 11, how))
+        figures("kill", how=how, writers=writers, **totals)
+        assert {name: totals.get(name, 0) for name in BAD} == dict.fromkeys(BAD, 0)
+        assert totals["checked"] > 0, "acknowledged entries were looked for"
+        return totals
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -38,13 +35,10 @@ def killed(folder: Path, kills: int, writers: int, how: str, seed: int = 11) -> 
         pytest.param(200, 3, id="three writers, 200 kills", marks=pytest.mark.soak),
     ],
 )
-def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills: int, writers: int) -> None:
-    totals = killed(tmp_path / "kv", kills, writers, "random")
+def test_killed_writers_leave_whole_entries_and_no_orphans(killed, kills, writers):
+    totals = killed(kills, writers, "random")
     assert totals["kills"] == kills
-    assert {name: totals.get(name, 0) for name in BAD} == dict.fromkeys(BAD, 0)
-    # The kills hit something: acknowledged entries were looked for, and writers interrupted half way (which
-    # a few kills at random moments may miss; those before named calls do not).
-    assert totals["checked"] > 0
+    # Writers were interrupted half way, which a few kills at random moments may miss; named calls do not.
     assert totals["operations"] > kills
     assert kills < 100 or totals["temp_files_seen"] > 0
 
@@ -57,10 +51,8 @@ def test_killed_writers_leave_whole_entries_and_no_orphans(tmp_path: Path, kills
         pytest.param(10, 3, id="10 kills before each call, three writers", marks=pytest.mark.soak),
     ],
 )
-def test_killed_before_every_call(tmp_path: Path, kills: int, writers: int) -> None:
-    totals = killed(tmp_path / "kv", kills, writers, "named")
+def test_killed_before_every_call(killed, kills, writers):
+    totals = killed(kills, writers, "named")
     assert totals["survivors"] == []  # every call was made
     assert totals["kills"] == kills * totals["points"]
     assert totals["points"] >= 7
-    assert {name: totals.get(name, 0) for name in BAD} == dict.fromkeys(BAD, 0)
-    assert totals["checked"] > 0

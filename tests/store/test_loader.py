@@ -1,10 +1,7 @@
 """The loader by itself: order, sharing, failures, deadlines, prefetching, the end. No sleeps."""
 
-from __future__ import annotations
-
 import gc
-import subprocess
-import sys
+import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -313,29 +310,6 @@ def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
     assert same(start(hanging.loader, key_of(4)).kv, kv_of(4, layers=LAYERS))
 
 
-PROGRAM = """
-import sys, time
-sys.path[:0] = {paths!r}
-from loading_kit import SlowStore, start
-from store_kit import key_of, kv_of
-from ragcachekit.store.loader import Loader
-store = SlowStore(lambda key, layer: time.sleep(0.02))
-store.put(key_of(0), kv_of(0, layers=500))
-loader = Loader(store)
-kv = start(loader, key_of(0)).kv
-kv.layer(3)
-print("leaving", kv.ready == 500)
-"""
-
-
-def test_the_interpreter_can_go_in_the_middle_of_a_load(request):
-    paths = [str(request.config.rootpath / "tests" / "kits")]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(paths=paths)], capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["leaving", "False"]), done.stderr
-
-
 def test_real_files_are_read_layer_by_layer(closing, tmp_path):
     disk = DiskStore(tmp_path, 1 << 20)
     for number in range(3):
@@ -351,3 +325,81 @@ def test_real_files_are_read_layer_by_layer(closing, tmp_path):
     assert all(seconds > 0 and beside in (0, 512) for *_, seconds, beside in reads)
     assert disk.stats()[0].hits == 3
     disk.close()
+
+
+# -- which files stay open: those of handles that somebody has -------------------------------------------
+
+
+@pytest.fixture
+def store():
+    return filled(8)
+
+
+@pytest.fixture
+def loader(store, closing):
+    return closing(store)
+
+
+def closed(store):
+    return [source.closed for source in store.sources]
+
+
+def test_the_file_of_a_dropped_handle_is_closed_with_the_next_call(store, loader):
+    first, second = opened(loader, 0, 1)
+    again = loader.open(key_of(0)).kv
+    del first
+    assert closed(store) == [False, False]
+    del again
+    assert loader.open(key_of(9)) is None
+    assert closed(store) == [True, False]
+    loader.release([second])
+    assert closed(store) == [True, True]
+
+
+def test_of_the_disk_no_descriptor_is_left(tmp_path, closing):
+    def descriptors():
+        names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(name).startswith(str(tmp_path)) for name in names if os.path.exists(name))
+
+    disk = DiskStore(tmp_path, 1 << 20)
+    assert all(disk.put(key_of(number), kv_of(number)) for number in range(3))
+    loader = closing(disk)
+    handles = opened(loader, 0, 1, 2)
+    assert descriptors() == 3
+    handles.clear()
+    loader.release([])
+    assert descriptors() == 0
+
+
+def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(store, loader):
+    """A handle in a cycle goes at any moment: here while this thread, or another one, holds the lock."""
+    for meanwhile in (lambda: gc.collect(), lambda: in_another_thread(gc.collect)):
+        cycle = [*opened(loader, 0, 1)]
+        cycle.append(cycle)
+        del cycle
+        with loader._changed:
+            seen = []
+            for load in loader._active:
+                meanwhile()
+                seen.append(load.key)
+            assert seen == [key_of(0), key_of(1)]
+        assert loader.open(key_of(2)) is not None
+        loader.release([])
+        assert all(closed(store)), "the last one too: nobody kept it"
+
+
+def in_another_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
+def test_no_more_entries_are_open_than_may_be(store, loader, monkeypatch):
+    monkeypatch.setattr("ragcachekit.store.loader.MAX_OPEN", 3)
+    handles = opened(loader, 0, 1, 2)
+    assert loader.open(key_of(3)) is None
+    assert loader.open(key_of(0)) is not None, "it is open"
+    assert closed(store) == [False, False, False, True]
+    handles.pop()
+    assert loader.open(key_of(3)) is not None

@@ -1,7 +1,5 @@
 """KV in eight bits looks unpacked to everybody but the assembly, whatever tier hands it out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

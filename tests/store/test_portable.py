@@ -1,14 +1,5 @@
 """Memory and disk tiers without what only Linux or only POSIX has: one round of every operation."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-HERE = Path(__file__).parent
-
 LINUX = ("O_DIRECT", "posix_fadvise", "sync_file_range", "copy_file_range", "sendfile", "memfd_create")
 POSIX = (
     *("fork", "forkpty", "register_at_fork", "geteuid", "getuid", "chown", "sync"),
@@ -93,10 +84,6 @@ print("all")
 """
 
 
-def test_tiers_need_no_more_than_python(tmp_path: Path) -> None:
+def test_tiers_need_no_more_than_python(tmp_path, said_by):
     """In a process of its own, whose modules and functions are taken away before ours are imported."""
-    paths = os.pathsep.join([str(HERE), *sys.path])
-    command = [sys.executable, "-c", ROUND, str(tmp_path), ",".join((*LINUX, *POSIX, "fcntl"))]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert (done.stdout, done.returncode) == ("all\n", 0), done.stderr
+    assert said_by(ROUND, tmp_path, ",".join((*LINUX, *POSIX, "fcntl")), seconds=120) == "all\n"

@@ -1,7 +1,5 @@
 """Eight bits at rest: error bounds, honesty about being rounded, identity."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, KVStore, LayerSource
+from ragcachekit.store.base import KVStore, LayerSource
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore, pack, unpack
@@ -26,7 +24,7 @@ TIERS: dict[str, Callable[[Path], KVStore]] = {
 }
 
 
-def wild(seed: int, dtype: torch.dtype, layers: int = 3) -> ChunkKV:
+def wild(seed, dtype, layers=3):
     """Channels of very different size, some of them zero, as keys without RoPE have."""
     rng = torch.Generator().manual_seed(seed)
     spread = torch.logspace(-4, 2, 16)
@@ -40,7 +38,7 @@ def wild(seed: int, dtype: torch.dtype, layers: int = 3) -> ChunkKV:
     )
 
 
-def bound(x: np.ndarray, axis: int, kind: str) -> np.ndarray:
+def bound(x, axis, kind):
     """The docstring's bound, from the numbers alone."""
     largest = np.abs(x).max(axis, keepdims=True)
     if kind == "int8":
@@ -51,7 +49,7 @@ def bound(x: np.ndarray, axis: int, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(1))
-def test_errors_stay_within_the_stated_bound(kind, dtype, seed) -> None:
+def test_errors_stay_within_the_stated_bound(kind, dtype, seed):
     kv = wild(seed, dtype)
     back = unpack(pack(kv, kind), kind)
     for axis, before, after in ((1, kv.keys, back.keys), (2, kv.values, back.values)):
@@ -69,14 +67,12 @@ def test_errors_stay_within_the_stated_bound(kind, dtype, seed) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("tier", TIERS)
-def test_a_rounded_entry_comes_back_the_same_every_time_and_marked(kind, tier, tmp_path) -> None:
+def test_a_rounded_entry_comes_back_the_same_every_time_and_marked(kind, tier, tmp_path):
     store = QuantisedStore(TIERS[tier](tmp_path), kind)
     kv = kv_of(1, tokens=50)
     assert store.put(KEY, kv)
     assert KEY in store
     first, second = store.get(KEY), store.get(KEY)
-    assert first is not None
-    assert second is not None
     assert contents(first.kv) == contents(second.kv) == contents(unpack(pack(kv, kind), kind))
     assert first.kv.quantised == kind
     opened = store.open(KEY)
@@ -88,7 +84,6 @@ def test_a_rounded_entry_comes_back_the_same_every_time_and_marked(kind, tier, t
         opened.finished(read)
         opened.close()
     else:
-        assert isinstance(opened, Found)
         read = opened.kv
     assert contents(read) == contents(first.kv)
     assert store.stats()[0].nbytes < 0.7 * kv.nbytes
@@ -97,7 +92,7 @@ def test_a_rounded_entry_comes_back_the_same_every_time_and_marked(kind, tier, t
     store.close()
 
 
-def test_another_configuration_does_not_find_it(tmp_path: Path) -> None:
+def test_another_configuration_does_not_find_it(tmp_path):
     disk = DiskStore(tmp_path / "kv", BUDGET)
     QuantisedStore(disk, "int8").put(KEY, kv_of(1))
     assert disk.get(KEY) is None
@@ -108,19 +103,17 @@ def test_another_configuration_does_not_find_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["prefix@long", "path"])
-def test_kv_that_is_only_reused_exactly_is_not_rounded(encoding: str) -> None:
+def test_kv_that_is_only_reused_exactly_is_not_rounded(encoding):
     inner = HostStore(BUDGET)
     store = QuantisedStore(inner, "int8")
     key = key_of(1, encoding=encoding)
     store.put(key, kv_of(1, start=0))
     found, plain = store.get(key), inner.get(key)
-    assert found is not None
-    assert plain is not None
     assert contents(found.kv) == contents(plain.kv) == contents(kv_of(1, start=0))
     assert found.kv.quantised == ""
 
 
-def test_kv_that_is_not_finite_is_refused() -> None:
+def test_kv_that_is_not_finite_is_refused():
     kv = kv_of(1)
     kv.values[0][0, 0, 0] = float("inf")
     store = QuantisedStore(HostStore(BUDGET), "int8")

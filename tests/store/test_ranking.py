@@ -1,110 +1,15 @@
-"""The ranking itself: any sequence against a dict, its cost in comparisons, and its memory."""
-
-from __future__ import annotations
+"""The ranking itself: its cost in comparisons, and its memory. What it evicts: test_eviction.py."""
 
 import random
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-from ragcachekit.store.eviction import Access, EvictionPolicy, Ranking, Record
-
-items = st.sampled_from("abcdefg")
-groups = st.sampled_from(["", "acme", "globex"])
+from ragcachekit.store.eviction import Access, EvictionPolicy, Ranking
 
 
 class Given(EvictionPolicy):
     """A policy whose numbers the test chooses: ``weight`` is the priority."""
 
-    def __init__(self):
-        self.left = []
-
-    def accessed(self, record: Record, access: Access, now: int) -> None:
+    def accessed(self, record, access, now):
         record.priority = access.weight
-
-    def evicted(self, record: Record) -> None:
-        self.left.append(record)
-
-
-class RankingMachine(RuleBasedStateMachine):
-    """``self.model``: item -> [priority, number of last access, bytes, group, holds]."""
-
-    def __init__(self):
-        super().__init__()
-        self.policy = Given()
-        self.ranking = Ranking(self.policy)
-        self.model, self.now, self.left = {}, 0, 0
-
-    @rule(item=items, priority=st.integers(0, 5), nbytes=st.integers(0, 9), group=groups)
-    def add(self, item, priority, nbytes, group):
-        self.ranking.add(item, nbytes, group=group, access=Access(weight=priority))
-        self.now += 1
-        holds = self.model[item][4] if item in self.model else 0
-        self.model[item] = [priority, self.now, nbytes, group, holds]
-
-    @rule(item=items, priority=st.integers(0, 5))
-    def touch(self, item, priority):
-        self.ranking.touch(item, Access(weight=priority))
-        if item in self.model:
-            self.now += 1
-            self.model[item][:2] = [priority, self.now]
-
-    @rule(item=items)
-    def remove(self, item):
-        self.ranking.remove(item)
-        self.model.pop(item, None)
-
-    @rule(item=items)
-    def hold(self, item):
-        self.ranking.hold(item)
-        if item in self.model:
-            self.model[item][4] += 1
-
-    @rule(item=items)
-    def release(self, item):
-        self.ranking.release(item)
-        if item in self.model:
-            self.model[item][4] = max(0, self.model[item][4] - 1)
-
-    @rule(group=st.one_of(st.none(), groups))
-    def evict(self, group):
-        expected = self.expected(group)
-        assert self.ranking.evict(group) == expected
-        if expected is not None:
-            self.left += 1
-            assert self.policy.left[-1].priority == self.model.pop(expected)[0]
-
-    @precondition(lambda self: len(self.model) > 5)
-    @rule()
-    def clear(self):
-        self.ranking.clear()
-        self.model.clear()
-
-    def expected(self, group):
-        free = [(*e[:2], i) for i, e in self.model.items() if not e[4] and group in (None, e[3])]
-        return min(free)[2] if free else None
-
-    @invariant()
-    def agrees(self):
-        assert set(self.ranking) == set(self.model)
-        assert len(self.ranking) == len(self.model)
-        assert self.ranking.nbytes == sum(e[2] for e in self.model.values())
-        for group in (None, "", "acme", "globex"):
-            assert self.ranking.lowest(group) == self.expected(group)
-            if group is not None:
-                assert self.ranking.nbytes_of(group) == sum(
-                    e[2] for e in self.model.values() if e[3] == group
-                )
-        for item, entry in self.model.items():
-            assert item in self.ranking
-            record = self.ranking.record(item)
-            assert (record.priority, record.nbytes, record.group) == (entry[0], entry[2], entry[3])
-        assert len(self.policy.left) == self.left
-
-
-RankingMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
-TestRankingMachine = RankingMachine.TestCase
 
 
 class Counted(float):

@@ -1,27 +1,18 @@
 """The Redis tier: what several clients share, what the server may do to us, what outlives its absence."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from test_store_machine import KEYS, StoreMachine
+from test_store_machine import KEYS, RemoteMachine, few
 
 from ragcachekit.errors import StoreError
 from ragcachekit.store import remote
-from ragcachekit.store.backends import RedisStore
-from ragcachekit.store.base import KVStore
-from ragcachekit.types import KVKey
 from redis_kit import RedisServer, forget_at_last, redis_store, running_server
 from soak_kit import figures
 from store_kit import KEY, contents, key_of, kv_of
@@ -29,22 +20,14 @@ from store_kit import KEY, contents, key_of, kv_of
 SHORT = 0.05  # seconds that a test waits for a server that hangs
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture(scope="module")
-def running() -> Iterator[RedisServer]:
+def running():
     with running_server() as server:
         yield server
 
 
 @pytest.fixture
-def server(running: RedisServer) -> RedisServer:
+def server(running):
     running.empty()
     running.client.config_set("maxmemory", 0)
     running.client.config_set("maxmemory-policy", "noeviction")
@@ -52,26 +35,19 @@ def server(running: RedisServer) -> RedisServer:
 
 
 @pytest.fixture
-def mortal() -> Iterator[RedisServer]:
+def mortal():
     """A server of one test's own, to be killed."""
     with running_server(tcp=True) as server:
         yield server
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it fails, the server is asked again."""
-    monkeypatch.setattr(remote, "FAILURES", 10_000)
-
-
-def test_clients_share_entries_and_forgets(server: RedisServer) -> None:
+def test_clients_share_entries_and_forgets(server):
     one, two = redis_store(server), redis_store(server)
     for number in range(10):
         assert (one, two)[number % 2].put(key_of(number), kv_of(number))
     assert one.put(key_of(20, context=("chunk-3",)), kv_of(20))
     for number in range(10):
         found = (two, one)[number % 2].get(key_of(number))
-        assert found is not None
         assert contents(found.kv) == contents(kv_of(number))
     assert one.stats()[0].entries >= 11
     assert two.forget("acme/docs", frozenset({"chunk-3"})) == 2
@@ -81,7 +57,7 @@ def test_clients_share_entries_and_forgets(server: RedisServer) -> None:
     assert server.entries() == {}
 
 
-def test_the_server_evicts_the_least_recently_used(server: RedisServer) -> None:
+def test_the_server_evicts_the_least_recently_used(server):
     store = redis_store(server)
     kv = kv_of(1, tokens=400)
     used = int(server.client.info("memory")["used_memory"])
@@ -97,7 +73,7 @@ def test_the_server_evicts_the_least_recently_used(server: RedisServer) -> None:
     assert store.forget("acme/docs") == len(kept)
 
 
-def test_a_full_server_that_does_not_evict_refuses(server: RedisServer, caplog: Any) -> None:
+def test_a_full_server_that_does_not_evict_refuses(server, caplog):
     with caplog.at_level(logging.WARNING):
         store = redis_store(server)
     assert "maxmemory-policy allkeys-lru" in caplog.text
@@ -111,12 +87,8 @@ def test_a_full_server_that_does_not_evict_refuses(server: RedisServer, caplog: 
 # -- absences --------------------------------------------------------------------------------------------
 
 
-def test_a_dead_server_is_no_error_from_opening_on(
-    mortal: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_server_is_no_error_from_opening_on(mortal, clock):
     mortal.kill()
-    clock = Clock()
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=clock))
     store = redis_store(mortal)
     assert not store.put(KEY, kv_of(1))
     assert store.get(KEY) is None
@@ -133,7 +105,7 @@ def test_a_dead_server_is_no_error_from_opening_on(
 
 
 @contextmanager
-def hung(server: RedisServer) -> Iterator[None]:
+def hung(server):
     server.hang()
     try:
         yield
@@ -142,7 +114,7 @@ def hung(server: RedisServer) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_forget_during_an_absence_is_an_error(server: RedisServer) -> None:
+def test_a_forget_during_an_absence_is_an_error(server):
     store, other = redis_store(server, deadline=SHORT), redis_store(server)
     gone, here = key_of(1), key_of(2)
     for key in (gone, here):
@@ -158,7 +130,7 @@ def test_a_forget_during_an_absence_is_an_error(server: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_put_that_arrives_after_its_forget_is_refused(server: RedisServer) -> None:
+def test_a_put_that_arrives_after_its_forget_is_refused(server):
     """A hung server still works off what lies in its socket when it goes on."""
     store, other = redis_store(server, deadline=SHORT), redis_store(server)
     assert other.put(key_of(1), kv_of(1))
@@ -171,7 +143,7 @@ def test_a_put_that_arrives_after_its_forget_is_refused(server: RedisServer) -> 
     assert server.entries() == {}
 
 
-def test_a_late_put_with_an_outdated_token_is_refused(server: RedisServer) -> None:
+def test_a_late_put_with_an_outdated_token_is_refused(server):
     """The same in one step: what another client forgot, or a server that lost its tokens."""
     ours, others = redis_store(server), redis_store(server)
     assert ours.write_blob(KEY, memoryview(b"early"), lambda: True) == 0
@@ -185,21 +157,21 @@ def test_a_late_put_with_an_outdated_token_is_refused(server: RedisServer) -> No
 class Requests:
     """Requests of a few threads over few keys, their answers checked and timed."""
 
-    def __init__(self, store: RedisStore, seed: int, before: Callable[[int], object]) -> None:
+    def __init__(self, store, seed, before):
         self.store, self.before, self.random = store, before, random.Random(seed)
         self.lock = threading.Lock()
         self.answered = self.hits = self.started = 0
         self.wrong: list[object] = []
         self.longest = 0.0
 
-    def run(self, requests: int, threads: int) -> None:
+    def run(self, requests, threads):
         workers = [threading.Thread(target=self.work, args=(requests,)) for _ in range(threads)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
 
-    def work(self, requests: int) -> None:
+    def work(self, requests):
         while True:
             with self.lock:
                 number, self.started = self.started, self.started + 1
@@ -218,7 +190,7 @@ class Requests:
                 self.answered, self.hits = self.answered + 1, self.hits + hit
                 self.longest = max(self.longest, took)
 
-    def request(self, key: KVKey, chunk: int, kind: float) -> bool:
+    def request(self, key, chunk, kind):
         if kind < 0.3:
             return self.store.put(key, kv_of(chunk, tokens=32)) and False
         if kind < 0.4:
@@ -229,9 +201,7 @@ class Requests:
         return found is not None
 
 
-def test_every_request_is_answered_through_an_outage(
-    mortal: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_request_is_answered_through_an_outage(mortal, monkeypatch):
     """Without looking at the time: killed, back, hung, back, at fixed places among the requests."""
     monkeypatch.setattr(remote, "COOLDOWN", 0.0)
     store = redis_store(mortal, deadline=0.1)
@@ -246,14 +216,12 @@ def test_every_request_is_answered_through_an_outage(
 
 
 @pytest.mark.soak
-def test_killed_hung_and_restarted_during_a_thousand_requests(
-    mortal: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_hung_and_restarted_during_a_thousand_requests(mortal, monkeypatch):
     """None later than the deadline and 50 ms."""
     monkeypatch.setattr(remote, "COOLDOWN", 0.1)
     store, over, turns = redis_store(mortal, deadline=0.1), threading.Event(), [0]
 
-    def disturb() -> None:
+    def disturb():
         drawn, ways = random.Random(2), ((mortal.kill, mortal.start), (mortal.hang, mortal.go_on))
         while not over.wait(drawn.uniform(0.3, 0.8)):
             down, up = ways[turns[0] % 2]
@@ -279,59 +247,34 @@ def test_killed_hung_and_restarted_during_a_thousand_requests(
 
 # -- any sequence of operations, against a dict ----------------------------------------------------------
 
-keys = st.sampled_from(KEYS)
 
-
-class RedisMachine(StoreMachine):
+class RedisMachine(RemoteMachine):
     bounded = False
     server: ClassVar[RedisServer]
 
-    def open(self) -> KVStore:
+    def open(self):
         self.server.empty()
-        return redis_store(self.server, entry_bytes=12_000)
+        return self.opened()
+
+    def opened(self, **changes):
+        return redis_store(self.server, entry_bytes=12_000, **changes)
+
+    def blobs(self):
+        return self.server.entries()
+
+    def put_blob(self, key, blob):
+        self.server.client.set(self.server.name_of(key), blob)
 
     @rule()
-    def reopen(self) -> None:
-        self.store.close()
-        self.store = redis_store(self.server, entry_bytes=12_000)
-
-    @rule()
-    def server_lost_everything(self) -> None:
+    def server_lost_everything(self):
         self.server.empty()
         assert not any(key in self.store for key in KEYS)
 
-    @rule(draw=st.randoms(use_true_random=False), key=keys)
-    def damage_and_read(self, draw: random.Random, key: KVKey) -> None:
-        entries = self.server.entries()
-        blob = bytearray(entries.get(key.digest(), b""))
-        if blob:
-            place = draw.randrange(len(blob))
-            blob[place] ^= 1 << draw.randrange(8)
-            others = [other for name, other in entries.items() if name != key.digest()]
-            put = draw.choice([bytes(blob), bytes(blob[:place]), b"", *others])
-            self.server.client.set(self.server.name_of(key), put)
-            assert self.store.get(key) is None
-            if key in self.store:  # one that seems to be another deployment's stays
-                self.store.forget(key.namespace)
-                self.model = {k: kv for k, kv in self.model.items() if k.namespace != key.namespace}
-
-    @rule(key=keys)
-    def another_deployment_never_hits(self, key: KVKey) -> None:
-        other = redis_store(self.server, key=b"the key of somebody else")
-        assert other.get(key) is None
-        other.close()
-
 
 TestRedisMachine = RedisMachine.TestCase
-TestRedisMachine.settings = settings(
-    max_examples=6,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
+TestRedisMachine.settings = few(6, 25)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _server(running: RedisServer) -> None:
+def _server(running):
     RedisMachine.server = running

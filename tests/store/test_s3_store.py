@@ -1,9 +1,6 @@
 """The bulk tier on S3, as far as moto has it; for machines with ``ragcachekit[s3]`` and ``moto[server]``."""
 
-from __future__ import annotations
-
 import secrets
-from collections.abc import Iterator
 
 import fsspec
 import pytest
@@ -19,14 +16,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+def endpoint():
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
     server.stop()
 
 
-def test_entries_of_two_processes_on_s3(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_two_processes_on_s3(endpoint, monkeypatch):
     import s3fs
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
@@ -41,7 +38,6 @@ def test_entries_of_two_processes_on_s3(endpoint: str, monkeypatch: pytest.Monke
     assert there == list(range(9 - len(there), 9))
     assert 3 <= len(there) <= 8
     found = two.get(key_of(8))
-    assert found is not None
     assert contents(found.kv) == contents(kv_of(8))
     assert two.forget("acme/docs", frozenset({"chunk-8"})) == 1
     assert one.get(key_of(8)) is None

@@ -1,7 +1,5 @@
 """Sealed entries: every flipped bit, every cut, other names, other keys; and where the key comes from."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import random
@@ -17,11 +15,11 @@ SECRET = b"sixteen bytes...and more"
 DIGEST = KEY.digest()
 
 
-def sealed(seed: int = 1) -> bytes:
+def sealed(seed=1):
     return bytes(Seal(SECRET).sealed(DIGEST, encode_entry(KEY, kv_of(seed))))
 
 
-def test_the_seal_is_an_hmac_over_name_and_entry() -> None:
+def test_the_seal_is_an_hmac_over_name_and_entry():
     blob, image = sealed(), b"".join(encode_entry(KEY, kv_of(1)))
     assert blob[OVERHEAD:] == image
     assert (
@@ -31,7 +29,7 @@ def test_the_seal_is_an_hmac_over_name_and_entry() -> None:
     assert SECRET not in blob
 
 
-def test_every_flipped_bit_is_noticed() -> None:
+def test_every_flipped_bit_is_noticed():
     blob, rng = sealed(), random.Random(0)
     places = [*range(OVERHEAD), *rng.sample(range(OVERHEAD, len(blob)), 600)]
     for place in places:
@@ -41,18 +39,18 @@ def test_every_flipped_bit_is_noticed() -> None:
             assert Seal(SECRET).opened(DIGEST, damaged) is None
 
 
-def test_a_valid_entry_under_another_name_is_damage() -> None:
+def test_a_valid_entry_under_another_name_is_damage():
     with pytest.raises(EntryDamaged):
         Seal(SECRET).opened(key_of(2).digest(), sealed())
     with pytest.raises(EntryDamaged, match="another key"):
         decode_entry(Seal(SECRET).opened(DIGEST, sealed()), key_of(2))
 
 
-def test_another_key_is_told_from_damage() -> None:
+def test_another_key_is_told_from_damage():
     assert Seal(SECRET + b"!").opened(DIGEST, sealed()) is None
 
 
-def test_the_key_comes_as_bytes_or_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_as_bytes_or_from_the_environment(monkeypatch):
     monkeypatch.setenv("RAG_KEY", "0123456789abcdef")
     assert Seal("RAG_KEY").opened(DIGEST, Seal(b"0123456789abcdef").sealed(DIGEST, [b"entry"])) == b"entry"
     for bad in (None, "RAG_KEY_THAT_IS_NOT_SET", b"short", ""):
@@ -63,7 +61,7 @@ def test_the_key_comes_as_bytes_or_from_the_environment(monkeypatch: pytest.Monk
         Seal("RAG_KEY")
 
 
-def test_no_message_repeats_the_key() -> None:
+def test_no_message_repeats_the_key():
     mistaken = "deadbeefdeadbeefdeadbeefdeadbeef"  # the key itself where a name is wanted
     with pytest.raises(ValueError, match="not set") as caught:
         Seal(mistaken)

@@ -1,10 +1,10 @@
 """What every store promises, run over every store."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,12 +57,12 @@ OTHER_IDENTITIES = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RedisServer]:
+def server():
     with running_server() as running:
         yield running
 
 
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
+def made(request, tmp_path):
     if request.param != "redis":
         return MAKERS[request.param](tmp_path)
     server: RedisServer = request.getfixturevalue("server")
@@ -71,28 +71,28 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
 
 
 @pytest.fixture(params=[*MAKERS, "redis"])
-def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+def any_store(request, tmp_path):
     store = made(request, tmp_path)
     yield store
     store.close()
 
 
 @pytest.fixture(params=[*(name for name in MAKERS if name != "null"), "redis"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+def store(request, tmp_path):
     store = made(request, tmp_path)
     yield store
     store.close()
 
 
 @pytest.fixture(params=[name for name in MAKERS if name != "null"])
-def bounded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+def bounded(request, tmp_path):
     """Stores that keep a budget of their own; Redis evicts by itself."""
     store = made(request, tmp_path)
     yield store
     store.close()
 
 
-def test_unknown_key_is_a_counted_miss(any_store: KVStore) -> None:
+def test_unknown_key_is_a_counted_miss(any_store):
     assert any_store.get(KEY) is None
     assert KEY not in any_store
     assert [s.misses for s in any_store.stats()] == [1] * len(any_store.stats())
@@ -100,36 +100,34 @@ def test_unknown_key_is_a_counted_miss(any_store: KVStore) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "start"), [(torch.float32, None), (torch.bfloat16, 17)])
-def test_round_trip_is_byte_identical(store: KVStore, dtype: torch.dtype, start: int | None) -> None:
+def test_round_trip_is_byte_identical(store, dtype, start):
     kv = kv_of(1, dtype=dtype, start=start)
     assert store.put(KEY, kv)
     assert KEY in store
     found = store.get(KEY)
-    assert found is not None
     assert contents(found.kv) == contents(kv)
     assert found.tier == store.stats()[0].tier
 
 
-def test_last_put_under_a_key_wins_and_counts_once(store: KVStore) -> None:
+def test_last_put_under_a_key_wins_and_counts_once(store):
     store.put(KEY, kv_of(1, tokens=9))
     store.put(KEY, kv_of(2, tokens=3))
     alone = store.stats()
     store.put(KEY, kv_of(2, tokens=3))
     found = store.get(KEY)
-    assert found is not None
     assert contents(found.kv) == contents(kv_of(2, tokens=3))
     if "redis" not in [s.tier for s in alone]:  # whose bytes are the server's
         assert [s.nbytes for s in store.stats()] == [s.nbytes for s in alone]
     assert {s.entries for s in store.stats()} == {1}
 
 
-def test_fifteen_other_identities_never_hit(store: KVStore) -> None:
+def test_fifteen_other_identities_never_hit(store):
     store.put(KEY, kv_of(1))
     assert [other for other in OTHER_IDENTITIES if other in store or store.get(other)] == []
     assert len({key.digest() for key in (KEY, *OTHER_IDENTITIES)}) == 16
 
 
-def test_forget_follows_chunks_and_contexts_within_the_namespace(store: KVStore) -> None:
+def test_forget_follows_chunks_and_contexts_within_the_namespace(store):
     mine = key_of(1)
     behind = key_of(2, encoding="similar:1", context=("system", "chunk-1"))
     other = key_of(3)
@@ -145,25 +143,24 @@ def test_forget_follows_chunks_and_contexts_within_the_namespace(store: KVStore)
     assert store.get(theirs) is not None
 
 
-def test_forgetting_everything_frees_every_byte(bounded: KVStore) -> None:
+def test_forgetting_everything_frees_every_byte(bounded):
     for number in range(5):
         bounded.put(key_of(number), kv_of(number))
     assert bounded.forget("acme/docs") == 5
     assert {(s.entries, s.nbytes) for s in bounded.stats()} == {(0, 0)}
 
 
-def test_entry_larger_than_the_budget_is_refused_and_harms_nobody(bounded: KVStore) -> None:
+def test_entry_larger_than_the_budget_is_refused_and_harms_nobody(bounded):
     bounded.put(KEY, kv_of(1))
     huge = kv_of(2, tokens=BUDGET // 64)
     assert bounded.put(key_of(9), huge) is False
     assert bounded.get(key_of(9)) is None
     found = bounded.get(KEY)
-    assert found is not None
     assert contents(found.kv) == contents(kv_of(1))
     assert {s.failed_writes for s in bounded.stats()} == {1}
 
 
-def test_budget_holds_and_the_newest_stays(bounded: KVStore) -> None:
+def test_budget_holds_and_the_newest_stays(bounded):
     for number in range(60):
         key = key_of(number)
         assert bounded.put(key, kv_of(number, tokens=200 + number % 7))
@@ -173,7 +170,32 @@ def test_budget_holds_and_the_newest_stays(bounded: KVStore) -> None:
     assert slowest.evictions == 60 - slowest.entries > 0
 
 
-def test_counters(store: KVStore) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_namespace_over_its_quota_loses_its_own_oldest(tmp_path, tier):
+    make = HostStore if tier == "host" else partial(DiskStore, tmp_path / "kv")
+    with closing(make(BUDGET)) as probe:
+        probe.put(key_of(0, namespace="other"), kv_of(0))
+        size = probe.stats()[0].nbytes
+        probe.forget("other")
+    store = make(100 * size, quotas={"small": 3 * size, "*": 5 * size})
+
+    def left(namespace):
+        return [n for n in range(8) if key_of(n, namespace=namespace) in store]
+
+    for number in range(8):
+        assert store.put(key_of(number, namespace="other"), kv_of(number))
+    for number in range(3):
+        assert store.put(key_of(number, namespace="small"), kv_of(number))
+    assert store.get(key_of(0, namespace="small")) is not None
+    assert store.put(key_of(3, namespace="small"), kv_of(3))
+    assert (left("small"), left("other")) == ([0, 2, 3], [3, 4, 5, 6, 7])
+    assert store.put(key_of(4, namespace="small"), kv_of(1, tokens=60)) is False
+    assert left("small") == [0, 2, 3], "what is larger than its quota harms nobody"
+    assert (store.stats()[0].evictions, store.stats()[0].failed_writes) == (4, 1)
+    store.close()
+
+
+def test_counters(store):
     store.put(KEY, kv_of(1))
     store.get(KEY)
     store.get(KEY)
@@ -184,7 +206,7 @@ def test_counters(store: KVStore) -> None:
     assert fastest.nbytes >= kv_of(1).nbytes
 
 
-def test_closed_store_misses(store: KVStore) -> None:
+def test_closed_store_misses(store):
     store.put(KEY, kv_of(1))
     store.close()
     assert store.get(KEY) is None
@@ -195,7 +217,7 @@ def test_closed_store_misses(store: KVStore) -> None:
     store.close()
 
 
-def test_sliced_and_transposed_tensors_are_kept_as_they_look(store: KVStore) -> None:
+def test_sliced_and_transposed_tensors_are_kept_as_they_look(store):
     whole = kv_of(1, tokens=10, heads=4)
     from_batch = type(whole)(
         tuple(t.transpose(0, 1)[2:7].transpose(0, 1) for t in whole.keys),
@@ -203,15 +225,14 @@ def test_sliced_and_transposed_tensors_are_kept_as_they_look(store: KVStore) -> 
     )
     store.put(KEY, from_batch)
     found = store.get(KEY)
-    assert found is not None
     assert contents(found.kv) == contents(from_batch)
 
 
-def test_threads_see_a_value_or_a_miss(store: KVStore) -> None:
+def test_threads_see_a_value_or_a_miss(store):
     """Eight threads over the same keys, budget too small for all: nothing wrong, nothing raised."""
     wrong: list[object] = []
 
-    def work(worker: int) -> None:
+    def work(worker):
         try:
             for step in range(15):
                 number = (worker * 7 + step * 3) % 10
@@ -237,7 +258,7 @@ def test_threads_see_a_value_or_a_miss(store: KVStore) -> None:
     assert sum(s.hits for s in store.stats()) > 0
 
 
-def test_factory_opens_every_tier_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factory_opens_every_tier_in_order(tmp_path, monkeypatch):
     monkeypatch.setenv("SIGNING_KEY", "0" * 64)
     config = StoreConfig(
         host_bytes=BUDGET,
@@ -260,7 +281,6 @@ def test_factory_opens_every_tier_in_order(tmp_path: Path, monkeypatch: pytest.M
     assert [s.tier for s in store.stats()] == ["host", "disk", "bulk"]
     assert store.put(KEY, kv_of(1))
     found = store.get(KEY)
-    assert found is not None
     assert contents(found.kv) == contents(kv_of(1))
     assert [s.entries for s in store.stats()] == [1, 1, 1]
     assert store.forget("acme/docs") == 2, "whole in two tiers, rounded in the third"
@@ -268,7 +288,7 @@ def test_factory_opens_every_tier_in_order(tmp_path: Path, monkeypatch: pytest.M
     store.close()
 
 
-def test_what_one_tier_cannot_write_down_is_in_no_other(tmp_path: Path) -> None:
+def test_what_one_tier_cannot_write_down_is_in_no_other(tmp_path):
     host = HostStore(1 << 20)
     store = TieredStore([host, DiskStore(tmp_path / "kv", BUDGET)])
     kv = kv_of(1)

@@ -1,7 +1,5 @@
 """Any sequence of operations, damage and restarts against a dict: the value last put, or a miss."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile
@@ -38,21 +36,21 @@ class StoreMachine(RuleBasedStateMachine):
     bounded = True  # within BUDGET bytes of its own
 
     @initialize()
-    def start(self) -> None:
+    def start(self):
         self.folder = Path(tempfile.mkdtemp())
         self.model: dict[KVKey, ChunkKV] = {}
         self.store = self.open()
 
-    def open(self) -> KVStore:
+    def open(self):
         raise NotImplementedError
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "folder"):
             self.store.close()
             shutil.rmtree(self.folder)
 
     @rule(key=keys, seed=st.integers(0, 99), tokens=st.integers(1, 40))
-    def put(self, key: KVKey, seed: int, tokens: int) -> None:
+    def put(self, key, seed, tokens):
         kv = kv_of(seed, tokens=tokens, start=seed if seed % 2 else None)
         kept = self.store.put(key, kv)
         assert kept, "fits into every budget here"
@@ -60,25 +58,24 @@ class StoreMachine(RuleBasedStateMachine):
         assert key in self.store
 
     @rule(key=keys)
-    def put_too_large(self, key: KVKey) -> None:
+    def put_too_large(self, key):
         assert not self.store.put(key, kv_of(0, tokens=200))
 
     @rule(key=keys)
-    def get(self, key: KVKey) -> None:
+    def get(self, key):
         found = self.store.get(key)
         if found is not None:
             assert key in self.model
             assert contents(found.kv) == contents(self.model[key])
 
     @rule(key=keys)
-    def put_and_get(self, key: KVKey) -> None:
+    def put_and_get(self, key):
         self.put(key, 5, 7)
         found = self.store.get(key)
-        assert found is not None
         assert contents(found.kv) == contents(kv_of(5, tokens=7, start=5))
 
     @rule(namespace=st.sampled_from(["acme", "globex"]), ids=st.sets(st.sampled_from("abc")) | st.none())
-    def forget(self, namespace: str, ids: set[str] | None) -> None:
+    def forget(self, namespace, ids):
         doomed = [
             key
             for key in self.model
@@ -91,12 +88,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert key not in self.store
 
     @invariant()
-    def within_budget(self) -> None:
+    def within_budget(self):
         for stats in self.store.stats() if hasattr(self, "store") and self.bounded else ():
             assert 0 <= stats.nbytes <= stats.budget == BUDGET
 
     @invariant()
-    def sums_agree(self) -> None:
+    def sums_agree(self):
         if hasattr(self, "store"):
             files = list(self.folder.rglob("*.safetensors"))
             if self.on_disk:
@@ -106,18 +103,18 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 class HostMachine(StoreMachine):
-    def open(self) -> KVStore:
+    def open(self):
         return HostStore(BUDGET)
 
 
 class DiskMachine(StoreMachine):
     on_disk = True
 
-    def open(self) -> KVStore:
+    def open(self):
         return DiskStore(self.folder / "kv", BUDGET)
 
     @rule(draw=st.integers(0, 2**32), lost=st.booleans())
-    def restart(self, draw: int, lost: bool) -> None:
+    def restart(self, draw, lost):
         """Close; perhaps lose the file that names the writer, leave an orphan behind; open again."""
         self.store.close()
         if lost:
@@ -126,7 +123,7 @@ class DiskMachine(StoreMachine):
         self.store = self.open()
 
     @rule(draw=st.randoms(use_true_random=False), key=keys)
-    def damage_and_read(self, draw: random.Random, key: KVKey) -> None:
+    def damage_and_read(self, draw, key):
         """A flipped bit, a cut, another's content: reading it is a miss, in a fresh process at the latest."""
         path = file_of(self.folder / "kv", key)
         if not path.exists():
@@ -146,40 +143,80 @@ class DiskMachine(StoreMachine):
 class ThreeTierMachine(DiskMachine):
     """The fastest tier is filled by hits, and hands down what it evicts."""
 
-    def open(self) -> KVStore:
+    def open(self):
         gpu, host = GpuStore(BUDGET, "cpu"), HostStore(BUDGET)
         return TieredStore([gpu, host, DiskStore(self.folder / "kv", BUDGET)], hot=1)
 
 
-_quick = settings(
-    max_examples=8,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
+class RemoteMachine(StoreMachine):
+    """A tier of sealed blobs on another machine, whose bytes change and who has other clients."""
+
+    def opened(self, **changes):
+        raise NotImplementedError
+
+    def blobs(self):
+        """Digest → sealed entry, as they lie there."""
+        raise NotImplementedError
+
+    def put_blob(self, key, blob):
+        raise NotImplementedError
+
+    @rule()
+    def reopen(self):
+        self.store.close()
+        self.store = self.opened()
+
+    @rule(draw=st.randoms(use_true_random=False), key=keys)
+    def damage_and_read(self, draw, key):
+        others = self.blobs()
+        blob = bytearray(others.pop(key.digest(), b""))
+        if blob:
+            place = draw.randrange(len(blob))
+            blob[place] ^= 1 << draw.randrange(8)
+            self.put_blob(key, draw.choice([bytes(blob), bytes(blob[:place]), b"", *others.values()]))
+            assert self.store.get(key) is None
+            if key in self.store:  # one that seems to be another deployment's stays; its sizes must agree
+                self.store.forget(key.namespace)
+                self.model = {k: kv for k, kv in self.model.items() if k.namespace != key.namespace}
+
+    @rule(key=keys)
+    def another_deployment_never_hits(self, key):
+        other = self.opened(key=b"the key of somebody else")
+        assert other.get(key) is None
+        other.close()
+
+
+def few(examples, steps):
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+
+
 TestHostMachine = HostMachine.TestCase
 TestDiskMachine = DiskMachine.TestCase
 TestThreeTierMachine = ThreeTierMachine.TestCase
-TestHostMachine.settings = settings(_quick, max_examples=30, stateful_step_count=40)
-TestDiskMachine.settings = _quick
-TestThreeTierMachine.settings = _quick
+TestHostMachine.settings = few(30, 40)
+TestDiskMachine.settings = TestThreeTierMachine.settings = few(8, 25)
 
 
 class PlainLru:
     """Least recently used in plain Python: which keys a store of ``budget`` bytes has left."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget):
         self.budget = budget
         self.sizes: OrderedDict[int, int] = OrderedDict()
 
-    def put(self, number: int, size: int) -> None:
+    def put(self, number, size):
         self.sizes.pop(number, None)
         self.sizes[number] = size
         while sum(self.sizes.values()) > self.budget:
             self.sizes.popitem(last=False)
 
-    def get(self, number: int) -> bool:
+    def get(self, number):
         if number in self.sizes:
             self.sizes.move_to_end(number)
         return number in self.sizes
@@ -187,7 +224,7 @@ class PlainLru:
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("seed", range(2))
-def test_exactly_the_least_recently_used_leave(tier: str, seed: int, tmp_path: Path) -> None:
+def test_exactly_the_least_recently_used_leave(tier, seed, tmp_path):
     rng = random.Random(seed)
     tokens = [rng.randint(1, 40) for _ in KEYS]
     entries = [kv_of(number, tokens=count) for number, count in enumerate(tokens)]

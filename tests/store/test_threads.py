@@ -1,10 +1,6 @@
 """The pool of daemon threads: order, limits, jobs that hang, the end."""
 
-from __future__ import annotations
-
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -131,11 +127,5 @@ begun.wait(60)
 
 
 @pytest.mark.parametrize(("waiting", "takes", "said"), [(60, 0.3, "ended\n"), (0.05, 60, "")])
-def test_the_interpreter_waits_for_jobs_in_work_but_not_for_ever(waiting, takes, said):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(waiting), str(takes)],
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert (done.returncode, done.stdout) == (0, said)
+def test_the_interpreter_waits_for_jobs_in_work_but_not_for_ever(said_by, waiting, takes, said):
+    assert said_by(PROGRAM, waiting, takes, seconds=50) == said

@@ -1,27 +1,21 @@
 """Composition: promotion, fall-through, and no way back for what was forgotten."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 
 import pytest
 
 from ragcachekit.errors import StoreError
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.store.quantised import QuantisedStore
 from ragcachekit.store.tiered import TieredStore
-from ragcachekit.types import KVKey
 from store_kit import KEY, key_of, kv_of
 
 ONE = kv_of(0).nbytes
 
 
-def test_memory_keys_are_those_in_memory(tmp_path: Path) -> None:
+def test_memory_keys_are_those_in_memory(tmp_path):
     """Whatever tier rounds, and although a slow tier lists more."""
     host = QuantisedStore(HostStore(2 * ONE), "int8")
     store = TieredStore([host, DiskStore(tmp_path / "kv", 1 << 20)])
@@ -39,14 +33,14 @@ class ForgetsWhileRead(HostStore):
 
     store: TieredStore | None = None
 
-    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
+    def get(self, key, weight=1.0):
         found = super().get(key)
         if found is not None and self.store is not None:
             self.store.forget(key.namespace)
         return found
 
 
-def test_a_read_under_way_does_not_bring_back_what_is_forgotten() -> None:
+def test_a_read_under_way_does_not_bring_back_what_is_forgotten():
     fast, slow = HostStore(ONE), ForgetsWhileRead(ONE)
     slow.store = store = TieredStore([fast, slow])
     slow.put(KEY, kv_of(1))
@@ -60,7 +54,7 @@ class ReadDuringForget(HostStore):
 
     store: TieredStore | None = None
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+    def drop(self, namespace, chunk_ids=None):
         assert self.store is not None
         self.store.get(KEY)
         dropped = super().drop(namespace, chunk_ids)
@@ -68,7 +62,7 @@ class ReadDuringForget(HostStore):
         return dropped
 
 
-def test_a_read_during_forget_does_not_bring_it_back_either() -> None:
+def test_a_read_during_forget_does_not_bring_it_back_either():
     fast, slow = ReadDuringForget(ONE), HostStore(ONE)
     fast.store = store = TieredStore([fast, slow])
     slow.put(KEY, kv_of(1))
@@ -77,7 +71,7 @@ def test_a_read_during_forget_does_not_bring_it_back_either() -> None:
     assert store.get(KEY) is None
 
 
-def test_what_another_process_forgot_is_not_handed_back_to_the_shared_disk(tmp_path: Path) -> None:
+def test_what_another_process_forgot_is_not_handed_back_to_the_shared_disk(tmp_path):
     ours, theirs = (TieredStore([HostStore(ONE), DiskStore(tmp_path / "kv", 1 << 20)]) for _ in range(2))
     ours.put(KEY, kv_of(1))
     assert theirs.get(KEY) is not None  # and keeps it in its own host memory
@@ -95,25 +89,25 @@ class Remote(HostStore):
     shared = True
     remote = True
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget):
         super().__init__(budget)
         self.asked: list[str] = []
 
-    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
+    def get(self, key, weight=1.0):
         self.asked.append("get")
         return super().get(key, weight)
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+    def admit(self, key, kv):
         self.asked.append("admit")
         return super().admit(key, kv)
 
-    def __contains__(self, key: KVKey) -> bool:
+    def __contains__(self, key):
         self.asked.append("contains")
         return super().__contains__(key)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_a_hit_below_a_remote_tier_asks_it_once(quantised: bool) -> None:
+def test_a_hit_below_a_remote_tier_asks_it_once(quantised):
     fast, slow, redis = HostStore(ONE), HostStore(9 * ONE), Remote(9 * ONE)
     store = TieredStore([fast, QuantisedStore(redis, "int8") if quantised else redis, slow])
     slow.put(KEY, kv_of(1))
@@ -130,17 +124,17 @@ def test_a_hit_below_a_remote_tier_asks_it_once(quantised: bool) -> None:
 class Held(HostStore):
     """A fast tier in which writing an entry takes until it is let go."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget):
         super().__init__(budget)
         self.began, self.go_on = Event(), Event()
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+    def admit(self, key, kv):
         self.began.set()
         assert self.go_on.wait(60)
         return super().admit(key, kv)
 
 
-def test_a_forget_waits_for_a_move() -> None:
+def test_a_forget_waits_for_a_move():
     fast, slow = Held(9 * ONE), HostStore(9 * ONE)
     store = TieredStore([fast, slow])
     slow.put(KEY, kv_of(1))
@@ -157,11 +151,11 @@ def test_a_forget_waits_for_a_move() -> None:
 class CannotForget(HostStore):
     """A tier that raises when it is told to forget."""
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
+    def drop(self, namespace, chunk_ids=None):
         raise StoreError("cannot forget now")
 
 
-def test_a_tier_that_cannot_forget_keeps_no_other_from_hearing_of_it() -> None:
+def test_a_tier_that_cannot_forget_keeps_no_other_from_hearing_of_it():
     before, behind = HostStore(1 << 20), HostStore(1 << 20)
     store = TieredStore([before, CannotForget(1 << 20), CannotForget(1 << 20), behind])
     store.put(KEY, kv_of(1))

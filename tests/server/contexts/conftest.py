@@ -1,7 +1,5 @@
 """A tiny engine, and an application of nothing but contexts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import httpx
@@ -22,10 +20,10 @@ NOW = 1_700_000_000.0
 class Clock:
     """A clock that tests move."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = NOW
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -79,7 +77,7 @@ def client_of(app, keys):
     """An HTTP client of a tenant."""
     given = keys[1]
 
-    def client(name: str, key: str | None = None) -> httpx.AsyncClient:
+    def client(name, key=None):
         transport = httpx.ASGITransport(app)
         return httpx.AsyncClient(
             transport=transport,

@@ -1,7 +1,5 @@
 """Contexts over HTTP, as Gemini's clients use them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Contexts in memory and in files: restarts, ends in use, failures, cancelled creations, full volumes."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -49,8 +47,8 @@ def store(rag, folder, clock):
     return ContextStore(rag, folder, clock=clock)
 
 
-def modes(folder):
-    return {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+def files(folder):
+    return [path for path in folder.rglob("*") if path.is_file()] if folder else []
 
 
 async def test_a_restart_keeps_contexts(rag, folder, clock, ada, bob):
@@ -65,7 +63,7 @@ async def test_a_restart_keeps_contexts(rag, folder, clock, ada, bob):
     clock.now += 60
     await again.expire()
     assert rag.encoded == set()
-    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert files(folder) == []
 
 
 async def test_what_a_killed_writer_left_goes_after_a_while(rag, folder, clock, ada):
@@ -84,7 +82,7 @@ async def test_what_a_killed_writer_left_goes_after_a_while(rag, folder, clock, 
 async def test_others_cannot_read_the_files(rag, folder, clock, ada):
     folder.mkdir(mode=0o755)
     await make(ContextStore(rag, folder, clock), ada, ONE)
-    assert modes(folder) == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files(folder)} == {0o600}
     assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())} == {0o700}
 
 
@@ -200,10 +198,6 @@ async def test_a_creation_whose_process_was_killed_is_forgotten_at_its_deadline(
     rag.go_on.set()
     with pytest.raises(ApiError, match="not found"):
         await task
-
-
-def files(folder):
-    return [path for path in folder.rglob("*") if path.is_file()] if folder else []
 
 
 def chunk_keys(rag):

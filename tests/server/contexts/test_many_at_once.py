@@ -1,7 +1,5 @@
 """Contexts made, prolonged, deleted, expired and abandoned at once: what is cached is what is stored."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import suppress

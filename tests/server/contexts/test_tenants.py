@@ -1,7 +1,5 @@
 """The whole application with keys: contexts in chats, and tenants that share nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
@@ -33,7 +31,7 @@ async def server(tmp_path):
     with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="lego:4", encode_after=1) as rag:
         app = create_app(rag, config)
 
-        def client(name: str) -> openai.AsyncOpenAI:
+        def client(name):
             http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
             return openai.AsyncOpenAI(
                 base_url=f"{URL}/v1", api_key=keys.get(name, name), http_client=http, max_retries=0

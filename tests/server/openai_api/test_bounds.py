@@ -1,7 +1,5 @@
 """What one request may cost: its parsing, its tokenisation, its chunks, and what a key is charged for it."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

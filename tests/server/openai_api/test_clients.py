@@ -1,8 +1,5 @@
 """Unchanged clients against a running server: openai, LangChain, LlamaIndex."""
 
-from __future__ import annotations
-
-import asyncio
 import time
 from contextlib import nullcontext
 
@@ -25,12 +22,6 @@ WITH_DOCUMENTS = {**ASKED, "extra_body": {"documents": list(DOCUMENTS)}}
 @pytest.fixture
 def client(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=LONG) as client:
-        yield client
-
-
-@pytest.fixture
-async def aclient(url):
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
@@ -148,17 +139,6 @@ def test_text_completions(client, rag):
     pieces = list(client.completions.create(model=MODEL, prompt=QUESTION, stream=True, **GREEDY))
     assert "".join(piece.choices[0].text for piece in pieces) == want[0].text
     assert strict(Completion, pieces[-1]).choices[0].finish_reason == "length"
-
-
-async def test_async_clients_are_answered_together(aclient):
-    async def streamed():
-        events = await aclient.chat.completions.create(**ASKED, stream=True)
-        return "".join([event.choices[0].delta.content or "" async for event in events])
-
-    whole, *texts = await asyncio.gather(
-        aclient.chat.completions.create(**ASKED), *(streamed() for _ in range(4))
-    )
-    assert texts == [whole.choices[0].message.content] * 4
 
 
 def test_langchain(url, client):

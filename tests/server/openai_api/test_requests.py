@@ -1,7 +1,5 @@
 """What requests say: documents, marks, tools; and what is refused, as OpenAI does."""
 
-from __future__ import annotations
-
 import errno
 import json
 
