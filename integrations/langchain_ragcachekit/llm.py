@@ -88,14 +88,13 @@ class EngineSettings(GenerationSettings):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         # LangChain keys its cache of whole answers by these: tenants and policies must not meet there.
-        settings = self.model_dump(
-            include={"max_tokens", "temperature", "top_p", "top_k", "stop", "generate_kwargs"}
-        )
+        settings = self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "generate_kwargs"})
         return {
             "model_name": self.model_name,
             "fingerprint": getattr(self.rag, "fingerprint", None),
             "namespace": self.namespace or self.rag.namespace,
             "policy": str(self.policy or self.rag.policy),
+            "stop_strings": self.stop,  # LangChain overwrites "stop" with the call's own, None as well
             **settings,
         }
 

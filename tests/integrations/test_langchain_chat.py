@@ -60,6 +60,7 @@ def test_langchains_cache_of_answers_works_beside_the_engine_and_keeps_tenants_a
     changes = (
         *({}, {"max_tokens": 3}, {"temperature": 0.5}, {"top_p": 0.5}, {"top_k": 5}),
         *({"namespace": "b"}, {"policy": "full"}, {"generate_kwargs": {"seed": 1}}),
+        {"stop": ["x"]},
     )
     answers, other = InMemoryCache(), FakeEngine()
     other.fingerprint = "other weights"
