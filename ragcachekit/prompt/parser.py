@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ragcachekit.prompt.registry import ChunkRegistry
+from ragcachekit.prompt.registry import ChunkRegistry, common_length
 from ragcachekit.prompt.segments import (
     Segmentation,
     TokenSegment,
@@ -340,13 +340,20 @@ def find_runs(
 
 
 def _around_middle(ids: Ids, chunk: Ids, after: int) -> Span:
-    """Tokens around the next place that has the chunk's middle; empty if there is none."""
+    """Find a chunk by the tokens of its middle: of several places, the one that equals most of it."""
     middle = max(0, (len(chunk) - ANCHOR) // 2)
     anchor = chunk[middle : middle + ANCHOR]
+    found, most = (after, after), 0
     for at in range(after, len(ids) - len(anchor) + 1):
         if ids[at] == anchor[0] and ids[at : at + len(anchor)] == anchor:
-            return max(after, at - middle - MAX_SHIFT), at - middle + len(chunk) + MAX_SHIFT
-    return after, after
+            equal = common_length(ids[at:], chunk[middle:])
+            equal += common_length(ids[after:at][::-1], chunk[:middle][::-1])
+            if equal > most:
+                found = (max(after, at - middle - MAX_SHIFT), at - middle + len(chunk) + MAX_SHIFT)
+                most = equal
+            if equal == len(chunk):
+                break
+    return found
 
 
 def _longest_equal(found: Ids, own: Ids) -> Run | None:

@@ -198,7 +198,7 @@ def _is_mark(char: str) -> bool:
     return char > "\u02ff" and unicodedata.category(char)[0] == "M"
 
 
-def common_length(one: str, other: str) -> int:
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Length of the common beginning, by bisection: comparing slices takes no loop over characters."""
     low, high = 0, min(len(one), len(other))
     while low < high:

@@ -15,8 +15,16 @@ __all__ = ["OpenTelemetryObserver", "PrometheusObserver"]
 
 
 _MODULES = {
-    "PrometheusObserver": ("prometheus", "prometheus_client", "prometheus-client"),
-    "OpenTelemetryObserver": ("opentelemetry", "opentelemetry", "opentelemetry-api"),
+    "PrometheusObserver": (
+        "prometheus",
+        "prometheus_client",
+        missing_extra("prometheus", "prometheus-client"),
+    ),
+    "OpenTelemetryObserver": (
+        "opentelemetry",
+        "opentelemetry",
+        missing_extra("opentelemetry", "opentelemetry-api"),
+    ),
 }
 
 
@@ -29,5 +37,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise
-        why = f"{name} needs {package}: {missing_extra(module, install)}"
+        why = f"{name} needs {package}: {install}"
         raise ModuleNotFoundError(why, name=error.name) from error

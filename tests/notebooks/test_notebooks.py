@@ -85,7 +85,7 @@ def shows_reuse(shown: list[str]) -> None:
     assert "1874" in shown[2]
     assert "first token after" in shown[3]
     for how in ("exact", "approximate", "recomputed", "computed"):
-        assert re.search(rf"background:#\w+;color:#\w+'> {how} [1-9]", shown[4]), how
+        assert re.search(rf'background-color: #\w+\\*"> {how} [1-9]', shown[4]), how
     assert "image/png" in shown[5]
     read = [int(tokens) for tokens in re.findall(r"'cache_read': (\d+)", shown[6])]
     assert len(read) == 2

@@ -77,6 +77,12 @@ def test_ids_are_the_tokenizers_own_and_chunks_are_found(kind):
     assert check(kind, 40, seed=0) >= 0.99
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_prompts(kind):
+    assert check(kind, 1000, seed=1) >= 0.99
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chat", [True, False])
 def test_control_tokens_of_documents_stay_plain_text(kind, chat):
