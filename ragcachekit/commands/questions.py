@@ -79,8 +79,8 @@ class Passages:
 class Sampling:
     """Which questions of a dataset are asked, and with which passages, in random order.
 
-    ``distractors`` passages are added to the relevant ones. The ``half`` to ``develop`` on and that to
-    ``report`` are told apart by a digest of the question, whatever the seed.
+    ``distractors`` passages are added to the relevant ones. A digest of the question, not the
+    seed, decides which ``half`` it is in: ``develop`` or ``report``.
     """
 
     count: int = 50
