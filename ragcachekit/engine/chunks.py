@@ -24,8 +24,7 @@ from ragcachekit.prompt.registry import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-from ragcachekit.store.base import NullStore, concerns
-from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.base import ForgottenTexts, NullStore, concerns
 from ragcachekit.types import chunk_id, whole_id
 
 log = logging.getLogger(__name__)

@@ -38,9 +38,8 @@ from ragcachekit.quality.auto import AutoPolicies
 from ragcachekit.quality.budget import Budgets
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
-from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.base import ForgetEpochs, KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
-from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
 from ragcachekit.types import KVKey
 

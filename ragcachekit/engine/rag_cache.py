@@ -523,7 +523,7 @@ class RagCache:
 
     def chunks_in_memory(self) -> frozenset[str]:
         """Ids of the chunks of all namespaces whose KV is in GPU or host memory; costs no I/O."""
-        return frozenset(whole_id(key.chunk_id) for key in self.components.store.memory_keys())
+        return frozenset(whole_id(key.chunk_id) for key in self.components.store.keys(in_memory=True))
 
     def add_observer(self, observer: Observer) -> None:
         """Call an observer at every request and every lookup of this engine's query caches, once."""

@@ -38,7 +38,7 @@ from ragcachekit.quality.records import (
     read_choice,
     write_record,
 )
-from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.base import ForgottenTexts
 from ragcachekit.types import Ids
 
 log = logging.getLogger(__name__)

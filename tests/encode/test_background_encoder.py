@@ -19,7 +19,7 @@ from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.lookup import Fetch
 from ragcachekit.plan.planner import make_plan
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.base import ForgetEpochs
 from ragcachekit.store.memory import HostStore
 from store_kit import key_of, kv_of
 

@@ -24,7 +24,7 @@ from ragcachekit.model.rope import describe_rope
 from ragcachekit.plan.encodings import Encodings, VariantPool
 from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.base import ForgetEpochs
 from ragcachekit.store.memory import HostStore
 
 NAMES = [name for name in FAMILIES if name != "phi3-longrope"]
