@@ -114,8 +114,8 @@ class StoreConfig:
     - ``remote_deadline``, ``bulk_deadline``: Seconds after which an operation on Redis or the bulk tier is a
       miss.
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
-      docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and Redis evict the least
-      recently used, the bulk tier the oldest.
+      docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and Redis evict the
+      least recently used, the bulk tier the oldest.
     - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*`` stands for every other
       one.
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,
