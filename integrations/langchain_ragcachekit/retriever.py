@@ -259,22 +259,22 @@ class RagCacheRetriever(BaseRetriever):
 
     def _partition(self, search: Search) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
-        question, partitioner = (search.query, search.config), self._retrieval.partitioner
-        if search.own is not None:
-            name, where = self._retrieval.follow(search.own.index), search.arguments.get("filter")
-            return partitioner.of_own_index(self._namespace, search.own.k, name, where, question)
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
             values = search.config.get("configurable") or {}
             configurable = {n: value for n, value in values.items() if not n.startswith(INTERNAL)}
-        text = search.query if self.tolerance == 0 and search.store is None else None
-        return partitioner.partition(
+        arguments: object = search.arguments.get("filter")
+        if search.own is None:
+            text = search.query if self.tolerance == 0 and search.store is None else None
+            arguments = (dict(search.overrides), self.embeddings, text)
+        return self._retrieval.partition(
             self._namespace,
-            search.overrides.get("k", UNSTATED_K),
+            search.overrides.get("k", UNSTATED_K) if search.own is None else search.own.k,
             search.retriever,
-            (dict(search.overrides), self.embeddings, text),
+            arguments,
+            own=search.own,
             configurable=configurable,
-            question=question,
+            question=(search.query, search.config),
         )
 
 

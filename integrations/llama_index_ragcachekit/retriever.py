@@ -188,7 +188,8 @@ class RagCacheRetriever(BaseRetriever):
         return _handed_out(await self.query_cache.retrieve(self._call(query_bundle, is_async=True)))
 
     def _call(self, bundle: QueryBundle, is_async: bool) -> Call[NodeWithScore]:
-        own, inner, model = own_search(self._retriever, self._embed_model), self._retriever, self._embed_model
+        inner, model = self._retriever, self._embed_model
+        own = None if any(_others(bundle).values()) else own_search(inner, model)
         embed = model.aget_agg_embedding_from_queries if is_async else model.get_agg_embedding_from_queries
         search: Any = inner.aretrieve if is_async else inner.retrieve
         if is_async and type(inner)._aretrieve is BaseRetriever._aretrieve:  # calls _retrieve in the loop
@@ -213,16 +214,16 @@ class RagCacheRetriever(BaseRetriever):
 
     def _partition(self, bundle: QueryBundle, own: OwnSearch[NodeWithScore] | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
-        namespace, partitioner = self._namespace, self.query_cache.partitioner
-        others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
-        if own is not None and not any(others.values()):
-            name = self.query_cache.follow(own.index)
-            return partitioner.of_own_index(namespace, own.k, name, filters_of(self._retriever), (bundle,))
-        asked: object = None
-        if self._exact and not is_by_embedding(self._retriever, self._embed_model):
-            asked = (bundle.query_str, bundle.custom_embedding_strs)
-        arguments = (others, self._embed_model, asked)
-        return partitioner.partition(namespace, 1, self._retriever, arguments, question=(bundle,))
+        if own is not None:
+            k, arguments = own.k, filters_of(self._retriever)
+        else:
+            k, asked = 1, None
+            if self._exact and not is_by_embedding(self._retriever, self._embed_model):
+                asked = (bundle.query_str, bundle.custom_embedding_strs)
+            arguments = (_others(bundle), self._embed_model, asked)
+        return self.query_cache.partition(
+            self._namespace, k, self._retriever, arguments, own=own, question=(bundle,)
+        )
 
 
 def _handed_out(answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
@@ -233,6 +234,10 @@ def _handed_out(answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
     names = ("hit", "distance", "lookup_us", "note", "refused")
     dispatcher.event(QueryCacheEvent(**{name: getattr(result, name) for name in names}))
     return [copied(item) for item in answer.documents]
+
+
+def _others(bundle: QueryBundle) -> dict[str, object]:
+    return {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
 
 
 def asked_by(bundle: QueryBundle) -> str:

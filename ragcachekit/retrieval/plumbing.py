@@ -18,13 +18,21 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved, SavedEntries
 from ragcachekit.retrieval.documents import DocumentIndex, Record
 from ragcachekit.retrieval.index import as_rows, distances
 from ragcachekit.retrieval.near_misses import Guard
-from ragcachekit.retrieval.partition import Identity, KeyRules, Partition, Partitioner
+from ragcachekit.retrieval.partition import (
+    Identity,
+    KeyReader,
+    KeyRules,
+    NotKeyable,
+    Partition,
+    is_bypassed,
+)
 from ragcachekit.retrieval.proximity import ProximityCache
 
 __all__ = [
@@ -201,13 +209,14 @@ class RetrieverCache(CachedRetrieval[Document]):
         self._reads_files = path is not None
         saved = None if path is None else SavedEntries(JsonStore(path / "questions"), _to_json, _from_json)
         super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
-        self.partitioner = Partitioner(rules, partition, version)
+        self._rules, self._custom = rules, partition
+        self._present_version = version or (lambda: None)
         self._engine, self._document_text, self._source = cache, text, source
         self._index_version: int | None = None
         if cache is not None:
             cache.add_query_cache(self)
         if index is not None:
-            self.follow(index)
+            self._follow(index)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -218,6 +227,45 @@ class RetrieverCache(CachedRetrieval[Document]):
     def namespace_of(self, namespace: str | None) -> str:
         """Tenant and corpus of the results: what is given, else the engine's, else ``"default"``."""
         return namespace or getattr(self._engine, "namespace", None) or "default"
+
+    def partition(
+        self,
+        namespace: str,
+        k: int,
+        retriever: object,
+        arguments: object,
+        *,
+        own: OwnSearch[Document] | None = None,
+        configurable: object = None,
+        question: tuple[object, ...] = (),
+    ) -> Partition | None:
+        """What a question may use of the cache; None, and one line in the log, if it must not be cached.
+
+        It holds the retriever's fields with the versions of its indexes, the ``arguments`` of the search, and
+        ``configurable``, the values of its run that the retriever may read. What the setting ``partition``
+        returns for ``question`` stands in for the retriever and the run. An index of one's ``own`` has a name
+        that is the same after a restart. ValueError or TypeError for a ``k`` that is no positive integer.
+        """
+        positive("k", k)
+        if is_bypassed():
+            return None
+        reader, counts = KeyReader(self._rules), None
+        try:
+            if self._custom is not None and (counts := self._custom(*question)) is None:
+                return None
+            asked = reader.key((arguments, self._present_version()))
+            if own is not None:
+                return Partition(namespace, k, asked, reader.key(counts), self._follow(own.index))
+            if self._custom is None:
+                return Partition(namespace, k, asked, reader.key(retriever), reader.key(configurable))
+            return Partition(namespace, k, asked, reader.key(counts), reader.versions(retriever))
+        except Exception as error:  # of the user's code, too; and other threads may change what is read
+            why = str(error) if isinstance(error, NotKeyable) else repr(error)
+            self._warn(
+                f"results of {type(retriever).__name__} are not cached, as what they depend on cannot be "
+                f"read ({why}); pass partition= to name what counts"
+            )
+            return None
 
     async def retrieve(self, call: Call[Document]) -> Answer[Document]:
         """Answer a question from the cache or by its search, and register the texts with the engine."""
@@ -266,7 +314,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         return self.invalidate(where=goes)
 
-    def follow(self, index: DocumentIndex) -> Hashable:
+    def _follow(self, index: DocumentIndex) -> Hashable:
         """The name and version of an index of one's own; results of another version are dropped."""
         version = index.version
         name = (Identity(index), version) if index.path is None else f"{version} {index.path}"
