@@ -26,12 +26,9 @@ from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_valid
 
 from langchain_ragcachekit.search import (
     DEFAULT_K,
-    RULES,
+    LANGCHAIN,
     Search,
-    found_document,
     metric_of,
-    source_of,
-    text_of,
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
@@ -173,7 +170,7 @@ class RagCacheRetriever(BaseRetriever):
             name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
         }
         try:
-            self._retrieval = RetrieverCache(RULES, text_of, source_of, index=index, **settings)
+            self._retrieval = RetrieverCache(LANGCHAIN, index=index, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
         return self
@@ -194,9 +191,7 @@ class RagCacheRetriever(BaseRetriever):
         ``ids`` and ``texts`` name documents, ``filter`` is a function of the document. Needed where an index
         was changed past its methods; a document that is new there calls for :meth:`clear`.
         """
-        return self._retrieval.invalidate_documents(
-            lambda found: found.id, ids, texts, filter, found_document
-        )
+        return self._retrieval.invalidate(ids=ids, texts=texts, where=filter)
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""

@@ -20,14 +20,13 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
 from llama_index_ragcachekit.search import (
-    RULES,
+    LLAMA_INDEX,
     filters_of,
     is_by_embedding,
     own_index_of,
     own_search,
-    text_of,
 )
-from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
+from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.retrieval.plumbing import (
     Answer,
     Call,
@@ -110,9 +109,9 @@ class RagCacheRetriever(BaseRetriever):
         if self._custom is not None and not callable(self._custom):
             raise TypeError(f"partition= must be a function of a QueryBundle, got {self._custom!r}")
         self._exact = settings.get("tolerance", 0) == 0
-        index, given, cache = own_index_of(retriever), dict(settings), RetrieverCache
-        namespace: Any = given.pop("namespace", None)
-        self.query_cache: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, index=index, **given)  # type: ignore[arg-type]
+        given: Any = dict(settings)
+        namespace = given.pop("namespace", None)
+        self.query_cache = RetrieverCache(LLAMA_INDEX, index=own_index_of(retriever), **given)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
@@ -169,9 +168,7 @@ class RagCacheRetriever(BaseRetriever):
         ``ids`` and ``texts`` name nodes, ``filter`` is a function of the node. Needed where an index was
         changed past its methods; a node that is new there calls for :meth:`clear`.
         """
-        return self.query_cache.invalidate_documents(
-            lambda found: found.node.node_id, ids, texts, filter, _with_score
-        )
+        return self.query_cache.invalidate(ids=ids, texts=texts, where=filter)
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""
@@ -212,7 +209,7 @@ class RagCacheRetriever(BaseRetriever):
             inner.embedding = embedding
         return inner
 
-    def _partition(self, bundle: QueryBundle, own: OwnSearch[NodeWithScore] | None) -> Partition | None:
+    def _partition(self, bundle: QueryBundle, own: OwnSearch | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
         if own is not None:
             k, arguments = own.k, filters_of(self._retriever)
@@ -243,18 +240,6 @@ def _others(bundle: QueryBundle) -> dict[str, object]:
 def asked_by(bundle: QueryBundle) -> str:
     """What near questions are compared by: the strings that are embedded instead of the question, and it."""
     return "\n".join(dict.fromkeys([*(bundle.custom_embedding_strs or ()), bundle.query_str]))
-
-
-def _with_score(record: Any, distance: float) -> NodeWithScore:
-    return NodeWithScore(node=as_node(record), score=-distance)
-
-
-def _text(item: NodeWithScore) -> str:
-    return text_of(item.node)
-
-
-def _source(item: NodeWithScore) -> str | None:
-    return item.node.ref_doc_id
 
 
 def copied(item: NodeWithScore) -> NodeWithScore:
