@@ -316,8 +316,8 @@ class DocumentIndex:
         head = replace(head, saved=head.version, logged=0)
         self._values.put({**logs, **values, "head": asdict(head)})
         self._head = head
-        for file in (*self.path.glob("index-*"), *self.path.glob(".index-*.tmp")):  # of killed processes, too
-            if file.name.split(".")[0] != f"index-{head.version}":
+        for file in (*self.path.glob("index-*"), *self.path.glob(".index-*")):  # of killed processes, too
+            if file.name != f"index-{head.version}":
                 with suppress(OSError):  # Windows keeps files that another process has open
                     file.unlink()
 
