@@ -19,13 +19,12 @@ from numpy.typing import ArrayLike
 from ragcachekit.config import positive
 from ragcachekit.errors import Closed, RetrievalError
 from ragcachekit.json_store import JsonStore
-from ragcachekit.retrieval.distances import Float32
+from ragcachekit.retrieval.distances import Float32, as_rows
 from ragcachekit.retrieval.index import (
     DocumentId,
     SearchResult,
     VectorIndex,
     as_ids,
-    as_rows,
     load_index,
     open_index,
 )

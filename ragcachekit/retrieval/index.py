@@ -23,13 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.files import parse_json, read_regular, replace_file
-from ragcachekit.retrieval.distances import (
-    MAX_SQUARED_NORM,
-    MIN_SQUARED_NORM,
-    Float32,
-    as_floats,
-    check_metric,
-)
+from ragcachekit.retrieval.distances import Float32, as_rows, check_metric
 
 DocumentId: TypeAlias = str | int
 Labels: TypeAlias = NDArray[np.int64]
@@ -319,27 +313,6 @@ def load_index(path: str | os.PathLike[str]) -> VectorIndex:
     except RuntimeError as error:  # what Faiss raises
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index
-
-
-def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:
-    """Float32 ``[n, dim]``, contiguous; unit rows under cosine.
-
-    TypeError for what are not numbers; RetrievalError for another shape, NaN, infinity, or bad norms.
-    """
-    rows = as_floats(embeddings)
-    if rows.ndim != 2 or rows.shape[1] != dim:
-        raise RetrievalError(f"expected embeddings of shape [n, {dim}], got {list(rows.shape)}")
-    if not np.isfinite(rows).all():
-        raise RetrievalError("the embeddings hold NaN or infinite numbers")
-    wide = rows.astype(np.float64)
-    squares = np.einsum("ij,ij->i", wide, wide)
-    if (squares > MAX_SQUARED_NORM).any():
-        raise RetrievalError("the embeddings' norms exceed 3e18; scale them down")
-    if metric != "cosine":
-        return rows
-    if (squares < MIN_SQUARED_NORM).any():
-        raise RetrievalError("a zero vector has no cosine distance; check the embedding model or use 'l2'")
-    return np.ascontiguousarray(wide / np.sqrt(squares)[:, None], dtype=np.float32)
 
 
 def as_ids(ids: Sequence[DocumentId], rows: int) -> tuple[DocumentId, ...]:

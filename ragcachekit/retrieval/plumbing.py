@@ -28,8 +28,9 @@ from ragcachekit.retrieval.cached_retrieval import (
     Retrieved,
     SavedEntries,
 )
+from ragcachekit.retrieval.distances import as_rows
 from ragcachekit.retrieval.documents import DocumentIndex, Record
-from ragcachekit.retrieval.index import as_rows, distances
+from ragcachekit.retrieval.index import distances
 from ragcachekit.retrieval.near_misses import Guard
 from ragcachekit.retrieval.partition import (
     Identity,
