@@ -11,6 +11,7 @@ from ragcachekit.commands.console import Commands
 
 COMMANDS = {
     "demo": "demo.run:demo",
+    "ttft": "shapes:ttft",
     "serve": "serve.command:serve",
     "query-cache": "query_cache.hits:query_cache",
     "query-cache-lookup": "query_cache.lookups:query_cache_lookup",

@@ -106,13 +106,7 @@ def fidelity(
 
 
 def ttft(
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out."
-        ),
-    ] = None,
-    model: opt.OptionalModel = None,
+    model: opt.Model = "",
     corpus: opt.OptionalCorpus = None,
     prompt_tokens: Annotated[str, typer.Option(help="Of the whole prompt; sizes with commas.")] = "2048",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each chunk, about.")] = 490,
@@ -132,12 +126,7 @@ def ttft(
     from ragcachekit.commands import ttft as module
 
     settings = opt.settings_of(
-        module.TtftSettings,
-        locals(),
-        prompt_tokens=[int(count) for count in opt.numbers("--prompt-tokens", prompt_tokens)],
-        policies=opt.names(policies),
-        tiers=opt.names(tiers),
-        dtypes=opt.names(dtype),
+        module.TtftSettings, locals(), **module.lists(prompt_tokens, policies, tiers, dtype)
     )
     report = module.run(settings, progress=True)
     show(report.table(f"Time to first token: {report.model}"))
