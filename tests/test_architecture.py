@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = (
-    *("types", "errors", "config", "files", "threads", "cancellation", "background", "json_store"),
+    *("types", "errors", "config", "files", "threads", "cancellation", "json_store"),
     *("reports", "observers", "frameworks"),
 )
 CHAIN = (

@@ -9,7 +9,7 @@ import pytest
 
 from engine_kit import chunk, rag_for, text
 from ragcachekit import Prompt, background
-from ragcachekit.background import ActiveRequests, Backoff
+from ragcachekit.cancellation import ActiveRequests, Backoff
 
 LAYERS = 2  # at least, in the family's model
 PROMPT = Prompt([text(9, 1), chunk(40, 2), chunk(30, 3), text(6, 4)])
