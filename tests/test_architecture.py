@@ -256,7 +256,6 @@ def test_circles_are_found(graph, circle) -> None:
         *OURS[:1],
         *OURS[2:],
         "ragcachekit.prompt.segments",
-        "ragcachekit.prompt.registry",
     ],
 )
 def test_importing_does_not_import_torch(module: str) -> None:

@@ -18,7 +18,7 @@ from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
-from ragcachekit.prompt.registry import forms
+from ragcachekit.prompt.segments import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval

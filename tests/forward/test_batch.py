@@ -9,8 +9,15 @@ from transformers import DynamicCache
 from families import build, off, plain, prefill, tokens
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward import batch
-from ragcachekit.forward.attention import TaggedKeys, install, tagged
-from ragcachekit.forward.batch import BatchCache, BatchRows, RequestKV, decode
+from ragcachekit.forward.attention import (
+    BatchCache,
+    BatchRows,
+    RequestKV,
+    TaggedKeys,
+    decode,
+    install,
+    tagged,
+)
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
