@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine_kit import chunk, rag_for, text
-from ragcachekit import Prompt, background
+from ragcachekit import Prompt, cancellation
 from ragcachekit.cancellation import ActiveRequests, Backoff
 
 LAYERS = 2  # at least, in the family's model
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    monkeypatch.setattr(cancellation, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     return clock
 
 
