@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragcachekit.config import positive
 from ragcachekit.errors import missing_extra
 from ragcachekit.retrieval.distances import Float32
 from ragcachekit.retrieval.index import Labels, VectorIndex
+from ragcachekit.types import positive
 
 _REMOVED_SHARE = 0.3  # of the graph's nodes, beyond which it is built anew
 

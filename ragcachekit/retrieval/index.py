@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.files import parse_json, read_regular, replace_file
 from ragcachekit.retrieval.distances import Float32, as_rows, check_metric
+from ragcachekit.types import positive
 
 DocumentId: TypeAlias = str | int
 Labels: TypeAlias = NDArray[np.int64]

@@ -18,7 +18,6 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import (
@@ -41,6 +40,7 @@ from ragcachekit.retrieval.partition import (
     is_bypassed,
 )
 from ragcachekit.retrieval.proximity import ProximityCache
+from ragcachekit.types import positive
 
 __all__ = [
     "Answer",
