@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from ragcachekit.background import BackgroundWorker, Pause
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
@@ -16,6 +15,7 @@ from ragcachekit.model.kv import ChunkKV, with_token_ids
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.reports import EncodingStats
 from ragcachekit.store.base import ForgetEpochs, KVStore, concerns
+from ragcachekit.threads import BackgroundWorker, Pause
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 
-from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import GenerateCall
@@ -16,7 +15,7 @@ from ragcachekit.forward.rows import captured, turn_of, with_answer
 from ragcachekit.generate.run import FirstScores, Generated
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest
 from ragcachekit.reports import Answer, GenerateReport
-from ragcachekit.threads import Condition
+from ragcachekit.threads import Condition, attempt
 from ragcachekit.types import Ids, KVKey
 
 KEPT_REPORTS = 256

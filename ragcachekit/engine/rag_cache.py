@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -26,7 +27,7 @@ from threading import Event
 from typing import Any, NoReturn, Self, Unpack
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, check_number
+from ragcachekit.config import QueueConfig
 from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
@@ -61,7 +62,7 @@ from ragcachekit.reports.base import pairs_html
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.threads import OPENED_BEFORE_FORK
-from ragcachekit.types import KVKey, whole_id
+from ragcachekit.types import SECONDS_OR_NONE, KVKey, check_deadline, check_number, whole_id
 
 MIN_REPORTED_WAIT_S = 0.01  # for rows of an earlier prompt; shorter waits have no note in the report
 
@@ -246,8 +247,10 @@ class RagCache:
         check_deadline(deadline)
         if not isinstance(wait, bool):
             check_number("wait", wait, "True, False or seconds")
-        observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
-        with observed:
+        observed = None
+        if self._observers.all:
+            observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
+        with observed or nullcontext():
             stop = stop_strings(stop)
             request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
             if not self._template_noted and parts.parser.lacks_template(prompt):
