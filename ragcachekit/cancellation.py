@@ -1,4 +1,4 @@
-"""Cancellation of model work: forwards check the scope of their request between two layers."""
+"""Model work that ends or gives way between two layers: cancelled requests, work beside requests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from math import inf
-from threading import Event, Thread
-from typing import ParamSpec, Self, TypeVar
+from threading import Event, Lock, Thread
+from typing import Any, ParamSpec, Self, TypeVar
 
 from ragcachekit.errors import Cancelled
 
@@ -131,3 +131,55 @@ def raise_if_cancelled() -> None:
         scope.pause()
     if scope.between_layers and scope.requested:
         raise Cancelled("the model work was cancelled; nothing of the forward that ran was kept")
+
+
+# -- work beside requests ---------------------------------------------------------------------------
+
+_EVERY = 0.02  # seconds between two looks
+
+SHARE = 0.1
+"""Part of the time that background work gets while requests run: not none, under a load that never ends."""
+
+
+class ActiveRequests:
+    """A ``with`` block around every request counts it. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.running = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.running -= 1
+
+    def wait_for_none(self, closed: Event) -> None:
+        """Wait until no request runs; Cancelled once ``closed`` is set, or in a cancelled scope."""
+        raise_if_cancelled()
+        while self.running:
+            if closed.wait(_EVERY):
+                raise Cancelled("closed while waiting for requests")
+
+
+class Backoff:
+    """Slows one background job's model work down while requests run, to ``share`` of the time.
+
+    It competes for the processor with the first token that somebody waits for. Called before every layer.
+    ``active`` has the number of requests in ``running``.
+    """
+
+    def __init__(self, active: Any, closed: Event, share: float = SHARE) -> None:
+        self._active, self._closed, self._share = active, closed, share
+        self._since = time.monotonic()
+
+    def __call__(self) -> None:
+        """Wait until no request runs, a multiple of the time since the last call at most, or ``closed``."""
+        now = time.monotonic()
+        end = now + (now - self._since) * (1 / self._share - 1)
+        while self._active.running and (left := end - time.monotonic()) > 0:
+            if self._closed.wait(min(_EVERY, left)):
+                break
+        self._since = time.monotonic()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
+
+from ragcachekit.types import WHOLE, Kinds, check_number, check_type
 
 DEFAULT_HOST_BYTES = 4 << 30
 DEFAULT_DISK_BYTES = 64 << 30
@@ -16,11 +17,6 @@ DEFAULT_DISK_BYTES = 64 << 30
 TIERS = ("gpu", "host", "disk", "redis", "bulk")  # names of the storage tiers, fastest first
 
 QUANTISATIONS = ("int8", "fp8")
-
-Kinds = type | tuple[type, ...]
-WHOLE = "a whole number"
-SECONDS_OR_NONE = (Real, type(None))
-"""Types of a time that may be left out."""
 
 _FIELDS: dict[str, tuple[Kinds, str]] = {
     "int": (Integral, WHOLE),
@@ -34,47 +30,6 @@ _FIELDS: dict[str, tuple[Kinds, str]] = {
     "Mapping[str, str]": (Mapping, "a mapping such as {'disk': 'int8'}"),
 }
 """Accepted types of a configuration field, by the field's annotation."""
-
-
-def positive(name: str, value: int) -> int:
-    """``value`` as an int; TypeError for what is no integer, ValueError for what is not positive."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value}")
-    return int(value)
-
-
-def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
-    """Raise TypeError, with what to ``give``, unless ``value`` is one of ``kinds``.
-
-    True and False are no numbers here; 4e9 is a whole number.
-    """
-    whole = kinds is Integral or (isinstance(kinds, tuple) and Integral in kinds)
-    if whole and isinstance(value, float) and value.is_integer():
-        return
-    if isinstance(value, kinds) and (not isinstance(value, bool) or kinds is bool):
-        return
-    given = repr(value)
-    shown = given if len(given) <= 80 else f"{given[:77]}..."
-    raise TypeError(f"{name} must be {give}, got {shown} ({type(value).__name__})")
-
-
-def check_number(
-    name: str, value: Any, give: str = "a number of seconds", *, kinds: Kinds = Real, positive: bool = False
-) -> None:
-    """Raise TypeError as :func:`check_type`, ValueError unless ``value`` is finite and >= 0, or ``positive``.
-
-    None is fine where ``kinds`` has its type. A time of NaN would never come: every comparison with it fails.
-    """
-    check_type(name, value, kinds, give)
-    if value is not None and (not 0 <= value < inf or (positive and not value)):
-        raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value}")
-
-
-def check_deadline(deadline: float | None) -> None:
-    """TypeError or ValueError unless it is None or a finite number of seconds from now."""
-    check_number("deadline", deadline, "seconds from now, or None", kinds=SECONDS_OR_NONE)
 
 
 def _check_numbers(config: Any, names: Iterable[str], *, positive: bool = False) -> None:

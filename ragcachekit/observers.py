@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from threading import current_thread, main_thread
 from typing import Any, Literal
 
-from ragcachekit.errors import Cancelled
 from ragcachekit.reports import GenerateReport
+from ragcachekit.threads import attempt
 from ragcachekit.types import Prompt
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,64 +93,48 @@ class ObservedRequest:
             self.end(error=error)
 
 
-UNOBSERVED = ObservedRequest(())
-
-
 class Observers:
-    """The observers of one engine and its query caches."""
+    """The observers of one engine and its query caches; ``all`` of them."""
 
     def __init__(self) -> None:
-        self._all: tuple[Observer, ...] = ()
+        self.all: tuple[Observer, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self._all)
+        return bool(self.all)
 
     def add(self, observer: Observer) -> None:
         """Add an observer, once; TypeError for another type."""
         if not isinstance(observer, Observer):
             raise TypeError(f"an observer is an instance of ragcachekit.Observer, not {observer!r}")
-        if observer not in self._all:
-            self._all = (*self._all, observer)
+        if observer not in self.all:
+            self.all = (*self.all, observer)
 
     def remove(self, observer: Observer) -> None:
         """Remove an observer; no error if it is none."""
-        self._all = tuple(one for one in self._all if one is not observer)
+        self.all = tuple(one for one in self.all if one is not observer)
 
     def begin(
         self, begun: float, prompt: object, namespace: str, options: Mapping[str, Any]
     ) -> ObservedRequest:
         """Tell of a request; ``begun`` in seconds of :func:`time.perf_counter`."""
-        if not self._all:
-            return UNOBSERVED
         operation = "text_completion" if isinstance(prompt, str | Prompt) else "chat"
         start = RequestStart(operation, namespace, options, epoch_ns(begun))  # type: ignore[arg-type]
-        return ObservedRequest(tuple((one, attempt(one.request_started, start)) for one in self._all))
+        return ObservedRequest(tuple((one, attempt(one.request_started, start)) for one in self.all))
 
     def looked_up(self, lookup: QueryLookup) -> None:
         """Tell of a lookup."""
-        for observer in self._all:
+        for observer in self.all:
             attempt(observer.looked_up, lookup)
 
     def searched(self, lookup: QueryLookup) -> None:
         """Tell of the search after a lookup."""
-        for observer in self._all:
+        for observer in self.all:
             attempt(observer.searched, lookup)
 
 
 def epoch_ns(begun: float) -> int:
     """Nanoseconds of :func:`time.time_ns` at a time of :func:`time.perf_counter`."""
     return time.time_ns() - int((time.perf_counter() - begun) * 1e9)
-
-
-def attempt(call: Callable[..., object], *arguments: object) -> object:
-    """Call what belongs to a user; its error is logged, except what a signal raises in the main thread."""
-    try:
-        return call(*arguments)
-    except BaseException as error:
-        if not isinstance(error, Cancelled | Exception) and current_thread() is main_thread():
-            raise
-        log.warning("an observer, callback or streamer failed", exc_info=True)
-        return None
 
 
 def model_name(model: Any) -> str:

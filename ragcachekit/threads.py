@@ -1,4 +1,4 @@
-"""Daemon threads for background work, and an interruptible condition variable.
+"""Daemon threads, background jobs, and an interruptible condition variable.
 
 Not ``concurrent.futures``: its executors wait at exit even for threads in a dead file system, and Ctrl-C may
 leave the locks of its futures held.
@@ -12,13 +12,17 @@ import time
 import weakref
 from _thread import RLock
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from itertools import repeat
-from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
-from typing import Any, NoReturn
+from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread, main_thread
+from typing import Any, Generic, NoReturn, TypeVar
 
-from ragcachekit.errors import Closed
+from ragcachekit.cancellation import CancelScope
+from ragcachekit.errors import Cancelled, Closed
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -259,3 +263,81 @@ def _close_all() -> None:
 
 
 weakref.finalize(_POOLS, _close_all)  # at exit, and after all finalizers that were made later
+
+
+# -- background work -------------------------------------------------------------------------------
+
+Pause = Callable[[Event], Callable[[], object]]
+
+
+class BackgroundWorker:
+    """The background work of one engine: queues of jobs, each with a thread; ``closed`` is set by close."""
+
+    def __init__(self) -> None:
+        self.closed = Event()
+        self._queues: list[JobQueue[Any]] = []
+
+    def queue(self, work: Callable[[T], object], most: int, pause: Pause | None = None) -> JobQueue[T]:
+        """A queue of at most ``most`` jobs, for each of which ``work`` is called; errors are logged.
+
+        ``pause`` makes, for each job, what is called before every layer of its model work. That may delay the
+        layer until the event is set, which it is given: the worker is closed.
+        """
+        queue = JobQueue(self.closed, work, most, pause)
+        self._queues.append(queue)
+        return queue
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until no job waits or runs; False if ``timeout`` seconds did not suffice."""
+        return flush_all([queue.pool.flush for queue in self._queues], timeout)
+
+    def close(self) -> None:
+        """Cancel running jobs before their next layer, drop the rest; waits as :meth:`DaemonPool.close`."""
+        self.closed.set()
+        for queue in self._queues:
+            queue.pool.close()
+
+
+class JobQueue(Generic[T]):
+    """Jobs of one kind, done in order and one at a time; :meth:`BackgroundWorker.queue` makes it."""
+
+    def __init__(self, closed: Event, work: Callable[[T], object], most: int, pause: Pause | None) -> None:
+        self.pool = DaemonPool("ragcachekit-background")
+        self._closed, self._work, self._most, self._pause = closed, work, most, pause
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in the queue, without the running one."""
+        return self.pool.waiting
+
+    def submit(self, job: T) -> bool:
+        """Queue a job; False if the queue is full, there is no thread, or the worker is closed."""
+        return self.pool.submit(Job(partial(self._do, job)), self._most)
+
+    def _do(self, job: T) -> None:
+        pause = None if self._pause is None else self._pause(self._closed)
+        with CancelScope(self._closed, pause=pause):
+            attempt(self._work, job)
+
+
+def attempt(call: Callable[..., object], *arguments: object) -> object:
+    """Call a user's code, or a job after an answer. Errors are logged, except cancellation.
+
+    What a signal raises in the main thread is raised.
+    """
+    try:
+        return call(*arguments)
+    except Cancelled:
+        return None
+    except BaseException as error:
+        if not isinstance(error, Exception) and current_thread() is main_thread():
+            raise
+        log.warning("a callback or a background job failed", exc_info=True)
+        return None
+
+
+def flush_all(flushes: Iterable[Callable[[float | None], bool]], timeout: float | None) -> bool:
+    """Flush all within ``timeout`` seconds; False if these did not suffice."""
+    end = None if timeout is None else time.monotonic() + timeout
+    done = [flush(None if end is None else max(0.0, end - time.monotonic())) for flush in flushes]
+    return all(done)

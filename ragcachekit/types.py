@@ -1,4 +1,4 @@
-"""Chunks, segments, prompts and keys: frozen data, without torch."""
+"""Chunks, segments, prompts and keys: frozen data, without torch. Checks of arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
+from numbers import Integral, Real
+from typing import Any
 
 Ids = tuple[int, ...]
 """Token ids."""
@@ -112,3 +115,52 @@ class KVKey:
         parts = (self.fingerprint, self.namespace, self.chunk_id, self.encoding, *self.context)
         raw = [part.encode() for part in parts]
         return hashlib.sha256(b"".join([len(r).to_bytes(8, "little") + r for r in raw])).hexdigest()
+
+
+# -- checks of arguments ---------------------------------------------------------------------------
+
+Kinds = type | tuple[type, ...]
+WHOLE = "a whole number"
+SECONDS_OR_NONE = (Real, type(None))
+"""Types of a time that may be left out."""
+
+
+def positive(name: str, value: int) -> int:
+    """``value`` as an int; TypeError for what is no integer, ValueError for what is not positive."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+    return int(value)
+
+
+def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
+    """Raise TypeError, with what to ``give``, unless ``value`` is one of ``kinds``.
+
+    True and False are no numbers here; 4e9 is a whole number.
+    """
+    whole = kinds is Integral or (isinstance(kinds, tuple) and Integral in kinds)
+    if whole and isinstance(value, float) and value.is_integer():
+        return
+    if isinstance(value, kinds) and (not isinstance(value, bool) or kinds is bool):
+        return
+    given = repr(value)
+    shown = given if len(given) <= 80 else f"{given[:77]}..."
+    raise TypeError(f"{name} must be {give}, got {shown} ({type(value).__name__})")
+
+
+def check_number(
+    name: str, value: Any, give: str = "a number of seconds", *, kinds: Kinds = Real, positive: bool = False
+) -> None:
+    """Raise TypeError as :func:`check_type`, ValueError unless ``value`` is finite and >= 0, or ``positive``.
+
+    None is fine where ``kinds`` has its type. A time of NaN would never come: every comparison with it fails.
+    """
+    check_type(name, value, kinds, give)
+    if value is not None and (not 0 <= value < inf or (positive and not value)):
+        raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value}")
+
+
+def check_deadline(deadline: float | None) -> None:
+    """TypeError or ValueError unless it is None or a finite number of seconds from now."""
+    check_number("deadline", deadline, "seconds from now, or None", kinds=SECONDS_OR_NONE)

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = (
-    *("types", "errors", "config", "files", "threads", "cancellation", "background", "json_store"),
+    *("types", "errors", "config", "files", "threads", "cancellation", "json_store"),
     *("reports", "observers", "frameworks"),
 )
 CHAIN = (
@@ -256,7 +256,6 @@ def test_circles_are_found(graph, circle) -> None:
         *OURS[:1],
         *OURS[2:],
         "ragcachekit.prompt.segments",
-        "ragcachekit.prompt.registry",
     ],
 )
 def test_importing_does_not_import_torch(module: str) -> None:

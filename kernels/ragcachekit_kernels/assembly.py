@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragcachekit_kernels.arguments import Places, Rotation
+from ragcachekit_kernels.in_torch import Places, Rotation
 from ragcachekit_kernels.launch import FUSED, dense, interpreted, launching_on, padded
 
 TILE = 4096

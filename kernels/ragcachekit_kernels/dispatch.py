@@ -16,16 +16,27 @@ from typing import TypeVar
 import torch
 
 from ragcachekit_kernels import in_torch
-from ragcachekit_kernels.arguments import AttentionOptions as AttentionOptions
-from ragcachekit_kernels.arguments import Place as Place
-from ragcachekit_kernels.arguments import Places as Places
-from ragcachekit_kernels.arguments import Rotation as Rotation
-from ragcachekit_kernels.arguments import Rows as Rows
-from ragcachekit_kernels.arguments import Spans as Spans
-from ragcachekit_kernels.arguments import checked_rows, spans_within
-from ragcachekit_kernels.in_torch import ContextMass as ContextMass
-from ragcachekit_kernels.in_torch import rotate as rotate
+from ragcachekit_kernels.in_torch import (
+    AttentionOptions,
+    ContextMass,
+    Place,
+    Places,
+    Rotation,
+    Rows,
+    Spans,
+    checked_rows,
+    rotate,
+    spans_within,
+)
 from ragcachekit_kernels.launch import interpreted
+
+# fmt: off
+__all__ = [
+    "AttentionOptions", "ContextMass", "Place", "Places", "Rotation", "Rows", "Spans", "assemble",
+    "attention_choice", "choice", "column_scores", "context_mass", "kv_deviation", "rotate", "span_sums",
+    "sparse_attention", "uses_triton",
+]
+# fmt: on
 
 Result = TypeVar("Result")
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from ragcachekit.background import BackgroundWorker, Pause
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
@@ -17,6 +16,7 @@ from ragcachekit.plan.link_plan import Missing
 from ragcachekit.reports import EncodingStats
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.threads import BackgroundWorker, Pause
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)

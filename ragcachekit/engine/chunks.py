@@ -11,8 +11,6 @@ from weakref import WeakSet
 
 from tqdm.auto import tqdm
 
-from ragcachekit.background import attempt
-from ragcachekit.config import check_type
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
@@ -20,13 +18,14 @@ from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
-from ragcachekit.prompt.registry import forms
+from ragcachekit.prompt.segments import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
-from ragcachekit.types import chunk_id, whole_id
+from ragcachekit.threads import attempt
+from ragcachekit.types import check_type, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ class Chunks:
     def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
         update(tokens)
         if self._parts.loads.cost.needed:  # no request waits here
-            attempt(lambda _: self._parts.loads.measure(), None)
+            attempt(self._parts.loads.measure)
 
     def _warn(self, message: str) -> None:
         if not self._warned:

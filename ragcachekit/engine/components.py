@@ -13,8 +13,8 @@ from typing import Any, Literal, TypedDict
 
 from torch import nn
 
-from ragcachekit.background import ActiveRequests, BackgroundWorker, Backoff, flush_all
-from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig, check_type
+from ragcachekit.cancellation import ActiveRequests, Backoff
+from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
@@ -42,7 +42,8 @@ from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
-from ragcachekit.types import KVKey
+from ragcachekit.threads import BackgroundWorker, flush_all
+from ragcachekit.types import KVKey, check_type
 
 
 class EngineOptions(TypedDict, total=False):

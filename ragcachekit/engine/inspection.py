@@ -18,8 +18,7 @@ from rich.text import Text as RichText
 
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
-from ragcachekit.prompt.registry import is_inside_word
-from ragcachekit.prompt.segments import Segmentation
+from ragcachekit.prompt.segments import Segmentation, is_inside_word
 from ragcachekit.reports import LinkReport, Report, folded_html, shorten
 from ragcachekit.types import Chunk, Prompt
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -26,7 +27,7 @@ from threading import Event
 from typing import Any, NoReturn, Self, Unpack
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_deadline, check_number
+from ragcachekit.config import QueueConfig
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, prompt_view
@@ -49,6 +50,7 @@ from ragcachekit.model.weights import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
 from ragcachekit.quality.budget import ResolvedPolicy
@@ -57,7 +59,7 @@ from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, 
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.threads import OPENED_BEFORE_FORK
-from ragcachekit.types import KVKey, whole_id
+from ragcachekit.types import SECONDS_OR_NONE, KVKey, check_deadline, check_number, whole_id
 
 MIN_REPORTED_WAIT_S = 0.01  # for rows of an earlier prompt; shorter waits have no note in the report
 
@@ -243,7 +245,10 @@ class RagCache:
             check_deadline(deadline)
         if not isinstance(wait, bool):
             check_number("wait", wait, "True, False or seconds")
-        with self._observers.begin(started_at, prompt, namespace or self.namespace, options) as observed:
+        observed = None
+        if self._observers.all:
+            observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
+        with observed or nullcontext():
             stop = stop_strings(stop)
             prepared = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
             if not self._template_noted and parser.lacks_template(prompt):
@@ -582,7 +587,9 @@ class RagCache:
     def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
         asked = self.components.policy if policy is None else open_policy(policy)
-        chosen = self.components.resolve(asked, namespace)
+        is_measured = isinstance(asked, Auto | Budget)
+        resolve = self.components.resolve
+        chosen = resolve(asked, namespace) if is_measured else ResolvedPolicy(asked, asked.name)
         if self.shadow is None or not chosen.policy.reads_cache:
             return chosen
         why = self.shadow.fallback(namespace)

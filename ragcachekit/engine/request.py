@@ -14,11 +14,11 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
-from ragcachekit.config import SECONDS_OR_NONE, check_deadline, check_number
 from ragcachekit.errors import Cancelled, EngineError
-from ragcachekit.observers import ObservedRequest, attempt
+from ragcachekit.observers import ObservedRequest
 from ragcachekit.reports import Answer
-from ragcachekit.threads import Condition
+from ragcachekit.threads import Condition, attempt
+from ragcachekit.types import SECONDS_OR_NONE, check_deadline, check_number
 
 if TYPE_CHECKING:  # importing this file, as astream does, should not import torch
     from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
@@ -38,7 +38,7 @@ class GenerateCall:
     - ``submitted_at``: In seconds of :func:`time.perf_counter`; ``deadline`` in those of
       :func:`time.monotonic`.
     - ``scope``: That of the calling thread; ``cancel`` ends this request alone.
-    - ``observed``: Its observers.
+    - ``observed``: Its observers, if there are any.
     """
 
     prompt: PromptRequest
@@ -51,7 +51,7 @@ class GenerateCall:
     scope: CancelScope
     cancel: Event
     streamer: RequestStreamer | None
-    observed: ObservedRequest
+    observed: ObservedRequest | None
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,6 @@ from threading import Event, Lock
 from time import monotonic, perf_counter
 from typing import Any
 
-from ragcachekit.background import attempt
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
@@ -23,7 +22,7 @@ from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.run import FirstScores, Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
 from ragcachekit.reports import Answer, GenerateReport
-from ragcachekit.threads import Condition
+from ragcachekit.threads import Condition, attempt
 from ragcachekit.types import Ids, KVKey
 
 log = logging.getLogger(__name__)

@@ -15,14 +15,14 @@ from itertools import chain
 from threading import TIMEOUT_MAX, get_ident
 from typing import Generic, TypeVar
 
-from ragcachekit.background import ActiveRequests
-from ragcachekit.cancellation import CancelScope
-from ragcachekit.config import SECONDS_OR_NONE, QueueConfig, check_number
+from ragcachekit.cancellation import ActiveRequests, CancelScope
+from ragcachekit.config import QueueConfig
 from ragcachekit.engine.request import Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
 from ragcachekit.reports import Answer, QueueStats
 from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
+from ragcachekit.types import SECONDS_OR_NONE, check_number
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,8 @@ class Scheduler:
         with self._changed:
             self._counts[outcome] += 1
         try:  # before the result is there, so that whoever reads metrics after an answer finds it counted
-            request.call.observed.end(None if answer is None else answer.report, error)
+            if (observed := request.call.observed) is not None:
+                observed.end(None if answer is None else answer.report, error)
         finally:
             request.resolve(answer, error)
 

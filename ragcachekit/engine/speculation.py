@@ -11,9 +11,9 @@ from math import inf
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ragcachekit.config import check_deadline, positive
 from ragcachekit.engine.request import Request
 from ragcachekit.prompt.parser import PromptLike
+from ragcachekit.types import check_deadline, positive
 
 if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache

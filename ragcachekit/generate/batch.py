@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from ragcachekit.forward.batch import RequestKV, decode
+from ragcachekit.forward.attention import RequestKV, decode
 from ragcachekit.forward.check import why_not_together
 from ragcachekit.forward.rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.options import effective, end_tokens, uses_beams

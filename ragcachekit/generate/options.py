@@ -15,8 +15,8 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import TransformersKwargs
 
-from ragcachekit.config import WHOLE, check_number, check_type
 from ragcachekit.errors import GenerationNotSupported
+from ragcachekit.types import WHOLE, check_number, check_type
 
 DEFAULT_NEW_TOKENS = 256
 _LIMITS = {"max_new_tokens", "max_length", "max_time", "generation_config"}

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ragcachekit.background import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.config import LoadConfig
 from ragcachekit.model.prefill_profile import PrefillProfile, measure_profile
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Loader, LoadingKV
+from ragcachekit.threads import BackgroundWorker, JobQueue, flush_all
 from ragcachekit.types import KVKey
 
 MEMORY_TIERS = ("gpu", "host", "null")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ragcachekit.config import check_type
 from ragcachekit.policies.attention import Deep, Heavy, Query
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.baselines import Full, Prefix, Random, Reuse
@@ -14,6 +13,7 @@ from ragcachekit.policies.craft import Craft, CraftFocused
 from ragcachekit.policies.impact import TokenImpact
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.measured import Auto, Budget, union
+from ragcachekit.types import check_type
 
 _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
     "full": (lambda _: Full(), ""),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ragcachekit.prompt.registry import ChunkRegistry, common_length
 from ragcachekit.prompt.segments import (
+    ChunkRegistry,
     Segmentation,
     TokenSegment,
     blanks_outside,
@@ -24,6 +24,7 @@ from ragcachekit.prompt.tokenizer import (
     PromptTokenizer,
     Span,
     SpecialTokenTexts,
+    common_length,
     common_prefix,
     is_read_apart,
     plain_count,

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ragcachekit.prompt.registry import common_length
 from ragcachekit.types import Chunk, Ids, Segment, Text
 
 Span = tuple[int, int]
@@ -196,6 +195,18 @@ def common_prefix(*several: Sequence[int]) -> Ids:
             break
         length += 1
     return tuple(several[0][:length])
+
+
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the common beginning, by bisection: comparing slices takes no loop over characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _meets(span: Span, others: Sequence[Span]) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Event, RLock
 from typing import Any
 
-from ragcachekit.background import BackgroundWorker
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelChanged, RagCacheError
 from ragcachekit.plan.encodings import IN_PROMPT
@@ -39,6 +38,7 @@ from ragcachekit.quality.records import (
     write_record,
 )
 from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.threads import BackgroundWorker
 from ragcachekit.types import Ids
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ragcachekit.background import BackgroundWorker, Pause
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.config import ShadowConfig
 from ragcachekit.errors import Cancelled
@@ -25,6 +24,7 @@ from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality.compare import bag_f1, divergence
 from ragcachekit.reports import Answer, ShadowReport
+from ragcachekit.threads import BackgroundWorker, Pause
 
 log = logging.getLogger(__name__)
 

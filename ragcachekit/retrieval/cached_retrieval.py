@@ -15,7 +15,6 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragcachekit.config import SECONDS_OR_NONE, check_number
 from ragcachekit.errors import RetrievalError
 from ragcachekit.json_store import JsonStore
 from ragcachekit.observers import Observers, QueryLookup, epoch_ns
@@ -23,6 +22,7 @@ from ragcachekit.retrieval.distances import Float32
 from ragcachekit.retrieval.near_misses import Guard, near_miss
 from ragcachekit.retrieval.partition import Partition
 from ragcachekit.retrieval.proximity import Entry, ProximityCache, QueryCacheStats
+from ragcachekit.types import SECONDS_OR_NONE, check_number
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import ArrayLike
 
-from ragcachekit.config import positive
 from ragcachekit.errors import Closed, RetrievalError
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.distances import Float32
@@ -29,6 +28,7 @@ from ragcachekit.retrieval.index import (
     load_index,
     open_index,
 )
+from ragcachekit.types import positive
 
 _MORE = 4  # how many times k a filtered search asks for first, and more at each further try
 _MIN_LOGGED = 1_000  # changes that are logged, however small the index, before it is saved

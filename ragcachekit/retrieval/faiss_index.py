@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError, missing_extra
 from ragcachekit.retrieval.distances import Float32
 from ragcachekit.retrieval.index import Labels, VectorIndex
+from ragcachekit.types import positive
 
 _REMOVED_SHARE = 0.3  # of the graph's nodes, beyond which it is built anew
 

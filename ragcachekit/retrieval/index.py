@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragcachekit.config import positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.files import parse_json, read_regular, replace_file
 from ragcachekit.retrieval.distances import (
@@ -33,6 +32,7 @@ from ragcachekit.retrieval.distances import (
     as_floats,
     check_metric,
 )
+from ragcachekit.types import positive
 
 DocumentId: TypeAlias = str | int
 Labels: TypeAlias = NDArray[np.int64]

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ragcachekit.config import positive
+from ragcachekit.types import positive
 
 log = logging.getLogger(__name__)
 

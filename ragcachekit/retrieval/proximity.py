@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragcachekit.config import check_number, positive
 from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.distances import (
     Float32,
@@ -22,6 +21,7 @@ from ragcachekit.retrieval.distances import (
     check_metric,
     distance,
 )
+from ragcachekit.types import check_number, positive
 
 EVICTIONS = ("fifo", "lru")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
-from ragcachekit.config import WHOLE, check_number
+from ragcachekit.types import WHOLE, check_number
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import NoReturn
 from pydantic import TypeAdapter
 
 from ragcachekit import CancelScope, RagCache, to_thread
-from ragcachekit.background import Backoff
+from ragcachekit.cancellation import Backoff
 from ragcachekit.files import read_regular, replace_file
 from ragcachekit.server.errors import ApiError, invalid
 from ragcachekit.server.keys import Tenant

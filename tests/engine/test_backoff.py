@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine_kit import chunk, rag_for, text
-from ragcachekit import Prompt, background
-from ragcachekit.background import ActiveRequests, Backoff
+from ragcachekit import Prompt, cancellation
+from ragcachekit.cancellation import ActiveRequests, Backoff
 
 LAYERS = 2  # at least, in the family's model
 PROMPT = Prompt([text(9, 1), chunk(40, 2), chunk(30, 3), text(6, 4)])
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    monkeypatch.setattr(cancellation, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     return clock
 
 

@@ -8,9 +8,16 @@ from transformers import DynamicCache
 
 from families import build, off, plain, prefill, tokens
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward import batch
-from ragcachekit.forward.attention import TaggedKeys, install, tagged
-from ragcachekit.forward.batch import BatchCache, BatchRows, RequestKV, decode
+from ragcachekit.forward import attention
+from ragcachekit.forward.attention import (
+    BatchCache,
+    BatchRows,
+    RequestKV,
+    TaggedKeys,
+    decode,
+    install,
+    tagged,
+)
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -67,7 +74,7 @@ def test_keys_that_are_not_those_of_the_cache_are_refused():
 
 
 def test_rows_survive_the_growth_of_a_buffer(monkeypatch):
-    monkeypatch.setattr(batch, "GROWTH", 2)
+    monkeypatch.setattr(attention, "GROWTH", 2)
     request, before = request_of(3, new=1)
     rows = [before]
     for _ in range(6):

@@ -6,8 +6,7 @@ from langchain_core.documents import Document
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from langchain_ragcachekit import format_docs
-from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segments import segment_text
+from ragcachekit.prompt.segments import ChunkRegistry, segment_text
 from ragcachekit.types import Chunk
 
 LEAST = 16  # characters of the shortest chunk that is registered

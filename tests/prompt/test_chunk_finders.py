@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ragcachekit.prompt import registry as registry_module
-from ragcachekit.prompt.registry import ChunkRegistry, Match, forms
+from ragcachekit.prompt import segments as registry_module
+from ragcachekit.prompt.segments import ChunkRegistry, Match, forms
 
 # Few letters and a low minimum: overlaps, nesting and shared beginnings everywhere.
 dense = st.text(alphabet="ab .\n", min_size=1, max_size=90)

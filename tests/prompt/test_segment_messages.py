@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segments import MARK, Segmentation, marked, segment_messages
+from ragcachekit.prompt.segments import MARK, ChunkRegistry, Segmentation, marked, segment_messages
 from ragcachekit.prompt.tokenizer import SpecialTokenTexts
 from ragcachekit.types import Chunk
 

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcachekit.prompt.registry import ChunkRegistry
-from ragcachekit.prompt.segments import Segmentation, blanks_outside, body, merge_texts, segment_text
+from ragcachekit.prompt.segments import (
+    ChunkRegistry,
+    Segmentation,
+    blanks_outside,
+    body,
+    merge_texts,
+    segment_text,
+)
 from ragcachekit.prompt.tokenizer import SpecialTokenTexts
 from ragcachekit.types import Chunk, Text
 

@@ -12,7 +12,7 @@ import torch
 
 from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
-from ragcachekit.background import ActiveRequests
+from ragcachekit.cancellation import ActiveRequests
 from ragcachekit.policies.baselines import Reuse
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.measured import Auto, PolicyAndEncoder

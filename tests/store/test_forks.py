@@ -11,7 +11,7 @@ import pytest, torch
 from loading_kit import Gate, SlowStore, start
 from store_kit import contents, key_of, kv_of
 from ragcachekit.errors import Closed
-from ragcachekit.background import BackgroundWorker
+from ragcachekit.threads import BackgroundWorker
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.backends import FsspecStore
 from ragcachekit.store.memory import HostStore

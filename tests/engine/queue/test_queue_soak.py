@@ -18,7 +18,7 @@ from queue_kit import LONG
 from ragcachekit import Cancelled, CancelScope, DeadlineExceeded, Prompt, QueueConfig, QueueFull, StoreConfig
 from ragcachekit.engine.request import Request
 from ragcachekit.errors import EngineError
-from ragcachekit.forward.batch import RequestKV
+from ragcachekit.forward.attention import RequestKV
 from ragcachekit.forward.linker import LinkedCache
 from ragcachekit.generate.batch import Decoding
 from soak_kit import figures
