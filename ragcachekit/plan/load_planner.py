@@ -180,6 +180,8 @@ class PrefillCost:
         self.profile: PrefillProfile | None = None
         self._filled = 0.0
         self._tried = False
+        self.needed = False
+        """Whether it is time to :meth:`measure`."""
 
     def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
         """Seconds of a prefill at the measured speed, or 0 if unknown.
@@ -188,19 +190,15 @@ class PrefillCost:
         """
         if self.profile is None:
             self._filled += share
+            self.needed = not self._tried and self._filled >= NEEDED_AT
             return 0.0
         # Without the current scale: entries are compared that came at other times.
         return self.profile.seconds(cached, new) / self.profile.scale
 
-    @property
-    def needed(self) -> bool:
-        """Whether it is time to :meth:`measure`."""
-        return not self._tried and self.profile is None and self._filled >= NEEDED_AT
-
     def measure(self) -> None:
         """Measure the profile, unless that was tried before."""
         if self.profile is None and not self._tried:
-            self._tried = True
+            self._tried, self.needed = True, False
             self.profile = measure_profile(self._model, context=self._context)
 
 
