@@ -100,7 +100,7 @@ class RagCache:
         Misses of a chunk before "background" encodes it: 2 spares chunks that are retrieved only once; 1 has
         every chunk warm at its second use.
     shadow : float or ShadowConfig, optional
-        Share of the requests that is answered again in full, for :meth:`shadow_report`.
+        Share of the prompts that is prefilled again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
         Whether chunks in slow tiers are loaded only where that is quicker than computing them.
     tree : TreeConfig or KnowledgeTree, optional

@@ -19,7 +19,7 @@ from ragcachekit.forward.linker import own_entries
 from ragcachekit.forward.prefill import Replan
 from ragcachekit.forward.rows import captured, turn_of, with_answer
 from ragcachekit.generate.batch import BatchDecoder, Decoding
-from ragcachekit.generate.run import FirstScores, Generated, answer_of
+from ragcachekit.generate.run import Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.threads import Condition, attempt
@@ -30,10 +30,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Run:
-    """A running request: when its turn began, what shadow mode drew, and its tokens so far."""
+    """A running request: when its turn began, and its tokens so far."""
 
     begun: float
-    first: FirstScores | None = None
     decoding: Decoding | None = None
     alone: Generated | None = None  # of a request that was not decoded in the batch
     kept: frozenset[KVKey] | None = None
@@ -102,8 +101,6 @@ class Runner:
         run = self.runs[request] = _Run(perf_counter())
         call, prompt = request.call, request.call.prompt
         with call.scope, CancelScope(closed), CancelScope(call.cancel, deadline=call.deadline):
-            shadow = self._parts.shadow
-            run.first = shadow.draw(call.options) if shadow is not None else None
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
             why = self.decoder.why_alone(call.options) if unchanged else "the model changed"
@@ -117,7 +114,6 @@ class Runner:
                 log.warning("a linked prompt failed and is computed in full", exc_info=True)
                 if call.streamer is not None:
                     call.streamer.restart()
-                run.first = None  # nothing is reused, so there is nothing to compare
                 full = replace(prompt, fallback=f"the linked prompt failed: {error!r}")
                 self._prefill(request, run, self._plan(full), why is None)
             if wanted and run.decoding is not None and not run.decoding.finished:
@@ -142,7 +138,7 @@ class Runner:
         generated = run.decoding.generated() if run.decoding is not None else run.alone
         assert generated is not None, "begun"
         answer = answer_of(generated, run.begun, call.stop, call.options, self._parts.parser.decode)
-        self._after_answer.submit(generated, answer, call, run.first, run.kept)
+        self._after_answer.submit(generated, answer, call, run.kept)
         queued, report = (run.begun - call.submitted_at) * 1e3, answer.report
         report = replace(
             report,
@@ -198,7 +194,7 @@ class Runner:
 
     def _prefill(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
         call = request.call
-        how: dict[str, Any] = {"stop": call.stop, "cancel": call.cancel, "first": run.first}
+        how: dict[str, Any] = {"stop": call.stop, "cancel": call.cancel}
         how |= {"capture_missing_rows": self._after_answer.captures, "replan": self._replan}
         if together:
             run.decoding = self.decoder.begin(plan, call.options, **how)
@@ -259,19 +255,17 @@ class AfterAnswer:
         generated: Generated,
         answer: Answer,
         call: GenerateCall,
-        first: FirstScores | None,
         kept: frozenset[KVKey] | None,
     ) -> None:
         """Use what an answered request produced: timings, exact rows, missing chunks, its prompt.
 
-        ``kept`` is what :meth:`keep_early` returned for it, if that was called; ``first`` what shadow mode
-        drew.
+        ``kept`` is what :meth:`keep_early` returned for it, if that was called.
         """
         plan, parts = generated.plan, self._parts
         if generated.token_ids:  # else cancelled before the first token
             with CancelScope(call.cancel):
                 if parts.shadow is not None:
-                    parts.shadow.follow(plan, answer, first, call.options, call.stop)
+                    parts.shadow.follow(call.prompt, generated.report)
                 if parts.loads.planner is not None or parts.loads.cost.needed:
                     parts.loads.learn(plan.kept, len(plan.rows), generated.prefill)
                     parts.loads.follow(plan.skipped, plan.report.loaded_bytes)

@@ -40,25 +40,16 @@ from ragcachekit.store.loader import LoadFailed
 # -- hooks into one call of generate -------------------------------------------------------------------
 
 
-class FirstScores(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records the first token's distribution and changes nothing.
+class PrefillTimer(LogitsProcessor):  # type: ignore[misc]
+    """A logits processor that changes nothing; ``at`` is when the prefill ended, None before."""
 
-    It runs after the requested processors (penalties), before temperature and the cuts of sampling.
-    ``log_probs`` is ``[vocab]`` float64 on the host, None before and where it is not ``wanted``; ``at`` is
-    when the prefill ended, None before.
-    """
-
-    def __init__(self, wanted: bool = True) -> None:
-        self._wanted = wanted
-        self.log_probs: torch.Tensor | None = None
+    def __init__(self) -> None:
         self.at: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.at is None:
             scores[:, :1].tolist()  # waits for the device: nothing is there before that
             self.at = time.perf_counter()
-            if self._wanted:
-                self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
         return scores
 
 
@@ -194,7 +185,6 @@ def run_generate(
     decode: Callable[[Sequence[int]], str],
     cancel: threading.Event | None = None,
     stop: Sequence[str] = (),
-    first: FirstScores | None = None,
     capture_missing_rows: bool = False,
     replan: Replan | None = None,
     one_token: bool = False,
@@ -214,10 +204,10 @@ def run_generate(
     options = _with_stop_strings(without_refused_defaults(options, defaults), defaults)
     seed, streamer = options.pop("seed", None), options.pop("streamer", None)
     with CancelScope(cancel) as scope:
-        timer, first = FirstTokenTimer(scope), first or FirstScores(wanted=False)
+        timer, prefilled = FirstTokenTimer(scope), PrefillTimer()
         loop = None if beams > 1 else DecodingLoop(plan.token_ids, timer, streamer, one_token)
         options["custom_generate"] = loop
-        options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
+        options["logits_processor"] = [*(options.get("logits_processor") or ()), prefilled]
         own_criteria = [*(options.get("stopping_criteria") or ())]
         own_criteria += [timer] if loop is None else []
         while True:
@@ -255,7 +245,7 @@ def run_generate(
         timer.cancelled,
         prefill.plan,
         prefill.report(),
-        first.at - started_at - settling if prefill.plain and first.at is not None else None,
+        prefilled.at - started_at - settling if prefill.plain and prefilled.at is not None else None,
         cache if loop is not None else None,
         prefill.own,
         loop,
