@@ -24,11 +24,12 @@ from rich.table import Table
 
 import ragcachekit
 from benchmarks.datasets import Sampling, draw_questions
+from benchmarks.output import Plot, written
 from benchmarks.world.questions import world_sample
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
 from ragcachekit.commands import fidelity as shipped
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.console import INTERRUPTED, note, quiet_loading, show, written
+from ragcachekit.commands.console import INTERRUPTED, note, quiet_loading, show
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.engines import FULL
 from ragcachekit.commands.fidelity import ALL, QUALITY, REUSE, Measurement, Row, by_type, quality_rows
@@ -95,7 +96,7 @@ def fidelity(
         Path | None, typer.Option(help="Keep results here and go on from them; default: beside --json.")
     ] = None,
     json: opt.Json = None,
-    plot: opt.Plot = None,
+    plot: Plot = None,
 ) -> None:
     """What reuse does to answers about the sample world, or about a dataset."""
     quiet_loading()

@@ -223,17 +223,16 @@ def replay(
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """Bytes of one token's KV over all layers, from the model's configuration."""
-    from transformers import AutoConfig
+    """Bytes of one token's KV over all layers, of the model without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from ragcachekit.commands.sample_model import resolve_model
+    from ragcachekit.model.kv import KVLayout
 
-    config = AutoConfig.from_pretrained(resolve_model(model)).get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    numbers = 2 * config.num_hidden_layers * kv_heads * width
-    return int(numbers * getattr(config.dtype, "itemsize", 4))
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(resolve_model(model))
+        return KVLayout.of(AutoModelForCausalLM.from_config(config)).token_bytes
 
 
 def _verdict(found: float, ahead: float) -> str:

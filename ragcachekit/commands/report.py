@@ -66,7 +66,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] 
     out = Table(title=title, title_justify="left")
     for name in names:
         numeric = bool(rows) and all(isinstance(row.get(name), int | float | None) for row in rows)
-        heading = name.replace("_", " ")
+        heading = name.replace("_", "\n")  # rich would cut words before it breaks all
         words = " ".join([heading, *(_cell(row.get(name)) for row in rows)]).split()
         width = min(max(map(len, words)), _WHOLE)
         out.add_column(heading, justify="right" if numeric else "left", min_width=width, overflow="fold")

@@ -394,20 +394,3 @@ def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None
     output[:, -1].tolist()  # waits for the device
     ratio = 1.0 if prefix is None else 0.0
     return Sample((time.perf_counter() - start) * 1e3, ratio, len(ids[0]))
-
-
-def draw(report: BenchReport, path: str | os.PathLike[str]) -> None:
-    """Draw the rows as bars, with the range from least to greatest."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
-
-    bars = report.rows
-    below = [r["ttft_ms"] - r["ttft_ms_min"] for r in bars]
-    above = [r["ttft_ms_max"] - r["ttft_ms"] for r in bars]
-    figure = Figure(figsize=(1.5 + 1.1 * len(bars), 4), layout="constrained")
-    axes = figure.add_subplot()
-    drawn = axes.bar(range(len(bars)), [r["ttft_ms"] for r in bars], yerr=[below, above], capsize=3)
-    axes.bar_label(drawn, [f"{r['speedup']:.1f}x" for r in bars], padding=2)
-    axes.set_xticks(range(len(bars)), [f"{r['policy']}\n{r['tier']}\n{r['dtype']}" for r in bars])
-    axes.set_ylabel("time to first token (ms)")
-    axes.set_title(f"{report.model}, {bars[0]['prompt_tokens']} prompt tokens", fontsize=9)
-    figure.savefig(path)

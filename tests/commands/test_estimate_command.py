@@ -79,11 +79,11 @@ def test_the_share_is_that_of_a_session_of_ask(estimate, world, corpus, one_mini
         for question in asked:
             reply = session.ask(question)
             session.keep()
-            link = reply.report["link"]
-            reused += sum(use["tokens"] for use in link["chunks"] if use["source"] != "computed")
-            uses += len(link["chunks"])
-            total += link["prompt_tokens"]
-            hits += reply.hit
+            link = reply.answer.report.link
+            reused += sum(use.tokens for use in link.chunks if use.source != "computed")
+            uses += len(link.chunks)
+            total += link.prompt_tokens
+            hits += reply.found.hit
     assert summary["searches_saved"] == hits / len(asked) == 0.5
     assert reused / total <= sizes[-1]["tokens_found"] <= (reused + 2 * uses) / total
 
