@@ -27,10 +27,11 @@ def _model(name: str) -> str:
     return name
 
 
-def _questions(path: Path | None) -> Path | None:
+def check_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The file as it was given; RagCacheError if there is none."""
     if path is not None and not path.is_file():
         raise RagCacheError(
-            f"there is no file {path}; give --questions a JSONL file with an object "
+            f"there is no file {path}; give --{param.name} a JSONL file with an object "
             '{"question", "chunks", "answer"} per line'
         )
     return path
@@ -72,10 +73,10 @@ Model = Annotated[str, typer.Option(callback=_model, help=_MODEL)]
 ModelArgument = Annotated[str, typer.Argument(callback=_model, help=_MODEL)]
 OptionalModel = Annotated[str | None, typer.Option(help=_MODEL)]
 CorpusDir = Annotated[
-    str, typer.Option(callback=check_corpus, help="Folder with your .txt, .md, .rst, .py and .html files.")
+    str, typer.Option(callback=check_corpus, help="Folder with your .txt, .md, .rst and .py files.")
 ]
 QuestionsFile = Annotated[
-    Path | None, typer.Option(callback=_questions, help='JSONL, per line {"question", "chunks", "answer"}.')
+    Path | None, typer.Option(callback=check_file, help='JSONL, per line {"question", "chunks", "answer"}.')
 ]
 OptionalCorpus = Annotated[
     str | None, typer.Option(callback=check_corpus, help="Folder of texts; see --questions or --log.")
