@@ -81,8 +81,11 @@ class AfterAnswer:
         if generated.token_ids:  # else cancelled before the first token
             with CancelScope(call.cancel):
                 self._parts.shadow.follow(plan, answer, first, call.options, call.stop)
-                self._parts.loads.learn(plan.kept, len(plan.rows), generated.prefill)
-                self._parts.loads.follow(plan.skipped, plan.report.loaded_bytes)
+                if (loads := self._parts.loads) is not None:
+                    timed = plan.kept, len(plan.rows), generated.prefill
+                    loads.follow(*timed, plan.skipped, plan.report.loaded_bytes)
+                if self._parts.cost.needed:
+                    self._parts.cost.measure_later()
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
         attempt(self._feed_auto, plan)
 

@@ -23,11 +23,12 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
+from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
-from ragcachekit.plan.load_planner import LoadPath, PrefillCost
-from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.encodings import Fetch
+from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto
@@ -138,11 +139,13 @@ class EngineComponents:
         opened: ExitStack,
     ) -> None:
         self.forgets, layout = ForgetEpochs(), KVLayout.of(model)
-        cost = PrefillCost(model, context=rope.context)
+        self.background, self.active = BackgroundWorker(), ActiveRequests()
+        self.cost = cost = PrefillCost(model, context=rope.context, background=self.background)
         self.store = _store(settings, cost, opened)
         load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
-        self.loads = loads = LoadPath(self.store, load, cost)
-        opened.callback(self.loads.close)
+        self.loads = loads = open_loads(self.store, load, cost)
+        if loads is not None:
+            opened.callback(loads.close)
         self.tree = _tree(model, settings, layout, cost, opened)
         self.parser = PromptParser(tokenizer)
         near = {} if settings.neighbours is None else settings.neighbours
@@ -155,7 +158,9 @@ class EngineComponents:
             encoder=settings.encoder,
             neighbours=near if isinstance(near, Mapping) else {settings.namespace: near},
             same_source=settings.companions == "same-source",
-            fetch=partial(Fetch, loads.source, loads.planner, layout=layout),
+            fetch=partial(Fetch, loads.loader, loads.planner, layout=layout)
+            if loads is not None
+            else partial(Fetch, self.store, layout=layout),
             tree=self.tree,
             layout=layout,
         )
@@ -164,7 +169,6 @@ class EngineComponents:
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        self.background, self.active = BackgroundWorker(), ActiveRequests()
         opened.callback(self.background.close)
         encoder = ChunkEncoder(model, rope, observed_cache)
         backoff = partial(Backoff, self.active)
@@ -211,7 +215,8 @@ class EngineComponents:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
-        return flush_all([self.background.flush, self.loads.flush], timeout)
+        loads = [] if self.loads is None else [self.loads.flush]
+        return flush_all([self.background.flush, *loads], timeout)
 
     def close(self) -> None:
         """End background work, and close the store and the tree that were opened here."""

@@ -73,16 +73,17 @@ class Runner:
 
     def prefetch(self, request: Request) -> None:
         """Load entries of a waiting request from slow tiers, once."""
-        if not request.prefetched:
+        if not request.prefetched and (loads := self._parts.loads) is not None:
             request.prefetched = True
-            self._parts.loads.prefetch(request.call.estimator.to_load)
+            loads.prefetch(request.call.estimator.to_load)
 
     def is_ready(self, request: Request) -> bool:
         """Whether its prefill would not wait for entries that are being loaded or stored."""
         call = request.call
         if self._after_answer.awaits(call.prompt):
             return False
-        return self._parts.loads.hidden(call.estimator.to_load, call.estimator.rows)
+        loads = self._parts.loads
+        return loads is None or loads.hidden(call.estimator.to_load, call.estimator.rows)
 
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run, which need not wait for it."""
