@@ -39,12 +39,12 @@ package: $(SAMPLE)
 	BIN=$(BIN) sh tests/packaging/package.sh
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks ttft --tiers host,disk,disk-cold --runs 5 \
 		--json $(RESULTS)/ttft-1-thread.json --plot $(RESULTS)/ttft-1-thread.png
-	OMP_NUM_THREADS=2 $(BIN)/ragcachekit bench ttft --tiers host,disk,disk-cold --runs 5 \
+	OMP_NUM_THREADS=2 $(BIN)/python -m benchmarks ttft --tiers host,disk,disk-cold --runs 5 \
 		--json $(RESULTS)/ttft-2-threads.json --plot $(RESULTS)/ttft-2-threads.png
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks query-cache-lookup --json $(RESULTS)/query-cache-lookup.json
-	OMP_NUM_THREADS=1 $(BIN)/ragcachekit bench ttft --policies $(SPEED) --runs 3 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks ttft --policies $(SPEED) --runs 3 \
 		--json $(RESULTS)/ttft-policies-1-thread.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks serve --model sample --corpus docs \
 		--json $(RESULTS)/serve.json --plot docs/serve.png

@@ -11,11 +11,12 @@ from ragcachekit.commands.console import Commands
 
 COMMANDS = {
     "demo": "demo.run:demo",
+    "ttft": "shapes:ttft",
     "serve": "serve.command:serve",
     "query-cache": "query_cache.hits:query_cache",
     "query-cache-lookup": "query_cache.lookups:query_cache_lookup",
     "near-misses": "near_misses.run:near_misses",
-    "fidelity": "world.fidelity:fidelity",
+    "fidelity": "fidelity:fidelity",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
     "novel-questions": "novel_questions:novel_questions",

@@ -18,12 +18,12 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from tqdm.auto import tqdm
 
+from benchmarks.datasets import Sampling, draw_questions
 from langchain_ragcachekit import ChatRagCache
 from llama_index_ragcachekit import RagCacheLLM
 from ragcachekit import RagCache
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import quiet_loading, show, written
-from ragcachekit.commands.questions import Sampling, draw_questions
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError

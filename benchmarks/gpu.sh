@@ -29,8 +29,8 @@ checked() {
     "$python" -m pytest -q -c /dev/null --rootdir . -m 'not soak' "$@"
 }
 speed() {
-    "$python" -m ragcachekit bench ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 --tiers gpu,host \
-        --policies full,lego:16,random:0.15,query:0.15,reuse "$@"
+    "$python" -m benchmarks ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 \
+        --tiers gpu,host --policies full,lego:16,random:0.15,query:0.15,reuse "$@"
 }
 run() {
     case $1 in

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.eviction.traces import Trace
-from ragcachekit.commands.shapes import SHAPES, Shape
+from benchmarks.shapes import SHAPES, Shape
 from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.store.eviction import Access, EvictionPolicy, Ranking
 

@@ -16,10 +16,10 @@ from benchmarks.kernels.baselines import full_baselines, row_baselines
 from benchmarks.kernels.cases import QUESTION, Case, Sizes, distance
 from benchmarks.kernels.device_timing import Ceilings, Samples, ceilings, timed
 from benchmarks.kernels.scores import score_cases
+from benchmarks.shapes import dtype_named
 from ragcachekit.commands.console import errors, note, show, written
 from ragcachekit.commands.options import Device, Json, Seed, names, numbers
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.commands.shapes import dtype_named
 from ragcachekit.errors import RagCacheError
 
 KERNELS: dict[str, Callable[[Sizes], Iterator[Case]]] = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.datasets import Sampling, load_dataset
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.commands.questions import Sampling, load_dataset
 
 PREFIXES = (
     *("Please tell me:", "Quick question:", "I would like to know:", "One more question:", "I wonder:"),
@@ -55,7 +55,7 @@ def of_dataset(
 
     The index holds all passages of the file. Copies of their embeddings, with noise, fill it up to
     ``vectors``, so that a search costs what it costs in a large index. Errors as of
-    :func:`~ragcachekit.commands.questions.load_dataset`.
+    :func:`~benchmarks.datasets.load_dataset`.
     """
     passages = load_dataset(spec)
     places: dict[str, int] = {}

@@ -16,10 +16,10 @@ from tqdm.auto import tqdm
 from benchmarks.serve.replay import check_same, figures, replay, same_answers
 from benchmarks.serve.systems import ContinuousBatching, Engine, Sequential, System
 from benchmarks.serve.workload import Ids, ServeRequest, random_documents, text_documents
+from benchmarks.shapes import dtype_named, random_model
 from ragcachekit import QueueConfig, RagCache, StoreConfig, TreeConfig
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
-from ragcachekit.commands.shapes import dtype_named, random_model
 from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.weights import load_model
 from ragcachekit.policies.registry import open_policy

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.datasets import load_dataset
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.commands.questions import load_dataset
-from ragcachekit.commands.shapes import QUESTION, SYSTEM, SYSTEM_TOKENS
+from ragcachekit.commands.ttft import QUESTION, SYSTEM, SYSTEM_TOKENS
 from ragcachekit.errors import CorpusError
 from ragcachekit.types import Chunk, Prompt, Text
 

@@ -6,6 +6,7 @@ import random
 
 from benchmarks.world.world import TRAINING_SEEDS, World, make_world
 from ragcachekit.commands.questions import Question, Sample
+from ragcachekit.plan.companions import PrecedingChunks
 
 KINDS = ("a", "b", "c")
 ARTICLES = 4  # eight chunks; the reader was trained on two to five articles
@@ -14,7 +15,7 @@ ARTICLES = 4  # eight chunks; the reader was trained on two to five articles
 def world_sample(seed: int, per_type: int) -> Sample:
     """Questions as :func:`world_questions`, and the articles as their documents."""
     articles = tuple(article.chunks for article in held_out_world(seed).articles)
-    return Sample(tuple(world_questions(seed, per_type)), documents=articles)
+    return Sample(tuple(world_questions(seed, per_type)), neighbours=PrecedingChunks(articles))
 
 
 def world_questions(seed: int, per_type: int) -> list[Question]:

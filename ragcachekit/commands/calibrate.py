@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -13,15 +14,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.engines import FULL, Engines, needs_neighbours
-from ragcachekit.commands.questions import MeasureSettings, PromptMaker
+from ragcachekit.commands.engines import FULL, Engines
+from ragcachekit.commands.questions import PromptMaker, Sample
 from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.rope import describe_rope
 from ragcachekit.model.weights import weights_folder
 from ragcachekit.plan.encodings import Encodings
-from ragcachekit.policies.measured import Budget, PolicyAndEncoder
+from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
 
@@ -40,25 +41,6 @@ ROUND = 8
 
 CONFIDENCE, OVER_CONFIDENCE = 0.9, 0.95
 """Of the upper bound that is compared with a budget, and of the lower bound that drops a candidate."""
-
-
-@dataclass(frozen=True)
-class CalibrateSettings(MeasureSettings):
-    """What is calibrated, and on what; the record goes to the cache folder.
-
-    ``budget`` is what may be lost, in nats per token of full's answer; ``policies`` are the candidates.
-    """
-
-    encoder: str = "standalone"
-    budget: float = 0.1
-    namespace: str = "default"
-    max_new_tokens: int = 24
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Budget(self.budget)
-        if not self.namespace:
-            raise ValueError("the namespace is empty; leave it out for 'default'")
 
 
 class Loss(NamedTuple):
@@ -159,68 +141,81 @@ def candidates(names: Iterable[str], encoder: str) -> list[str]:
     return list(dict.fromkeys(out))
 
 
-def run(settings: CalibrateSettings, *, progress: bool = False) -> tuple[Calibration, BenchReport]:
+def run(
+    name: str,
+    sample: Sample,
+    *,
+    encoder: str = "standalone",
+    policies: Sequence[str] = (),
+    budget: float = 0.1,
+    namespace: str = "default",
+    max_new_tokens: int = 24,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: str = "auto",
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> tuple[Calibration, BenchReport]:
     """Measure the candidates and store the record, for engines loaded from files and made around a model.
 
-    Returned are the record as it was stored for a model loaded by ``RagCache.from_pretrained``, and a row per
-    candidate.
+    ``budget`` is what may be lost, in nats per token of full's answer; ``policies`` are the candidates
+    (empty: the default ones). Returned are the record as it was stored for a model loaded by
+    ``RagCache.from_pretrained``, and a row per candidate.
 
-    Raises ValueError, CorpusError for bad settings, questions or corpora, before any work; RagCacheError if
-    the model, the cache folder or a prompt cannot be used.
+    Raises ValueError for too few questions and other wrong values; RagCacheError if the model, the cache
+    folder or a prompt cannot be used.
     """
-    CacheFolder(settings.folder).check_writable()
-    sample = settings.sample(answered=False, needs_neighbours=needs_neighbours(settings.encoder))
+    folder = CacheFolder.at(cache_dir)
+    folder.check_writable()
     if len(sample.questions) < ROUND:
         raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
-    model, tokenizer = load_checked(settings.model, settings.device, settings.dtype)
-    encoder = Encodings(settings.encoder, describe_rope(model), tokenizer.bos_token_id).name
-    policies, maker = candidates(settings.policies, encoder), PromptMaker(tokenizer)
+    model, tokenizer = load_checked(name, device, dtype)
+    encoder = Encodings(encoder, describe_rope(model), tokenizer.bos_token_id).name
+    order = np.random.default_rng(seed).permutation(len(sample.questions)).tolist()
+    maker = PromptMaker(tokenizer)
     engines = Engines(
         model,
         tokenizer,
         [encoder],
         stop=maker.stop,
-        max_new_tokens=settings.max_new_tokens,
-        neighbours=lambda: sample.neighbours(settings.neighbours, progress),
-        cache_dir=settings.cache_dir,
+        max_new_tokens=max_new_tokens,
+        neighbours=sample.neighbours,
+        cache_dir=cache_dir,
     )
 
     def losses(number: int, names: Sequence[str]) -> Iterator[Loss]:
         question = sample.questions[number]
         prompt = maker.prompt(question)
         _, reference = engines.full(prompt)
-        for name in names:
-            found, link = engines.compare(question, prompt, PolicyAndEncoder(name, encoder), reference)
+        for one in names:
+            found, link = engines.compare(question, prompt, PolicyAndEncoder(one, encoder), reference)
             yield Loss(found.kl, link.recompute_ratio)
 
-    order = np.random.default_rng(settings.seed).permutation(len(sample.questions)).tolist()
     with closing(engines):
-        found = race(losses, policies, order, settings.budget, seed=settings.seed, progress=progress)
+        found = race(losses, candidates(policies, encoder), order, budget, seed=seed, progress=progress)
     curve = [
         CurvePoint(one.policy, one.mean.ratio, one.mean.loss, one.upper, len(one.losses)) for one in found
     ]
     curve.sort(key=lambda point: (point.ratio, point.upper))
     asked = max(point.n for point in curve)
-    source = weights_folder(settings.model)
-    loaded = fingerprint(model, tokenizer, source=source, cache=settings.folder / "digests.json")
+    loaded = fingerprint(model, tokenizer, source=weights_folder(name), cache=folder.path / "digests.json")
     record = Calibration(
         fingerprint=loaded.digest,
-        namespace=settings.namespace,
+        namespace=namespace,
         encoder=encoder,
         quality="kl",
-        budget=settings.budget,
+        budget=budget,
         curve=(*curve, CurvePoint(FULL.policy, 1.0, 0.0, 0.0, asked)),
         n=asked,
         sample=sample.kind,
-        seed=settings.seed,
+        seed=seed,
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     # The same weights have two fingerprints: by their files, and in memory.
     for one in (record, replace(record, fingerprint=engines.fingerprint)):
-        write_record(calibration_path(settings.folder, one.fingerprint, one.namespace), one)
-    rows = tuple(_row(record, candidate) for candidate in found)
-    return record, BenchReport("calibrate", settings.model, settings.seed, rows)
+        write_record(calibration_path(folder.path, one.fingerprint, one.namespace), one)
+    return record, BenchReport("calibrate", name, seed, tuple(_row(record, one) for one in found))
 
 
 def _row(record: Calibration, found: Candidate) -> dict[str, Any]:

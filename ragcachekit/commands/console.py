@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,28 +63,6 @@ def written(
         report.write_json(json)
     if plot is not None and draw is not None:
         draw(report, plot)
-
-
-def resumed(
-    run: Callable[[Path | None], BenchReport],
-    tables: Callable[[BenchReport], Iterable[Table]],
-    resume: Path | None,
-    json: Path | None,
-) -> BenchReport:
-    """Run with a work file, so that an interrupted command can continue; show and write the report."""
-    beside = json.with_name(json.name + ".work") if json is not None else None
-    try:
-        report = run(resume or beside)
-    except KeyboardInterrupt:
-        if resume or beside:
-            note(f"interrupted; the results so far are in {resume or beside}, the same command goes on")
-        raise typer.Exit(INTERRUPTED) from None
-    for table in tables(report):
-        show(table)
-    written(report, json)
-    if beside is not None and resume is None:
-        beside.unlink()
-    return report
 
 
 def errors() -> Console:

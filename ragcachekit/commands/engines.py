@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ragcachekit.commands.questions import Question, QuestionPrompt
+from ragcachekit.commands.workspace import needs_neighbours
 from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import LinkedPrompt
-from ragcachekit.plan.companions import Neighbours, PrecedingChunks
-from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS
+from ragcachekit.plan.companions import Neighbours
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport
@@ -27,9 +27,9 @@ _TRIES = 2
 class Engines:
     """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
 
-    Chunks of the encoder ``standalone+int8`` are rounded to eight bits at rest. ``stop`` are texts where an
-    answer ends. ``neighbours`` makes the neighbours for the encoders ``similar:n`` and ``average:n`` if there
-    is one; ``average:n`` takes the chunks beside a chunk where they are of documents.
+    Chunks of the encoder ``standalone+int8`` are rounded to eight bits at rest. ``neighbours`` are for the
+    encoders ``similar:n``; ``average:n`` takes the chunks of a question, or of its document. ``stop`` are
+    texts where an answer ends.
     """
 
     def __init__(
@@ -40,14 +40,13 @@ class Engines:
         *,
         stop: Sequence[str] = (),
         max_new_tokens: int = 64,
-        neighbours: Callable[[], Neighbours] = lambda: PrecedingChunks(()),
+        neighbours: Neighbours | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         encoders = list(encoders)
         self._model, self._stop = model, list(stop)
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         self._encoded: set[tuple[str, str, str]] = set()
-        near = neighbours() if any(map(needs_neighbours, encoders)) else None
         self._stores = {
             kind: open_store(StoreConfig(quantise={"host": kind} if kind else {}))
             for kind in dict.fromkeys(map(quantisation, encoders))
@@ -58,10 +57,7 @@ class Engines:
                 tokenizer,
                 policy="reuse",
                 encoder=name.partition("+")[0],
-                # A mean over contexts takes the chunks encoded together, not those before in a document.
-                neighbours=near
-                if needs_neighbours(name) and not (_averages(name) and isinstance(near, PrecedingChunks))
-                else None,
+                neighbours=neighbours if needs_neighbours(name) else None,
                 store=self._stores[quantisation(name)],
                 cold="now",
                 cache_dir=cache_dir,
@@ -116,7 +112,7 @@ class Engines:
         """
         new = [text for text in question.chunks if (encoder, prompt.before, text) not in self._encoded]
         groups = [[text] for text in new]
-        if new and _averages(encoder):
+        if new and encoder.startswith("average"):
             groups = [list(question.document or question.chunks)]
         for texts in groups:
             self._engines[encoder].encode(texts, system=prompt.before)
@@ -142,12 +138,3 @@ def quantisation(encoder: str) -> str:
     if rounded and kind not in QUANTISATIONS:
         raise ValueError(f"encoder {encoder!r}: unknown rounding {kind!r}; known: {', '.join(QUANTISATIONS)}")
     return kind
-
-
-def needs_neighbours(encoder: str) -> bool:
-    """Whether an encoder looks for similar chunks."""
-    return encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
-
-
-def _averages(encoder: str) -> bool:
-    return encoder.startswith("average")

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.console import note, quiet_loading, resumed, show, written
+from ragcachekit.commands.console import note, quiet_loading, show, written
+from ragcachekit.commands.workspace import CacheFolder, load_checked
 
 
 def calibrate(
@@ -15,7 +16,6 @@ def calibrate(
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
     encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
-    neighbours: opt.Neighbours = "document",
     budget: Annotated[
         float,
         typer.Option(help="Nats per token of full's answer that may be lost, on average over questions."),
@@ -35,17 +35,31 @@ def calibrate(
 
     Questions need no right answers: full's own are what is compared with.
     """
-    from ragcachekit.commands import calibrate as module
-
     quiet_loading()
-    settings = opt.settings_of(
-        module.CalibrateSettings, locals(), policies=opt.names(policies), cache_dir=cache
+    from ragcachekit.commands import calibrate as module
+    from ragcachekit.commands.questions import read_sample
+    from ragcachekit.policies.measured import Budget
+
+    Budget(budget)
+    chosen = {"probes": probes, "chunk_tokens": chunk_tokens, "seed": seed}
+    record, report = module.run(
+        model,
+        read_sample(model, questions, corpus, [encoder], answered=False, **chosen),
+        encoder=encoder,
+        policies=opt.names(policies),
+        budget=budget,
+        namespace=namespace,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        cache_dir=cache,
+        progress=True,
     )
-    record, report = module.run(settings, progress=True)
     columns = ("policy", "ratio_spent", "n", "loss", "upper", "decision")
     show(report.table(f"KL against full in nats per token, up to {record.n} {record.sample}", columns))
     typer.echo(module.summary(record))
-    note(f"stored for namespace {record.namespace!r} in {settings.folder}")
+    note(f"stored for namespace {record.namespace!r} in {CacheFolder.at(cache).path}")
     written(report, json)
 
 
@@ -55,12 +69,6 @@ def fidelity(
     corpus: opt.OptionalCorpus = None,
     policies: opt.Policies = None,
     encoders: opt.Encoders = "standalone",
-    dataset: opt.Dataset = None,
-    count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 50,
-    distractors: Annotated[int, typer.Option(min=0, help="Passages beside the relevant ones.")] = 3,
-    half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "all",
-    prompt: Annotated[str, typer.Option(help="ask (as the command does) or few-shot.")] = "ask",
-    neighbours: opt.Neighbours = "embedding",
     probes: opt.Probes = 200,
     chunk_tokens: opt.ChunkTokens = 200,
     seed: opt.Seed = 0,
@@ -68,34 +76,37 @@ def fidelity(
     cache: opt.CacheDir = None,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
-    resume: opt.Resume = None,
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
     """What reuse does to answers: every policy over every encoder, beside a full prefill.
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
-    from ragcachekit.commands import fidelity as module
-    from ragcachekit.commands.questions import Sampling
-
     quiet_loading()
-    lists: dict[str, object] = {"policies": opt.names(policies), "encoders": opt.names(encoders)}
-    lists["sampling"] = Sampling(count, distractors, half, seed)
-    settings = opt.settings_of(module.FidelitySettings, locals(), cache_dir=cache, **lists)
-    report = resumed(lambda work: module.run(settings, work=work, progress=True), module.tables, resume, json)
-    if plot is not None:
-        module.plot(report, plot)
+    from ragcachekit.commands import fidelity as module
+    from ragcachekit.commands.questions import read_sample
+
+    chosen, over = opt.names(policies), opt.names(encoders)
+    module.check_names(chosen, over)
+    sample = read_sample(model, questions, corpus, over, probes=probes, chunk_tokens=chunk_tokens, seed=seed)
+    lm, tokenizer = load_checked(model, device, dtype)
+    ways = module.pairs(lm, tokenizer, chosen, over)
+    results: module.Results = {}
+    module.measure(
+        *(lm, tokenizer, sample, ways, results),
+        max_new_tokens=max_new_tokens,
+        cache_dir=cache,
+        progress=True,
+    )
+    rows = module.quality_rows(sample.questions, ways, results, seed)
+    report = module.report_of(model, seed, rows, len(sample.questions))
+    for table in module.tables(report):
+        show(table)
+    written(report, json)
 
 
 def ttft(
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help="Random weights: smollm2-135m (default), qwen2.5-0.5b, llama-3.1-8b; tiny, to try it out."
-        ),
-    ] = None,
-    model: opt.OptionalModel = None,
+    model: opt.Model = "",
     corpus: opt.OptionalCorpus = None,
     prompt_tokens: Annotated[str, typer.Option(help="Of the whole prompt; sizes with commas.")] = "2048",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Of each chunk, about.")] = 490,
@@ -115,12 +126,7 @@ def ttft(
     from ragcachekit.commands import ttft as module
 
     settings = opt.settings_of(
-        module.TtftSettings,
-        locals(),
-        prompt_tokens=[int(count) for count in opt.numbers("--prompt-tokens", prompt_tokens)],
-        policies=opt.names(policies),
-        tiers=opt.names(tiers),
-        dtypes=opt.names(dtype),
+        module.TtftSettings, locals(), **module.lists(prompt_tokens, policies, tiers, dtype)
     )
     report = module.run(settings, progress=True)
     show(report.table(f"Time to first token: {report.model}"))

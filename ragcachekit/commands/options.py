@@ -140,16 +140,8 @@ Dtype = Annotated[
     str, typer.Option(callback=_dtype, help="auto (as the model was saved), float32, bfloat16, float16.")
 ]
 Seed = Annotated[int, typer.Option(help="Of all that is drawn, and of bounds.")]
-
-Neighbours = Annotated[
-    str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
-]
-Dataset = Annotated[str | None, typer.Option(help="squad:FILE or musique:FILE.")]
 Json = Annotated[Path | None, typer.Option(help="Write machine, versions and all rows here.")]
 Plot = Annotated[Path | None, typer.Option(callback=_plot, help="Draw a picture here (.png, .svg, .pdf).")]
-Resume = Annotated[
-    Path | None, typer.Option(help="Keep results here and go on from them; default: beside --json.")
-]
 
 
 def settings_of(kind: type[Settings], options: Mapping[str, object], **others: object) -> Settings:

@@ -19,25 +19,27 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+from ragcachekit.commands.corpus import read_corpus
+from ragcachekit.commands.options import DTYPES, names, numbers
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.commands.sample_model import resolve_model
-from ragcachekit.commands.shapes import corpus_prompt, dtype_named, random_model, random_prompt
+from ragcachekit.commands.workspace import load_checked
 from ragcachekit.engine.rag_cache import RagCache
-from ragcachekit.errors import RagCacheError
+from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.forward.check import tolerance_for
-from ragcachekit.model.weights import load_model
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
-from ragcachekit.types import Prompt
+from ragcachekit.types import Chunk, Prompt, Text
 
 COLD_DISK = "disk-cold"  # the disk tier after the system has dropped its files from the page cache
 KNOWN_TIERS = ("gpu", "host", "disk", *((COLD_DISK,) if hasattr(os, "posix_fadvise") else ()))
 NO_TIER = "none"
+SYSTEM_TOKENS = 24
+SYSTEM = "Answer the question from the documents below.\n\n"
+QUESTION = "\n\nQuestion: What do these documents say, and what do they leave open?\nAnswer:"
 ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False}
-_SHAPE = "smollm2-135m"
 _EVERYTHING = f"lego:{1 << 30}"  # through the linked path, at ratio 1.0
 _BYTES = 32 << 30  # nothing that is measured may be evicted
 
@@ -46,14 +48,12 @@ _BYTES = 32 << 30  # nothing that is measured may be evicted
 class TtftSettings:
     """What is measured.
 
-    ``shape`` is a key of ``SHAPES`` for random weights (default smollm2-135m), ``model`` a folder or hub id.
-    ``corpus`` is a folder of documents for ``model``'s prompts, whose question is then fixed; default: random
-    tokens. Of ``tiers``, ``disk`` is read through the system's page cache; ``disk-cold`` drops the files from
-    it before each request. ValueError for unknown names.
+    ``corpus`` is a folder of documents for the prompts, whose question is then fixed; default: random tokens.
+    Of ``tiers``, ``disk`` is read through the system's page cache; ``disk-cold`` drops the files from it
+    before each request. ValueError for unknown names.
     """
 
-    shape: str | None = None
-    model: str | os.PathLike[str] | None = None
+    model: str
     corpus: str | os.PathLike[str] | None = None
     prompt_tokens: Sequence[int] = (2048,)
     chunk_tokens: int = 490
@@ -62,28 +62,26 @@ class TtftSettings:
     encoder: str | None = None
     dtypes: Sequence[str] = ("float32",)
     runs: int = 5
-    device: str = "cpu"
+    device: str | None = "cpu"
     tiers: Sequence[str] = ("host",)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.shape is not None and self.model is not None:
-            raise ValueError("give a shape (random weights) or a model, not both")
-        if self.corpus is not None and self.model is None:
-            raise ValueError("a corpus needs the tokenizer of a model; random weights have none")
-        for dtype in self.dtypes:
-            dtype_named(dtype)
+        if not set(self.dtypes) <= set(DTYPES[1:]):
+            raise ValueError(f"unknown dtype in {tuple(self.dtypes)}; known: {', '.join(DTYPES[1:])}")
         if not self.tiers or not set(self.tiers) <= set(KNOWN_TIERS):
             raise ValueError(f"unknown tiers {tuple(self.tiers)}; known: {', '.join(KNOWN_TIERS)}")
         for policy in self.policies:
             open_policy(policy)
 
+    @property
+    def name(self) -> str:
+        """What reports call the model."""
+        return self.model
+
     def load(self, dtype: str) -> tuple[Any, Any]:
-        """Model and tokenizer; None for random weights, which have none."""
-        if self.model is None:
-            shape = self.shape or _SHAPE
-            return random_model(shape, dtype=dtype, device=self.device, seed=self.seed), None
-        return load_model(resolve_model(os.fspath(self.model)), self.device, dtype=dtype_named(dtype))
+        """Model and tokenizer."""
+        return load_checked(self.model, self.device, dtype)
 
     def prompt(self, lm: Any, tokenizer: Any, tokens: int) -> Prompt:
         """The prompt of one size."""
@@ -91,6 +89,57 @@ class TtftSettings:
             return corpus_prompt(self.corpus, tokenizer, tokens, self.chunk_tokens, self.seed)
         vocab = lm.config.get_text_config().vocab_size
         return random_prompt(vocab, tokens, self.chunk_tokens, self.question_tokens, self.seed)
+
+
+def lists(prompt_tokens: str, policies: str, tiers: str, dtype: str) -> dict[str, Any]:
+    """Fields of the settings that the commands take with commas between."""
+    return {
+        "prompt_tokens": [int(count) for count in numbers("--prompt-tokens", prompt_tokens)],
+        "policies": names(policies),
+        "tiers": names(tiers),
+        "dtypes": names(dtype),
+    }
+
+
+def random_prompt(
+    vocab: int, prompt_tokens: int, chunk_tokens: int, question_tokens: int, seed: int
+) -> Prompt:
+    """A short system text, equal chunks of about ``chunk_tokens``, a question: random ids, sizes exact."""
+    ids = torch.randint(vocab, (prompt_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    stop = prompt_tokens - question_tokens
+    return _prompt(ids[:SYSTEM_TOKENS], ids[SYSTEM_TOKENS:stop], ids[stop:], chunk_tokens)
+
+
+def corpus_prompt(
+    folder: str | os.PathLike[str], tokenizer: Any, prompt_tokens: int, chunk_tokens: int, seed: int
+) -> Prompt:
+    """As :func:`random_prompt`, of :data:`SYSTEM`, adjacent text of the folder's documents and a question.
+
+    Where the text begins is drawn. CorpusError if the folder has too little text.
+    """
+    system, question = (tokenizer(text, add_special_tokens=False).input_ids for text in (SYSTEM, QUESTION))
+    size = prompt_tokens - len(system) - len(question)
+    text = "\n\n".join(read_corpus(folder, chunk_tokens=1 << 30).texts)
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    if len(ids) < size:
+        raise CorpusError(f"{os.fspath(folder)} has {len(ids)} tokens of text, and the prompt needs {size}")
+    draw = torch.Generator().manual_seed(seed)
+    start = int(torch.randint(len(ids) - max(size, 0) + 1, (1,), generator=draw))
+    return _prompt(system, ids[start : start + max(size, 0)], question, chunk_tokens)
+
+
+def _prompt(
+    system: Sequence[int], documents: Sequence[int], question: Sequence[int], chunk_tokens: int
+) -> Prompt:
+    if min(len(documents), len(question), chunk_tokens) < 1:
+        raise ValueError(
+            "the prompt has no room for a system text, a chunk and a question; ask for more tokens"
+        )
+    count = max(1, round(len(documents) / chunk_tokens))
+    sizes = [len(documents) // count + (i < len(documents) % count) for i in range(count)]
+    ends = [0, *itertools.accumulate(sizes)]
+    chunks = [Chunk(token_ids=tuple(documents[a:b])) for a, b in itertools.pairwise(ends)]
+    return Prompt([Text(token_ids=tuple(system)), *chunks, Text(token_ids=tuple(question))])
 
 
 class Sample(NamedTuple):
@@ -161,7 +210,6 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     waiting for loads. Raises ValueError for sizes that do not fit together; RagCacheError if the library's
     answer is not the model's own: no figure is given then.
     """
-    name = os.fspath(settings.model or f"{settings.shape or _SHAPE} shape, random weights")
     found: list[dict[str, Any]] = []
     rounds = len(settings.dtypes) * len(settings.prompt_tokens) * (settings.runs + 1)
     with tqdm(total=rounds, disable=not progress, desc="ttft", unit="round") as bar:
@@ -175,7 +223,7 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
                     encoder = open_policy(t.policy).encoder if t.tier != NO_TIER else "none"
                     named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
                     found.append({"dtype": dtype, **named, **t.row(full_ms)})
-    return BenchReport("ttft", ", ".join([name, *settings.dtypes]), settings.seed, tuple(found))
+    return BenchReport("ttft", ", ".join([settings.name, *settings.dtypes]), settings.seed, tuple(found))
 
 
 @contextmanager

@@ -71,6 +71,11 @@ class CacheFolder:
                 raise RagCacheError(f"{where}; choose another --cache") from error
 
 
+def needs_neighbours(encoder: str) -> bool:
+    """Whether an encoder looks for the chunks before a chunk, or similar ones."""
+    return encoder.startswith("similar")
+
+
 @contextmanager
 def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn OSError and ``kinds`` into a RagCacheError that names the model and what to give instead."""
@@ -166,7 +171,7 @@ class OwnFiles:
         """For ``similar:n``: the preceding chunks of the file."""
         from ragcachekit.plan.companions import PrecedingChunks
 
-        if not self.chunk_encoder.startswith("similar"):
+        if not needs_neighbours(self.chunk_encoder):
             return None
         return {self.namespace: PrecedingChunks(documents(corpus.chunks))}
 

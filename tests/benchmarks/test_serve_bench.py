@@ -16,9 +16,9 @@ from benchmarks.serve import run as module
 from benchmarks.serve.run import EXACT, ServeSettings
 from benchmarks.serve.systems import Served
 from benchmarks.serve.workload import random_documents, text_documents
+from benchmarks.shapes import random_model
 from benchmarks.world.reader_folder import READER
 from ragcachekit import Chunk
-from ragcachekit.commands.shapes import random_model
 from ragcachekit.errors import CorpusError, RagCacheError
 
 SIZES = {"documents": 8, "chunks": 3, "chunk_tokens": 20, "max_new_tokens": 6, "warm_up": 2}

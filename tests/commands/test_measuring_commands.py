@@ -28,14 +28,19 @@ def test_a_model_with_learned_positions_is_refused(command, learned_positions):
     assert "uses no rotary module" in " ".join(result.stdout.split())
 
 
-def test_bench_ttft_writes_json_and_plot(command, tmp_path):
-    result = command(
-        *("bench", "ttft", "--shape", "tiny", "--prompt-tokens", "200", "--chunk-tokens", "50"),
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_ttft_writes_json_and_plot(command, proofs, tmp_path, random_weights):
+    options = (
+        *("--prompt-tokens", "200", "--chunk-tokens", "50"),
         *("--question-tokens", "16", "--policies", "lego:4, reuse", "--runs", "1"),
         *("--json", tmp_path / "t.json", "--plot", tmp_path / "t.png"),
     )
+    if random_weights:
+        result = proofs("ttft", "--shape", "tiny", *options)
+    else:
+        result = command("bench", "ttft", "--model", READER, *options)
     assert result.exit_code == 0
-    assert "random weights" in result.stdout
+    assert ("random weights" in result.stdout) == random_weights
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     assert {"full", "lego:4", "reuse"} <= {row["policy"] for row in rows}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
@@ -44,9 +49,9 @@ def test_bench_ttft_writes_json_and_plot(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "tiny", "--policies", "fastest"), "unknown policy"),
-        (("--shape", "tiny", "--runs", "0"), "Invalid value for '--runs'"),
-        (("--shape", "tiny", "--model", READER), "not both"),
+        (("--model", READER, "--policies", "fastest"), "unknown policy"),
+        (("--model", READER, "--runs", "0"), "Invalid value for '--runs'"),
+        ((), "which model"),
     ],
 )
 def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
@@ -80,7 +85,7 @@ def test_a_missing_matplotlib_is_said_before_the_run(command, monkeypatch, tmp_p
     real = importlib.util.find_spec
     monkeypatch.setattr("ragcachekit.commands.options.importlib.util.find_spec", find)
     monkeypatch.setattr("ragcachekit.commands.ttft.run", None)
-    result = command("bench", "ttft", "--plot", tmp_path / "plot.png")
+    result = command("bench", "ttft", "--model", READER, "--plot", tmp_path / "plot.png")
     assert result.exit_code == 2
     assert "--plot needs matplotlib: pip install" in result.output
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import shapes
+from benchmarks.shapes import ShapeSettings
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands import shapes, ttft
+from ragcachekit.commands import ttft
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import Chunk
@@ -35,7 +37,7 @@ def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         policies = ("reuse", "lego:16", "lego0")
-        return ttft.run(ttft.TtftSettings(**SMALL, policies=policies, runs=3, tiers=("host", "disk")))
+        return ttft.run(ShapeSettings(**SMALL, policies=policies, runs=3, tiers=("host", "disk")))
 
 
 def test_rows_are_those_of_the_design(report):
@@ -69,24 +71,22 @@ def test_figures_belong_together(report):
     ("tokens", "chunk", "question"), [(2048, 490, 64), (200, 60, 20), (101, 7, 1), (50, 400, 9)]
 )
 def test_prompts_have_exactly_the_tokens_asked_for(tokens, chunk, question):
-    prompt = shapes.random_prompt(1000, tokens, chunk, question, seed=3)
+    prompt = ttft.random_prompt(1000, tokens, chunk, question, seed=3)
     sizes = [len(segment.token_ids) for segment in prompt.segments]
     chunks = [len(s.token_ids) for s in prompt.segments if isinstance(s, Chunk)]
     assert sum(sizes) == tokens
-    assert (sizes[0], sizes[-1]) == (shapes.SYSTEM_TOKENS, question)
+    assert (sizes[0], sizes[-1]) == (ttft.SYSTEM_TOKENS, question)
     assert len(chunks) == len(sizes) - 2
     assert max(chunks) - min(chunks) <= 1
-    assert prompt == shapes.random_prompt(1000, tokens, chunk, question, seed=3)
-    assert prompt != shapes.random_prompt(1000, tokens, chunk, question, seed=4)
+    assert prompt == ttft.random_prompt(1000, tokens, chunk, question, seed=3)
+    assert prompt != ttft.random_prompt(1000, tokens, chunk, question, seed=4)
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         ({"shape": "giant"}, "unknown shape 'giant'; known: smollm2-135m"),
-        ({"model": "somewhere"}, "not both"),
         ({"dtypes": ("int8",)}, "unknown dtype"),
-        ({"corpus": "docs"}, "needs the tokenizer"),
         ({"tiers": ("tape",)}, "unknown tiers"),
         ({"policies": ("lego",)}, "lego:16"),
         ({"prompt_tokens": (40,)}, "no room"),
@@ -95,12 +95,12 @@ def test_prompts_have_exactly_the_tokens_asked_for(tokens, chunk, question):
 )
 def test_bad_arguments_are_refused(options, what):
     with pytest.raises(ValueError, match=what):
-        ttft.run(ttft.TtftSettings(**{**SMALL, **options}))
+        ttft.run(ShapeSettings(**{**SMALL, **options}))
 
 
 @pytest.fixture
 def prompt():
-    return shapes.random_prompt(32000, 120, 40, 16, seed=0)
+    return ttft.random_prompt(32000, 120, 40, 16, seed=0)
 
 
 @pytest.fixture

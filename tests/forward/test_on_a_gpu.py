@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragcachekit import RagCache, StoreConfig
-from ragcachekit.commands.shapes import random_prompt
+from ragcachekit.commands.ttft import random_prompt
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 

@@ -18,15 +18,8 @@ from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
 from ragcachekit.commands import calibrate
 from ragcachekit.commands.app import app
-from ragcachekit.commands.calibrate import (
-    CalibrateSettings,
-    Loss,
-    candidates,
-    lower_bound,
-    race,
-    upper_bound,
-)
-from ragcachekit.commands.questions import PromptMaker, probes
+from ragcachekit.commands.calibrate import Loss, candidates, lower_bound, race, upper_bound
+from ragcachekit.commands.questions import PromptMaker, Sample, make_probes, read_questions
 from ragcachekit.model.weights import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
 
@@ -153,15 +146,13 @@ def test_default_candidates_fit_the_encoder_and_leave_full_out() -> None:
 def calibrated_rows(folder: Path, questions_file: Path) -> tuple[Calibration, dict[str, dict[str, Any]]]:
     threads = torch.get_num_threads()
     record, report = calibrate.run(
-        CalibrateSettings(
-            READER,
-            max_new_tokens=3,
-            questions=questions_file,
-            policies=("lego:8", "reuse"),
-            budget=0.99,
-            namespace="acme",
-            cache_dir=folder,
-        )
+        READER,
+        Sample(tuple(read_questions(questions_file))),
+        max_new_tokens=3,
+        policies=("lego:8", "reuse"),
+        budget=0.99,
+        namespace="acme",
+        cache_dir=folder,
     )
     assert torch.get_num_threads() == threads
     return record, {row["policy"]: row for row in report.rows}
@@ -231,8 +222,8 @@ TEXTS = [TEXT.format(house, year, house) for house, year in HOUSES.items()]
 
 
 def test_probes_are_halves_of_a_sentence_of_their_chunks() -> None:
-    found = probes([TEXTS], 5, seed=1)
-    assert found == probes([TEXTS], 5, seed=1)
+    found = make_probes([TEXTS], 5, seed=1)
+    assert found == make_probes([TEXTS], 5, seed=1)
     assert len({probe.beginning for probe in found}) == 5
     for probe in found:
         (own,) = (chunk for chunk in probe.chunks if f"{probe.beginning} {probe.rest}" in chunk)
@@ -243,11 +234,11 @@ def test_probes_are_halves_of_a_sentence_of_their_chunks() -> None:
 
 
 def test_probes_of_texts_without_blanks_or_sentences() -> None:
-    found = probes([["一二三四五六七八九十" * 60, "no end", ""], ["other"]], 9)
+    found = make_probes([["一二三四五六七八九十" * 60, "no end", ""], ["other"]], 9)
     assert len(found) == 3
     assert all(probe.beginning for probe in found)
     with pytest.raises(ValueError, match="at least two chunks"):
-        probes([["one", " one "]], 5)
+        make_probes([["one", " one "]], 5)
 
 
 # -- the commands -------------------------------------------------------------------------------------

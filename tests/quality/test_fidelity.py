@@ -1,9 +1,9 @@
-"""The fidelity bench on the reader: what it measures, and that it continues where it was stopped."""
+"""The fidelity bench on the reader: what it measures, and what it refuses."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 from typer.testing import CliRunner
 
-from benchmarks.world.fidelity import run as run_world
-from benchmarks.world.questions import world_questions
+from benchmarks.world.questions import world_questions, world_sample
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER
 from benchmarks.world.world import messages
 from ragcachekit import RagCache
 from ragcachekit.commands import fidelity
 from ragcachekit.commands.app import app
 from ragcachekit.commands.engines import Engines
-from ragcachekit.commands.fidelity import FidelitySettings
-from ragcachekit.commands.report import BenchReport
+from ragcachekit.commands.questions import Question, Sample
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import PromptTooLong, RagCacheError
+from ragcachekit.model.weights import load_model
 
 NAMED_BY_THE_DESIGN = {
     *("policy", "encoder", "question_type", "ratio_asked", "ratio_spent", "exact_match", "f1"),
-    *("normalized_f1", "agreement", "kl", "low", "high", "n"),
+    *("agreement", "kl", "low", "high", "n"),
 }
 PER_TYPE = 2
+POLICIES = ("lego:4", "reuse", "lego0")
+Rows = dict[tuple[str, str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -43,56 +44,49 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def run(work: Path | None = None, per_type: int = PER_TYPE, **options: Any) -> BenchReport:
-    chosen = {"policies": ("lego:4", "reuse", "lego0"), "max_new_tokens": ANSWER_TOKENS, **options}
-    return run_world(FidelitySettings(READER, **chosen), per_type, work=work)
+def run(results: dict[Any, Any], per_type: int = PER_TYPE, policies: Sequence[str] = ("lego:4",)) -> Rows:
+    """The rows by policy, encoder and question type; ``results`` are added to."""
+    model, tokenizer = load_model(READER, "cpu")
+    ways = fidelity.pairs(model, tokenizer, policies, ("standalone",))
+    sample = world_sample(0, per_type)
+    fidelity.measure(model, tokenizer, sample, ways, results, max_new_tokens=ANSWER_TOKENS)
+    rows = fidelity.quality_rows(sample.questions, ways, results, 0)
+    return {(row["policy"], row["encoder"], row["question_type"]): row for row in rows}
 
 
 @pytest.fixture(scope="module")
-def work(home: Path) -> Path:
-    return home / "run.work"
+def results(home: Path) -> dict[Any, Any]:
+    return {}
 
 
 @pytest.fixture(scope="module")
-def report(work: Path) -> BenchReport:
-    """An uninterrupted run."""
-    threads = torch.get_num_threads()
-    found = run(work)
-    assert torch.get_num_threads() == threads
-    return found
-
-
-def row(report: BenchReport, policy: str, encoder: str, kind: str = "all") -> dict[str, Any]:
-    way = ("quality", policy, encoder, kind)
-    names = ("part", "policy", "encoder", "question_type")
-    (found,) = [one for one in report.rows if tuple(map(one.get, names)) == way]
-    return found
+def rows(results: dict[Any, Any]) -> Rows:
+    return run(results, policies=POLICIES)
 
 
 # -- what is measured ---------------------------------------------------------------------------------
 
 
-def test_the_baselines_are_always_there_and_each_way_once(report: BenchReport) -> None:
-    quality = [r for r in report.rows if r["part"] == "quality"]
-    assert [(r["policy"], r["encoder"]) for r in quality if r["question_type"] == "all"] == [
+def test_the_baselines_are_always_there_and_each_way_once(rows: Rows) -> None:
+    assert [(policy, encoder) for policy, encoder, kind in rows if kind == "all"] == [
         ("full", "none"),
         ("reuse", "system"),
         ("lego:4", "standalone"),
         ("reuse", "standalone"),
         ("lego0", "sinks:4"),
     ]
-    for found in quality:
+    for found in rows.values():
         assert found.keys() >= NAMED_BY_THE_DESIGN
         assert found["n"] == (3 * PER_TYPE if found["question_type"] == "all" else PER_TYPE)
 
 
-def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchReport, home: Path) -> None:
+def test_answers_and_ratios_are_those_of_the_library_used_by_hand(rows: Rows, home: Path) -> None:
     asked = world_questions(0, PER_TYPE)
     with RagCache.from_pretrained(READER, policy="lego:4", cold="now") as rag:
         rag.encode([chunk for question in asked for chunk in question.chunks])
         rag.generate(messages(asked[0].chunks, asked[0].question), max_new_tokens=1)  # the system text
         found = [rag.generate(messages(q.chunks, q.question), max_new_tokens=16) for q in asked]
-    lego = row(report, "lego:4", "standalone")
+    lego = rows["lego:4", "standalone", "all"]
     assert lego["exact_match"] == sum(
         a.text == q.answers[0] for a, q in zip(found, asked, strict=True)
     ) / len(asked)
@@ -103,7 +97,7 @@ def test_answers_and_ratios_are_those_of_the_library_used_by_hand(report: BenchR
 
 
 @torch.no_grad()
-def test_kl_of_reuse_is_that_of_chunks_run_alone(report: BenchReport) -> None:
+def test_kl_of_reuse_is_that_of_chunks_run_alone(rows: Rows) -> None:
     """No library: each chunk alone at its positions, put into the prompt's cache by hand."""
     model = AutoModelForCausalLM.from_pretrained(READER).eval()
     tokenizer, kl = AutoTokenizer.from_pretrained(READER), []
@@ -129,41 +123,20 @@ def test_kl_of_reuse_is_that_of_chunks_run_alone(report: BenchReport) -> None:
             start = span.stop
         other = out.logits[0, -1].double().log_softmax(-1)
         kl.append(float((right.exp() * (right - other)).sum()))
-    assert row(report, "reuse", "standalone")["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+    assert rows["reuse", "standalone", "all"]["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
 
 
 # -- going on -----------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_run_goes_on(
-    report: BenchReport, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_there_is_not_asked_again(
+    rows: Rows, results: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = work.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 1 + 5 * 3 * PER_TYPE
-    part = tmp_path / "part.work"
-    part.write_bytes(b"".join(lines[:13]) + lines[13][:40])  # cut off within a line
-    measured, put = [], fidelity.Work.put
-    monkeypatch.setattr(fidelity.Work, "put", lambda *given: measured.append(given[2]) or put(*given))
-    again = run(part)
-    assert len(measured) == 5 * 3 * PER_TYPE - 12
-    assert again.rows == report.rows
-    assert part.read_bytes() == work.read_bytes()
-
-
-def test_a_finished_run_asks_nothing_again(
-    report: BenchReport, work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    part = {way: found for number, (way, found) in enumerate(results.items()) if number < 12}
+    assert run(part, policies=POLICIES) == rows
+    assert len(part) == len(results) == 5 * 3 * PER_TYPE
     monkeypatch.setattr(Engines, "full", None)
-    assert run(work).rows == report.rows
-    monkeypatch.undo()
-    more = run(work, policies=("reuse", "lego:4", "full"))
-    assert row(more, "lego:4", "standalone") == row(report, "lego:4", "standalone")
-
-
-@pytest.mark.parametrize("option", ["seed", "max_new_tokens"])
-def test_results_of_other_runs_are_refused(report: BenchReport, work: Path, option: str) -> None:
-    with pytest.raises(RagCacheError, match=f"another {option}"):
-        run(work, **{option: 3})
+    assert run(dict(results), policies=POLICIES) == rows
 
 
 # -- checks -------------------------------------------------------------------------------------------
@@ -174,7 +147,7 @@ def test_a_full_that_is_not_the_models_own_gives_no_figure(
 ) -> None:
     monkeypatch.setattr(fidelity, "_generated", lambda *_: (1, 2, 3))
     with pytest.raises(RagCacheError, match="do not trust any figure"):
-        run(per_type=1, policies=("reuse",))
+        run({}, per_type=1, policies=("reuse",))
 
 
 def test_chunks_that_the_store_cannot_keep_give_no_figure(
@@ -184,14 +157,13 @@ def test_chunks_that_the_store_cannot_keep_give_no_figure(
     small = StoreConfig(host_bytes=60_000)  # holds one chunk, not eight
     monkeypatch.setattr("ragcachekit.commands.engines.StoreConfig", lambda **_: small)
     with pytest.raises(RagCacheError, match="is not kept"):
-        run(per_type=1, policies=("reuse",))
+        run({}, per_type=1, policies=("reuse",))
 
 
-def test_a_prompt_that_does_not_fit_is_found_before_any_work(home: Path, tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    path.write_text(json.dumps({"question": "Why?", "chunks": ["soap " * 2100], "answer": "soap"}))
+def test_a_prompt_that_does_not_fit_is_found_before_any_work(home: Path) -> None:
+    sample = Sample((Question("Why?", ("soap " * 2100,), ("soap",)),))
     with pytest.raises(PromptTooLong, match="'Why\\?'"):
-        fidelity.run(FidelitySettings(READER, questions=path))
+        fidelity.measure(*load_model(READER, "cpu"), sample, fidelity.BASELINES, {})
 
 
 # -- the command --------------------------------------------------------------------------------------
@@ -223,31 +195,12 @@ def test_the_command_writes_json(home: Path, questions: Path, tmp_path: Path) ->
     quality = [r for r in frame["rows"] if r["part"] == "quality"]
     assert {(r["policy"], r["encoder"]) for r in quality} >= {("lego:4", "standalone"), ("lego:4", "sinks:2")}
     assert {r["question_type"] for r in quality} == {"all"}
-    assert not (tmp_path / "f.json.work").exists()
-
-
-def test_an_interrupted_command_says_how_to_go_on(
-    home: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*given: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engines, "compare", stop)
-    options = ("--policies", "reuse", "--questions", questions, "--json", tmp_path / "f.json")
-    result = command(*options)
-    assert result.exit_code == 130
-    assert "the same command goes on" in result.output
-    assert (tmp_path / "f.json.work").exists()
-    monkeypatch.undo()
-    assert command(*options, "--resume", tmp_path / "f.json.work").exit_code == 0
-    assert (tmp_path / "f.json.work").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--policies", "lego:4,fastest"), "unknown policy 'fastest'"),
-        (("--neighbours", "random"), "unknown neighbours"),
         (("--questions", "/nowhere.jsonl"), "there is no file /nowhere.jsonl; give --questions"),
         ((), "give --questions (JSONL), or --corpus"),
         (("--encoders", ","), "at least one encoder"),
@@ -256,7 +209,7 @@ def test_an_interrupted_command_says_how_to_go_on(
 def test_bad_arguments_are_refused_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(fidelity, "load_checked", None)
+    monkeypatch.setattr("ragcachekit.commands.measure.load_checked", None)
     result = command(*arguments)
     assert result.exit_code == 2
     assert message in result.output

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.fidelity import ALONE, add_recovery, normalized_f1
 from ragcachekit.commands.engines import FULL
-from ragcachekit.commands.fidelity import (
-    ALONE,
-    REUSE,
-    Measurement,
-    normalized_f1,
-    quality_rows,
-)
+from ragcachekit.commands.fidelity import REUSE, Measurement, quality_rows
 from ragcachekit.commands.questions import Question
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.quality.compare import bag_f1, divergence, exact_match, loss_per_token, word_f1
@@ -59,9 +57,15 @@ WAY = PolicyAndEncoder("query:0.1", "standalone")
 SCORES = {FULL: (1, 1, 1, 0.5), REUSE: (0, 1, 0.5, 0.5), ALONE: (0, 0, 0, 0.5), WAY: (1, 1, 0, 0.5)}
 
 
-def rows() -> dict[tuple[str, str], dict[str, object]]:
-    results = {way: [measurement(f1) for f1 in scores] for way, scores in SCORES.items()}
-    found = quality_rows(QUESTIONS, results, seed=3)
+def all_rows(scores: dict[PolicyAndEncoder, Sequence[float]]) -> list[dict[str, Any]]:
+    results = {(i, way): measurement(f1) for way, all_f1 in scores.items() for i, f1 in enumerate(all_f1)}
+    found = quality_rows(QUESTIONS, list(scores), results, seed=3)
+    add_recovery(found, QUESTIONS, results, seed=3)
+    return found
+
+
+def rows() -> dict[tuple[str, str], dict[str, Any]]:
+    found = all_rows(SCORES)
     alone = {"policy": ALONE.policy, "encoder": ALONE.encoder}
     return {(row["policy"], row["question_type"]): row for row in found if not alone.items() <= row.items()}
 
@@ -109,6 +113,5 @@ def test_losses_of_whole_answers() -> None:
 
 def test_normalized_f1_has_no_value_where_full_is_no_better() -> None:
     assert np.isnan(normalized_f1(np.array([[0.5, 0.7, 0.7], [0.5, 0.7, 0.6]]))).all()
-    same = {way: [measurement(1.0)] * 4 for way in SCORES}
-    row = quality_rows(QUESTIONS, same, seed=0)[0]
+    row = all_rows(dict.fromkeys(SCORES, (1, 1, 1, 1)))[0]
     assert row["normalized_f1"] is row["normalized_f1_low"] is row["normalized_f1_high"] is None
