@@ -22,8 +22,7 @@ from ragcachekit.prompt.segments import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-from ragcachekit.store.base import NullStore, concerns
-from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.base import ForgottenTexts, NullStore, concerns
 from ragcachekit.threads import attempt
 from ragcachekit.types import check_type, chunk_id, whole_id
 

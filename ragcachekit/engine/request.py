@@ -128,7 +128,8 @@ class Request:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done; False after ``timeout`` seconds. Other errors as for :meth:`result`."""
-        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        if timeout is not None:
+            check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
         if self.done() or timeout == 0:
             return self.done()
         self._refuse()

@@ -23,8 +23,7 @@ from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
 from ragcachekit.prompt.segments import TokenSegment
-from ragcachekit.store.base import KVStore
-from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.base import ForgottenTexts, KVStore
 from ragcachekit.types import Ids, KVKey, whole_id
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,9 @@ class Planner:
         self.context, self.last_prompts = rope.context, LastPrompts()
         self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source)
         budget = int(SHARE * max((record.budget for record in store.stats()), default=0))
-        self.variants = VariantPool(budget=budget, free=store.evict, allow=self.companions.allow)
+        self.variants = VariantPool(
+            budget=budget, free=lambda key: store.discard(key, damaged=False), allow=self.companions.allow
+        )
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder, self._layout = fingerprint, encoder, layout
         self._pairs_chunks = encoder is None or encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
@@ -287,9 +288,10 @@ class Planner:
             self.variants.add(key, kv)
         known = self.variants.average(key)
         if known not in (None, key) and SENSITIVITY not in kv.sums and known in self._store:
-            self._store.evict(key)  # a prompt's own rows, that came after a mean or other rows
+            # A prompt's own rows, that came after a mean or other rows.
+            self._store.discard(key, damaged=False)
         elif (replaced := self.variants.add_average(key)) is not None:
-            self._store.evict(replaced)
+            self._store.discard(replaced, damaged=False)
 
     def recall(self, policy: SelectionPolicy) -> None:
         """Note what the store holds for chunks in other contexts, as ``policy`` would use it."""

@@ -18,7 +18,7 @@ from ragcachekit.plan.encodings import Encodings, Fetch
 from ragcachekit.plan.link_plan import Missing, make_plan
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.base import ForgetEpochs
 from ragcachekit.store.memory import HostStore
 from store_kit import key_of, kv_of
 

@@ -61,5 +61,7 @@ def test_f_r_keeps_what_needs_no_recomputation(eviction, kept, tmp_path):
             rag.generate(Prompt([chunk(100, 3), often, text(6, 9)]), max_new_tokens=1)
         rag.generate(Prompt([chunk(40, 4), text(6, 9)]), max_new_tokens=1)
         ids = {rag_ids(rag, exact): "exact", rag_ids(rag, often): "often"}
-        there = {ids[key.chunk_id] for key in rag.components.store.memory_keys() if key.chunk_id in ids}
+        there = {
+            ids[key.chunk_id] for key in rag.components.store.keys(in_memory=True) if key.chunk_id in ids
+        }
     assert there == {kept}
