@@ -123,14 +123,14 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("JSON that is nested too deeply") from error
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write or atomically replace a small file (mode 0600), with its missing folders."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write or atomically replace a file (mode 0600), with its missing folders."""
     make_folder(path.parent)
     temp = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}")
     try:
         descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)

@@ -26,12 +26,9 @@ from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_valid
 
 from langchain_ragcachekit.search import (
     DEFAULT_K,
-    RULES,
+    LANGCHAIN,
     Search,
-    found_document,
     metric_of,
-    source_of,
-    text_of,
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
@@ -173,7 +170,7 @@ class RagCacheRetriever(BaseRetriever):
             name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
         }
         try:
-            self._retrieval = RetrieverCache(RULES, text_of, source_of, index=index, **settings)
+            self._retrieval = RetrieverCache(LANGCHAIN, index=index, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
         return self
@@ -194,9 +191,7 @@ class RagCacheRetriever(BaseRetriever):
         ``ids`` and ``texts`` name documents, ``filter`` is a function of the document. Needed where an index
         was changed past its methods; a document that is new there calls for :meth:`clear`.
         """
-        return self._retrieval.invalidate_documents(
-            lambda found: found.id, ids, texts, filter, found_document
-        )
+        return self._retrieval.invalidate(ids=ids, texts=texts, where=filter)
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""
@@ -259,22 +254,22 @@ class RagCacheRetriever(BaseRetriever):
 
     def _partition(self, search: Search) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
-        question, partitioner = (search.query, search.config), self._retrieval.partitioner
-        if search.own is not None:
-            name, where = self._retrieval.follow(search.own.index), search.arguments.get("filter")
-            return partitioner.of_own_index(self._namespace, search.own.k, name, where, question)
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
             values = search.config.get("configurable") or {}
             configurable = {n: value for n, value in values.items() if not n.startswith(INTERNAL)}
-        text = search.query if self.tolerance == 0 and search.store is None else None
-        return partitioner.partition(
+        arguments: object = search.arguments.get("filter")
+        if search.own is None:
+            text = search.query if self.tolerance == 0 and search.store is None else None
+            arguments = (dict(search.overrides), self.embeddings, text)
+        return self._retrieval.partition(
             self._namespace,
-            search.overrides.get("k", UNSTATED_K),
+            search.overrides.get("k", UNSTATED_K) if search.own is None else search.own.k,
             search.retriever,
-            (dict(search.overrides), self.embeddings, text),
+            arguments,
+            own=search.own,
             configurable=configurable,
-            question=question,
+            question=(search.query, search.config),
         )
 
 

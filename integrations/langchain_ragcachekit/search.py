@@ -17,7 +17,7 @@ from langchain_core.stores import BaseStore
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from langchain_ragcachekit.vector_store import RagCacheVectorStore, as_document, as_where
-from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
+from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch
 
 LIBRARIES = frozenset(
     {
@@ -40,6 +40,21 @@ RULES = KeyRules(
     uncached=(RunnableWithFallbacks,),
 )
 
+
+def source_of(document: Document) -> str | None:
+    """The document that a chunk is of, as its loader named it."""
+    named = (document.metadata.get(name) for name in SOURCES)
+    return next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)
+
+
+LANGCHAIN = Framework(
+    RULES,
+    lambda document: document.id,
+    lambda document: document.page_content,
+    source_of,
+    lambda record, _distance, _metric: as_document(record),
+)
+
 BY_VECTOR = frozenset(
     {
         "langchain_chroma.vectorstores.Chroma",
@@ -56,11 +71,6 @@ Others add keywords to the vector, at times by a setting; they are always asked 
 
 DEFAULT_K = 4
 """Of LangChain's vector stores."""
-
-
-def found_document(record: Any, _distance: float) -> Document:
-    """A document that an embedded store found; LangChain's retrievers show no distance."""
-    return as_document(record)
 
 
 def metric_of(store: VectorStore | None) -> str | None:
@@ -131,12 +141,12 @@ def _by_vector(
     return store, {**retriever.search_kwargs, **overrides}
 
 
-def _in_own_index(store: VectorStore, arguments: Mapping[str, Any]) -> OwnSearch[Document] | None:
+def _in_own_index(store: VectorStore, arguments: Mapping[str, Any]) -> OwnSearch | None:
     """The search in an embedded store; None for another store, or arguments that it ignores."""
     if not isinstance(store, RagCacheVectorStore) or arguments.keys() - {"k", "filter"}:
         return None
     k, where = arguments.get("k", DEFAULT_K), arguments.get("filter")
-    return OwnSearch(store.index, k, as_where(where), found_document)
+    return OwnSearch(store.index, k, as_where(where))
 
 
 def _with_arguments(
@@ -154,14 +164,3 @@ def _with_arguments(
     if dropped:
         raise ValueError(f"{type(retriever).__name__} takes no {', '.join(dropped)}; set it on the retriever")
     return retriever.model_copy(update=dict(overrides)), {}
-
-
-def text_of(document: Document) -> str:
-    """The text that prompts show."""
-    return document.page_content
-
-
-def source_of(document: Document) -> str | None:
-    """The document that a chunk is of, as its loader named it."""
-    named = (document.metadata.get(name) for name in SOURCES)
-    return next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)

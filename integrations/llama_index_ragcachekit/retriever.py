@@ -20,14 +20,13 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
 from llama_index_ragcachekit.search import (
-    RULES,
+    LLAMA_INDEX,
     filters_of,
     is_by_embedding,
     own_index_of,
     own_search,
-    text_of,
 )
-from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node
+from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.retrieval.plumbing import (
     Answer,
     Call,
@@ -110,9 +109,9 @@ class RagCacheRetriever(BaseRetriever):
         if self._custom is not None and not callable(self._custom):
             raise TypeError(f"partition= must be a function of a QueryBundle, got {self._custom!r}")
         self._exact = settings.get("tolerance", 0) == 0
-        index, given, cache = own_index_of(retriever), dict(settings), RetrieverCache
-        namespace: Any = given.pop("namespace", None)
-        self.query_cache: RetrieverCache[NodeWithScore] = cache(RULES, _text, _source, index=index, **given)  # type: ignore[arg-type]
+        given: Any = dict(settings)
+        namespace = given.pop("namespace", None)
+        self.query_cache = RetrieverCache(LLAMA_INDEX, index=own_index_of(retriever), **given)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
@@ -169,9 +168,7 @@ class RagCacheRetriever(BaseRetriever):
         ``ids`` and ``texts`` name nodes, ``filter`` is a function of the node. Needed where an index was
         changed past its methods; a node that is new there calls for :meth:`clear`.
         """
-        return self.query_cache.invalidate_documents(
-            lambda found: found.node.node_id, ids, texts, filter, _with_score
-        )
+        return self.query_cache.invalidate(ids=ids, texts=texts, where=filter)
 
     def clear(self) -> int:
         """Forget all cached questions, of all namespaces; returns their number."""
@@ -188,7 +185,8 @@ class RagCacheRetriever(BaseRetriever):
         return _handed_out(await self.query_cache.retrieve(self._call(query_bundle, is_async=True)))
 
     def _call(self, bundle: QueryBundle, is_async: bool) -> Call[NodeWithScore]:
-        own, inner, model = own_search(self._retriever, self._embed_model), self._retriever, self._embed_model
+        inner, model = self._retriever, self._embed_model
+        own = None if any(_others(bundle).values()) else own_search(inner, model)
         embed = model.aget_agg_embedding_from_queries if is_async else model.get_agg_embedding_from_queries
         search: Any = inner.aretrieve if is_async else inner.retrieve
         if is_async and type(inner)._aretrieve is BaseRetriever._aretrieve:  # calls _retrieve in the loop
@@ -211,18 +209,18 @@ class RagCacheRetriever(BaseRetriever):
             inner.embedding = embedding
         return inner
 
-    def _partition(self, bundle: QueryBundle, own: OwnSearch[NodeWithScore] | None) -> Partition | None:
+    def _partition(self, bundle: QueryBundle, own: OwnSearch | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
-        namespace, partitioner = self._namespace, self.query_cache.partitioner
-        others = {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
-        if own is not None and not any(others.values()):
-            name = self.query_cache.follow(own.index)
-            return partitioner.of_own_index(namespace, own.k, name, filters_of(self._retriever), (bundle,))
-        asked: object = None
-        if self._exact and not is_by_embedding(self._retriever, self._embed_model):
-            asked = (bundle.query_str, bundle.custom_embedding_strs)
-        arguments = (others, self._embed_model, asked)
-        return partitioner.partition(namespace, 1, self._retriever, arguments, question=(bundle,))
+        if own is not None:
+            k, arguments = own.k, filters_of(self._retriever)
+        else:
+            k, asked = 1, None
+            if self._exact and not is_by_embedding(self._retriever, self._embed_model):
+                asked = (bundle.query_str, bundle.custom_embedding_strs)
+            arguments = (_others(bundle), self._embed_model, asked)
+        return self.query_cache.partition(
+            self._namespace, k, self._retriever, arguments, own=own, question=(bundle,)
+        )
 
 
 def _handed_out(answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
@@ -235,21 +233,13 @@ def _handed_out(answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
     return [copied(item) for item in answer.documents]
 
 
+def _others(bundle: QueryBundle) -> dict[str, object]:
+    return {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
+
+
 def asked_by(bundle: QueryBundle) -> str:
     """What near questions are compared by: the strings that are embedded instead of the question, and it."""
     return "\n".join(dict.fromkeys([*(bundle.custom_embedding_strs or ()), bundle.query_str]))
-
-
-def _with_score(record: Any, distance: float) -> NodeWithScore:
-    return NodeWithScore(node=as_node(record), score=-distance)
-
-
-def _text(item: NodeWithScore) -> str:
-    return text_of(item.node)
-
-
-def _source(item: NodeWithScore) -> str | None:
-    return item.node.ref_doc_id
 
 
 def copied(item: NodeWithScore) -> NodeWithScore:

@@ -20,7 +20,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node, as_predicate, similarity
 from ragcachekit import DocumentIndex
-from ragcachekit.retrieval.plumbing import KeyRules, OwnSearch
+from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch
 
 RULES = KeyRules(
     libraries=frozenset(
@@ -53,7 +53,7 @@ def own_index_of(retriever: Any) -> DocumentIndex | None:
     return store.client if isinstance(store, RagCacheVectorStore) else None
 
 
-def own_search(retriever: BaseRetriever, embed_model: BaseEmbedding) -> OwnSearch[NodeWithScore] | None:
+def own_search(retriever: BaseRetriever, embed_model: BaseEmbedding) -> OwnSearch | None:
     """The search without LlamaIndex around it; None where that does more than search an embedded index."""
     index = own_index_of(retriever)
     if index is None or not isinstance(retriever, VectorIndexRetriever):
@@ -61,12 +61,8 @@ def own_search(retriever: BaseRetriever, embed_model: BaseEmbedding) -> OwnSearc
     more = retriever._node_ids, retriever._doc_ids, retriever._kwargs, retriever.object_map
     if any(more) or not is_by_embedding(retriever, embed_model):
         return None
-    where, metric = as_predicate(retriever._filters) if retriever._filters else None, index.metric
-
-    def found(record: Any, distance: float) -> NodeWithScore:
-        return NodeWithScore(node=as_node(record), score=similarity(metric, distance))
-
-    return OwnSearch(index, retriever._similarity_top_k, where, found)
+    where = as_predicate(retriever._filters) if retriever._filters else None
+    return OwnSearch(index, retriever._similarity_top_k, where)
 
 
 def filters_of(retriever: Any) -> Any:
@@ -84,3 +80,16 @@ def texts_and_sources(found: Iterable[NodeWithScore]) -> tuple[list[str], list[s
 def text_of(node: BaseNode) -> str:
     """The bare text, as it is registered with the engine."""
     return node.get_content(metadata_mode=MetadataMode.NONE)
+
+
+def _found(record: Any, distance: float, metric: str) -> NodeWithScore:
+    return NodeWithScore(node=as_node(record), score=similarity(metric, distance))
+
+
+LLAMA_INDEX = Framework[NodeWithScore](
+    RULES,
+    lambda item: item.node.node_id,
+    lambda item: text_of(item.node),
+    lambda item: item.node.ref_doc_id,
+    _found,
+)

@@ -122,7 +122,7 @@ class EncodingActor:
                     "the shared tier refused the KV of a chunk: check its budget, its key, and that every "
                     "machine can reach it; then run the same command again"
                 )
-            self._own.evict(key)
+            self._own.discard(key, damaged=False)
         return rows.select(["chunk_id"])
 
     def _store(self, key: KVKey, kv: ChunkKV) -> bool:

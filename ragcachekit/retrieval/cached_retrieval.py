@@ -293,30 +293,26 @@ class CachedRetrieval(Generic[Document]):
         ids: Iterable[ResultId] | None = None,
         texts: Iterable[str] | None = None,
         where: Callable[[Document], bool] | None = None,
-        partition: Callable[[Hashable], bool] | None = None,
     ) -> int:
-        """Drop entries of certain partitions that hold one of certain documents; returns how many.
+        """Drop entries that hold one of certain documents; returns how many.
 
-        A document counts if its id is among ``ids``, its text among ``texts``, or ``where`` is true for it;
-        with none of these every entry does. Call it when documents change or go. TypeError for one string
-        instead of several, or for ``texts`` without ``text``; OSError if saved entries cannot be removed.
+        A document counts if its id is among ``ids``, its text among ``texts`` (whitespace around it does not
+        matter), or ``where`` is true for it; with none of these every entry does. Call it when documents
+        change or go. TypeError for one string instead of several, or for ``texts`` without ``text``; OSError
+        if saved entries cannot be removed.
         """
         if isinstance(ids, str) or isinstance(texts, str):
             raise TypeError("ids and texts must be collections, not one string; put it into a list")
         if texts is not None and self._text is None:
             raise TypeError("texts can be compared only if the CachedRetrieval was given text=")
-        named, gone, text = frozenset(ids or ()), frozenset(texts or ()), self._text
+        named, gone, text = frozenset(ids or ()), {one.strip() for one in texts or ()}, self._text
         everything = ids is None and texts is None and where is None
 
         def counts(one: ResultId, document: Document) -> bool:
-            of_text = text is not None and bool(gone) and text(document) in gone
+            of_text = text is not None and bool(gone) and text(document).strip() in gone
             return one in named or of_text or (where is not None and where(document))
 
-        def goes(place: Hashable, held: Held[Document]) -> bool:
-            here = partition is None or partition(place)
-            return here and (everything or any(counts(*pair) for pair in held.found))
-
-        return self._invalidate(goes)
+        return self._invalidate(lambda _, held: everything or any(counts(*pair) for pair in held.found))
 
     def clear(self) -> int:
         """Drop all entries and documents; returns the number of entries dropped."""
@@ -343,10 +339,6 @@ class CachedRetrieval(Generic[Document]):
     def stats(self) -> QueryCacheStats:
         """The cache's counters."""
         return self._cache.stats()
-
-    def check(self) -> None:
-        """AssertionError if the bookkeeping contradicts itself; for tests."""
-        self._cache.check()
 
     def _refused_by_guard(self, question: str, cached: str) -> str | None:
         if callable(self._guard):

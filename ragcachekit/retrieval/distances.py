@@ -73,14 +73,31 @@ def as_query(embedding: ArrayLike, dim: int | None, metric: str) -> Query:
         )
     wide = vector.astype(np.float64)  # its squares cannot overflow, and a hit is measured with it
     squared = product(wide, wide)  # is NaN if a number is
-    if not squared <= MAX_SQUARED_NORM:
-        if np.isfinite(vector).all():
-            raise RetrievalError("the embedding's norm exceeds 3e18; scale the embeddings down")
-        count = int((~np.isfinite(vector)).sum())
-        raise RetrievalError(f"the embedding holds {count} NaN or infinite numbers")
-    if metric == "cosine" and squared < MIN_SQUARED_NORM:
-        raise RetrievalError("the zero vector has no cosine distance; check the embedding model or use 'l2'")
+    _check_norms(vector, squared, squared, metric)
     return Query(vector, wide, squared)
+
+
+def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:
+    """Float32 ``[n, dim]``, contiguous; unit rows under cosine. Errors are those of :func:`as_query`."""
+    rows = as_floats(embeddings)
+    if rows.ndim != 2 or rows.shape[1] != dim:
+        raise RetrievalError(f"expected embeddings of shape [n, {dim}], got {list(rows.shape)}")
+    wide = rows.astype(np.float64)
+    squares = np.einsum("ij,ij->i", wide, wide)
+    _check_norms(rows, float(squares.min(initial=np.inf)), float(squares.max(initial=0)), metric)
+    if metric != "cosine":
+        return rows
+    return np.ascontiguousarray(wide / np.sqrt(squares)[:, None], dtype=np.float32)
+
+
+def _check_norms(rows: Float32, smallest: float, largest: float, metric: str) -> None:
+    """RetrievalError for squared norms with which nothing can be measured."""
+    if not largest <= MAX_SQUARED_NORM:  # also if it is NaN
+        if count := int((~np.isfinite(rows)).sum()):
+            raise RetrievalError(f"the embeddings hold {count} NaN or infinite numbers")
+        raise RetrievalError("an embedding's norm exceeds 3e18; scale the embeddings down")
+    if metric == "cosine" and smallest < MIN_SQUARED_NORM:
+        raise RetrievalError("a zero vector has no cosine distance; check the embedding model or use 'l2'")
 
 
 def distance(metric: str, q: Float64, k: Float64, qq: float, kk: float) -> float:

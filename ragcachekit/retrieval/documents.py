@@ -18,13 +18,12 @@ from numpy.typing import ArrayLike
 
 from ragcachekit.errors import Closed, RetrievalError
 from ragcachekit.json_store import JsonStore
-from ragcachekit.retrieval.distances import Float32
+from ragcachekit.retrieval.distances import Float32, as_rows
 from ragcachekit.retrieval.index import (
     DocumentId,
     SearchResult,
     VectorIndex,
     as_ids,
-    as_rows,
     load_index,
     open_index,
 )
@@ -122,10 +121,10 @@ class DocumentIndex:
             self._writers = FileLock(self.path / "lock", mode=0o600)
         with self._writers:
             if self._values.get("head") is None:
-                files = (
-                    () if self.path is None else (self.path.glob("index-*"), self.path.glob("*.damaged-*"))
+                left = (
+                    () if self.path is None else (*self.path.glob("index-*"), *self.path.glob("*.damaged-*"))
                 )
-                if any(map(any, files)) or (isinstance(self._values, JsonStore) and len(self._values)):
+                if left or len(self._values):
                     raise self._lost()
                 self._values.put({"head": asdict(wanted)})
             head = self._stored_head()
@@ -231,33 +230,30 @@ class DocumentIndex:
                 return kept
             count *= _MORE
 
-    def search_stages(
-        self, embedding: ArrayLike, k: int, where: Where | None = None, stages: int = 4
-    ) -> Iterator[list[Hit]]:
+    def search_stages(self, embedding: ArrayLike, k: int, stages: int = 4) -> Iterator[list[Hit]]:
         """Provisional results of a search in at most ``stages`` steps; the last is what ``search`` returns.
 
-        See :meth:`ragcachekit.retrieval.index.VectorIndex.search_stages`. One step more follows if too few of
-        the candidates are accepted. No lock is held between the steps.
+        See :meth:`ragcachekit.retrieval.index.VectorIndex.search_stages`. No lock is held between the steps;
+        a change meanwhile ends them by a whole search.
         """
-        accepts, count = _as_predicate(where), positive("k", k) * (1 if where is None else _MORE)
         with self._session():
             if not self._index:
                 return iter([list[Hit]()])
-            steps, size = self._index.search_stages(embedding, count, stages), len(self._index)
-            version = self._head.version
+            steps, version = self._index.search_stages(embedding, k, stages), self._head.version
 
         def results() -> Iterator[list[Hit]]:
-            kept = list[Hit]()
             while True:
                 with self._session():
-                    result = next(steps, None) if self._head.version == version else None
-                    hits = None if result is None else self._hits(result)
+                    if self._head.version != version:
+                        break
+                    step = next(steps, None)
+                    hits = None if step is None else self._hits(step)
+                if step is None:
+                    return
                 if hits is None:
                     break
-                kept = [hit for hit in hits if accepts(hit.record)][:k]
-                yield kept
-            if self.version != version or (len(kept) < k and count < size):
-                yield self.search(embedding, k, where)
+                yield hits
+            yield self.search(embedding, k)
 
         return results()
 
@@ -319,8 +315,8 @@ class DocumentIndex:
         head = replace(head, saved=head.version, logged=0)
         self._values.put({**logs, **values, "head": asdict(head)})
         self._head = head
-        for file in (*self.path.glob("index-*"), *self.path.glob(".index-*.tmp")):  # of killed processes, too
-            if file.name.split(".")[0] != f"index-{head.version}":
+        for file in (*self.path.glob("index-*"), *self.path.glob(".index-*")):  # of killed processes, too
+            if file.name != f"index-{head.version}":
                 with suppress(OSError):  # Windows keeps files that another process has open
                     file.unlink()
 
@@ -381,16 +377,16 @@ class _Memory:
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
+    def __len__(self) -> int:
+        return len(self._texts)
+
     def get(self, key: str) -> Any:
-        text = self._texts.get(key)
-        return None if text is None else json.loads(text)
+        return json.loads(self._texts.get(key, "null"))
 
     def put(self, values: Mapping[str, object]) -> None:
-        for key, value in values.items():
-            if value is None:
-                self._texts.pop(key, None)
-            else:
-                self._texts[key] = json.dumps(value)
+        self._texts |= {key: json.dumps(value) for key, value in values.items()}
+        for key in [key for key, value in values.items() if value is None]:
+            del self._texts[key]
 
     def close(self) -> None:
         self._texts.clear()
@@ -406,27 +402,21 @@ def _as_records(
     """Checked copies of the documents. ValueError for other lengths, TypeError for what is no JSON value."""
     if isinstance(texts, str):
         raise TypeError("texts must be a sequence of texts, not one string")
-    given = [{}] * len(ids) if metadatas is None else metadatas
+    given = [{}] * len(ids) if metadatas is None else list(metadatas)
     if len(texts) != len(ids) or len(given) != len(ids):
         raise ValueError(
             f"{len(ids)} ids need as many texts and metadatas, got {len(texts)} and {len(given)}"
         )
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"the text of a document must be a str, not {type(text).__name__}")
-    return [Record(*one) for one in zip(ids, texts, map(_as_metadata, given), strict=True)]
-
-
-def _as_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(metadata, Mapping):
-        raise TypeError(f"the metadata of a document must be a mapping, not {type(metadata).__name__}")
+    for one in texts:
+        if not isinstance(one, str):
+            raise TypeError(f"the text of a document must be a str, not {type(one).__name__}")
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
+        copies = json.loads(json.dumps([dict(one) for one in given], allow_nan=False))
     except (TypeError, ValueError) as error:
         raise type(error)(f"the metadata of a document cannot be stored as JSON: {error}") from error
-    if copy != metadata:  # tuples, keys that are no strings
-        raise TypeError(f"the metadata of a document must hold JSON values: {copy!r} comes back")
-    return copy
+    if copies != given:  # tuples, keys that are no strings
+        raise TypeError("the metadata of a document must hold JSON values: strings as keys, no tuples")
+    return [Record(*one) for one in zip(ids, texts, copies, strict=True)]
 
 
 def _as_predicate(where: Where | None) -> Callable[[Record], bool]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ragcachekit.errors import RetrievalError, missing_extra
+from ragcachekit.errors import missing_extra
 from ragcachekit.retrieval.distances import Float32
 from ragcachekit.retrieval.index import Labels, VectorIndex
 from ragcachekit.types import positive
@@ -57,14 +56,11 @@ class FaissFlatIndex(VectorIndex):
     def _remove(self, labels: Labels) -> None:
         self._index.remove_ids(labels)
 
-    def _write(self, path: Path) -> None:
-        self._faiss.write_index(self._index, str(path))
+    def _dump(self) -> memoryview:
+        return memoryview(self._faiss.serialize_index(self._index))
 
-    def _read(self, path: Path, labels: Labels) -> None:
-        index = self._faiss.read_index(str(path))
-        if index.d != self.dim or index.metric_type != self._metric or index.ntotal < len(labels):
-            raise RetrievalError(f"{path} holds another index than its manifest names; build it anew")
-        self._index = index
+    def _load(self, data: memoryview, labels: Labels) -> None:
+        self._index = self._faiss.deserialize_index(np.frombuffer(data, np.uint8))
 
 
 class FaissHnswIndex(FaissFlatIndex):
@@ -123,8 +119,8 @@ class FaissHnswIndex(FaissFlatIndex):
             self._index, removed = index, removed[:0]
         self._removed = removed
 
-    def _read(self, path: Path, labels: Labels) -> None:
-        super()._read(path, labels)
+    def _load(self, data: memoryview, labels: Labels) -> None:
+        super()._load(data, labels)
         self._removed = np.setdiff1d(self._row_labels(), labels)
 
     def options(self) -> dict[str, Any]:

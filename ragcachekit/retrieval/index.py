@@ -1,18 +1,15 @@
 """Vector indexes: one contract, a plain numpy implementation, all of them by name, and their files.
 
-A saved index is a manifest with ids and digests, and the library's own data file beside it. Faiss loads a
-file with a flipped bit without an error, so both files are verified first. The data file is named by its
-SHA-256 and the manifest replaced last: a process that dies while saving leaves the older index whole.
+A saved index is one file: its SHA-256, a manifest with the ids, and the library's own data. Faiss loads data
+with a flipped bit without an error, so the file is verified first.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib
 import json
 import os
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,20 +22,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.files import parse_json, read_regular, replace_file
-from ragcachekit.retrieval.distances import (
-    MAX_SQUARED_NORM,
-    MIN_SQUARED_NORM,
-    Float32,
-    as_floats,
-    check_metric,
-)
+from ragcachekit.retrieval.distances import Float32, as_rows, check_metric
 from ragcachekit.types import positive
 
 DocumentId: TypeAlias = str | int
 Labels: TypeAlias = NDArray[np.int64]
 
 _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide which are among the k
-_FORMAT = 3
+_FORMAT = 4
 _KINDS = {
     "brute": ("ragcachekit.retrieval.index", "BruteIndex"),
     "faiss-flat": ("ragcachekit.retrieval.faiss_index", "FaissFlatIndex"),
@@ -163,41 +154,24 @@ class VectorIndex(ABC):
             return self._vectors(np.array([self._labels[one] for one in ids], np.int64))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index: a manifest at ``path``, and beside it a data file named by its SHA-256.
-
-        OSError if the folder or the disk does not allow it; an older index stays as it was.
-        """
-        path = Path(path)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
+        """Write the index to one file; where the disk refuses (OSError), an older one stays as it was."""
         with self._lock:
-            try:
-                self._write(temporary)
-                digest = _digest(temporary)
-                os.replace(temporary, _data_path(path, digest))
-                manifest = {
-                    "format": _FORMAT,
-                    "data": digest,
-                    "kind": self.kind,
-                    "dim": self.dim,
-                    "metric": self.metric,
-                    "options": self.options(),
-                    "next_label": self._next_label,
-                    "ids": list(self._ids.items()),
-                }
-                body = json.dumps(manifest)
-                replace_file(path, f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
-            finally:
-                temporary.unlink(missing_ok=True)
-        for file in path.parent.glob(f"{glob.escape(path.name)}.*.data"):
-            if file != _data_path(path, digest):
-                file.unlink(missing_ok=True)
+            manifest = {
+                "format": _FORMAT,
+                "kind": self.kind,
+                "dim": self.dim,
+                "metric": self.metric,
+                "options": self.options(),
+                "next_label": self._next_label,
+                "ids": list(self._ids.items()),
+            }
+            body = b"\n".join([json.dumps(manifest).encode(), self._dump()])
+        replace_file(Path(path), b"\n".join([hashlib.sha256(body).hexdigest().encode(), body]))
 
-    def restore(self, data: Path, ids: Sequence[tuple[int, DocumentId]], next_label: int) -> None:
-        """Take over a verified data file and its ids by label; called by :func:`load_index`."""
+    def restore(self, data: memoryview, ids: Sequence[tuple[int, DocumentId]], next_label: int) -> None:
+        """Take over verified data and its ids by label; called by :func:`load_index`."""
         with self._lock:
-            self._read(data, np.array([label for label, _ in ids], np.int64))
+            self._load(data, np.array([label for label, _ in ids], np.int64))
             self._next_label = next_label
             self._name(ids)
 
@@ -260,12 +234,12 @@ class VectorIndex(ABC):
         """Drop these labels."""
 
     @abstractmethod
-    def _write(self, path: Path) -> None:
-        """Write the vectors (and the graph) to a file."""
+    def _dump(self) -> bytes | memoryview:
+        """The vectors (and the graph)."""
 
     @abstractmethod
-    def _read(self, path: Path, labels: Labels) -> None:
-        """Read what ``_write`` wrote; RetrievalError unless it holds these labels."""
+    def _load(self, data: memoryview, labels: Labels) -> None:
+        """Take over what ``_dump`` gave, and these labels."""
 
 
 class BruteIndex(VectorIndex):
@@ -295,15 +269,11 @@ class BruteIndex(VectorIndex):
         kept = ~np.isin(self._held, labels)
         self._held, self._rows = self._held[kept], self._rows[kept]
 
-    def _write(self, path: Path) -> None:
-        with path.open("wb") as file:
-            np.save(file, self._rows, allow_pickle=False)
+    def _dump(self) -> bytes:
+        return self._rows.tobytes()
 
-    def _read(self, path: Path, labels: Labels) -> None:
-        rows = np.load(path, allow_pickle=False)
-        if rows.shape != (len(labels), self.dim):
-            raise RetrievalError(f"{path} holds other vectors than its manifest names; build it anew")
-        self._held, self._rows = labels, rows
+    def _load(self, data: memoryview, labels: Labels) -> None:
+        self._held, self._rows = labels, np.frombuffer(bytes(data), np.float32).reshape(-1, self.dim)
 
 
 def index_names() -> tuple[str, ...]:
@@ -326,50 +296,23 @@ def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> V
 
 def load_index(path: str | os.PathLike[str]) -> VectorIndex:
     """The index that ``save`` wrote to ``path``; RetrievalError if a file is missing or damaged."""
-    path = Path(path)
     try:
-        checksum, _, text = read_regular(path).partition(b"\n")
+        raw = read_regular(path)
     except OSError as error:
         raise RetrievalError(f"cannot read the index {path}: {error}") from error
-    if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != checksum:
+    view, start = memoryview(raw), raw.find(b"\n") + 1
+    if hashlib.sha256(view[start:]).hexdigest().encode() != raw[: start - 1]:
         raise RetrievalError(f"{path} is damaged or no index (SHA-256 differs); build the index anew")
-    held = parse_json(text)
+    data = raw.find(b"\n", start) + 1
+    held = parse_json(raw[start:data])
     if held["format"] != _FORMAT:
         raise RetrievalError(f"{path}: written by another version of the library; build the index anew")
-    data = _data_path(path, held["data"])
-    try:
-        found = _digest(data)
-    except OSError as error:
-        raise RetrievalError(f"cannot read the index data {data}: {error}") from error
-    if found != held["data"]:
-        raise RetrievalError(f"{data} is damaged (SHA-256 differs); build the index anew")
     index = open_index(held["kind"], held["dim"], held["metric"], **held["options"])
     try:
-        index.restore(data, held["ids"], held["next_label"])
+        index.restore(view[data:], held["ids"], held["next_label"])
     except RuntimeError as error:  # what Faiss raises
         raise RetrievalError(f"cannot load the index {path}: {error}") from error
     return index
-
-
-def as_rows(embeddings: ArrayLike, dim: int, metric: str) -> Float32:
-    """Float32 ``[n, dim]``, contiguous; unit rows under cosine.
-
-    TypeError for what are not numbers; RetrievalError for another shape, NaN, infinity, or bad norms.
-    """
-    rows = as_floats(embeddings)
-    if rows.ndim != 2 or rows.shape[1] != dim:
-        raise RetrievalError(f"expected embeddings of shape [n, {dim}], got {list(rows.shape)}")
-    if not np.isfinite(rows).all():
-        raise RetrievalError("the embeddings hold NaN or infinite numbers")
-    wide = rows.astype(np.float64)
-    squares = np.einsum("ij,ij->i", wide, wide)
-    if (squares > MAX_SQUARED_NORM).any():
-        raise RetrievalError("the embeddings' norms exceed 3e18; scale them down")
-    if metric != "cosine":
-        return rows
-    if (squares < MIN_SQUARED_NORM).any():
-        raise RetrievalError("a zero vector has no cosine distance; check the embedding model or use 'l2'")
-    return np.ascontiguousarray(wide / np.sqrt(squares)[:, None], dtype=np.float32)
 
 
 def as_ids(ids: Sequence[DocumentId], rows: int) -> tuple[DocumentId, ...]:
@@ -399,12 +342,3 @@ def distances(query: Float32, rows: Float32, metric: str) -> NDArray[np.float64]
 def _ordered(ids: tuple[DocumentId, ...], scores: tuple[float, ...], wanted: int) -> SearchResult:
     order = sorted(range(len(ids)), key=lambda i: (scores[i], isinstance(ids[i], str), ids[i]))[:wanted]
     return SearchResult(tuple(ids[i] for i in order), tuple(scores[i] for i in order))
-
-
-def _data_path(path: Path, digest: str) -> Path:
-    return path.with_name(f"{path.name}.{digest[:16]}.data")
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

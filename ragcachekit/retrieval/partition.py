@@ -1,4 +1,8 @@
-"""What a search's results depend on beside the question: the hard part of the key."""
+"""What a search's results depend on beside the question: the hard part of the key.
+
+The classes of known libraries are read by their fields; for other code, ``partition=`` or a method
+``cache_key_parts()`` names what counts. Whatever can be read by neither is not cached.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import enum
 import functools
 import inspect
 import itertools
-import logging
 import re
 import threading
 import types
@@ -19,10 +22,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from ragcachekit.types import positive
-
-log = logging.getLogger(__name__)
 
 MAX_VALUES = 10_000
 """Values visited for one key; beyond it, comparing takes longer than many a search."""
@@ -35,9 +34,6 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
 _CHANGING = re.compile(
     r"(a|async_)?(m?(add|delete|upsert|update|insert|remove|set|put)|merge|reset|drop|clear|refresh)(_|$)"
 )
-_COPYING = ("__getstate__", "__copy__", "__deepcopy__")
-_COUNTER = "_ragcachekit_changes"
-_OBSERVING = threading.Lock()
 
 _bypassed: ContextVar[bool] = ContextVar("ragcachekit_query_cache_bypassed", default=False)
 
@@ -54,6 +50,11 @@ def bypass_query_cache() -> Iterator[None]:
         yield
     finally:
         _bypassed.reset(token)
+
+
+def is_bypassed() -> bool:
+    """Whether the caller is inside :func:`bypass_query_cache`."""
+    return _bypassed.get()
 
 
 class Partition(NamedTuple):
@@ -77,12 +78,9 @@ class Identity:
     __slots__ = ("_hash", "_object")
 
     def __init__(self, value: object) -> None:
-        self._hash = id(value)
-        self._object: Any
-        try:
+        self._hash, self._object = id(value), value
+        with suppress(TypeError):
             self._object = weakref.ref(value)  # one and the same for every call
-        except TypeError:
-            self._object = value
 
     def __hash__(self) -> int:
         return self._hash
@@ -167,9 +165,8 @@ class KeyReader:
         """Identities and versions of the indexes among the fields of a retriever and those inside it."""
         found, is_index = list[Hashable](), isinstance(value, self._rules.indexes)
         if is_index:
-            changes, parts = observe(value), self._rules.parts_of(type(value))
-            named = None if parts is None else self.key(parts(value))
-            found.append((Identity(value), None if changes is None else changes.version, named))
+            parts = self._rules.parts_of(type(value))
+            found.append((Identity(value), changes_of(value), parts and self.key(parts(value))))
         kinds = self._rules.indexes if is_index else (*self._rules.indexes, *self._rules.retrievers)
         for one in attributes(value).values() if depth else ():
             for item in one if isinstance(one, list | tuple) and not is_index else [one]:
@@ -224,224 +221,106 @@ class KeyReader:
 
     def _write_index(self, kind: type, value: Any, parts: Callable[[Any], object] | None) -> str:
         """An index by identity, version and settings; its documents are what the version counts."""
-        changes = observe(value)
-        if changes is None:
+        version = changes_of(value)
+        if version is None:
             raise NotKeyable(f"changes of a {kind.__module__}.{kind.__qualname__} cannot be seen")
         written = [] if parts is None else [self._write(parts(value))]
         for name, one in sorted(attributes(value).items()) if parts is None else ():
             if isinstance(one, self._rules.indexes):
                 written.append(self._field(kind, name, one))
-            elif any(map(self._rules.is_own_code, [one, *_items(one)])):
+            elif any(map(self._rules.is_own_code, [one, *_settings(one)])):
                 raise NotKeyable(f"{kind.__qualname__}.{name}: a function may depend on anything")
             else:
                 with suppress(NotKeyable):  # no setting, but its documents, a client, an embedder
                     written.append(self._add((name, KeyReader(limit=_MAX_SETTING).key(one))))
-        return f"{self._add(Identity(value))}{changes.version}({','.join(written)})"
+        return f"{self._add(Identity(value))}{version}({','.join(written)})"
 
 
-class Partitioner:
-    """Makes partitions out of a retriever and a call, or logs why the call cannot be cached.
+class _Changes:
+    """The version of one index: each start and each end of a change has a number of its own."""
 
-    A partition holds the retriever's fields, the versions of its indexes, and the arguments of the call. Code
-    outside the known libraries may depend on anything: what it finds is not cached, unless it names what
-    counts.
-
-    ``custom`` is called with the ``question`` of :meth:`partition` and gives what counts instead of the
-    retriever and the run. None from it: do not cache. ``version`` is called without arguments at every
-    question and names the state of an index that others change.
-    """
-
-    def __init__(
-        self,
-        rules: KeyRules,
-        custom: Callable[..., object] | None = None,
-        version: Callable[[], object] | None = None,
-    ) -> None:
-        self._rules, self._custom = rules, custom
-        self._present_version = version or (lambda: None)
-        self._warn = functools.lru_cache(100)(log.warning)  # each once
-
-    def partition(
-        self,
-        namespace: str,
-        k: int,
-        retriever: object,
-        arguments: object,
-        *,
-        configurable: object = None,
-        question: tuple[object, ...] = (),
-    ) -> Partition | None:
-        """The partition, or None if the call must not be cached; the reason is logged once.
-
-        ``arguments`` are the search arguments of the call, ``configurable`` the values of its run that the
-        retriever may read, ``question`` the arguments of ``custom``. ValueError or TypeError for a ``k`` that
-        is no positive integer.
-        """
-        positive("k", k)
-
-        def parts(counts: object) -> tuple[Hashable, ...]:
-            called = self._key((arguments, self._present_version()))
-            if self._custom is None:
-                return called, self._key(retriever), self._key(configurable)
-            return called, self._key(counts), KeyReader(self._rules).versions(retriever)
-
-        return self._made(namespace, k, parts, question, type(retriever).__name__)
-
-    def of_own_index(
-        self, namespace: str, k: int, index: Hashable, where: object, question: tuple[object, ...] = ()
-    ) -> Partition | None:
-        """The partition of an index that has a name and a version; None if the call must not be cached.
-
-        It holds plain values, so that it is the same after a restart. ``where`` is the filter of the search.
-        """
-
-        def parts(counts: object) -> tuple[Hashable, ...]:
-            return self._key((where, self._present_version())), self._key(counts), index
-
-        return self._made(namespace, k, parts, question, "the index")
-
-    def _key(self, value: object) -> Hashable:
-        return KeyReader(self._rules).key(value)
-
-    def _made(
-        self,
-        namespace: str,
-        k: int,
-        parts: Callable[[object], tuple[Hashable, ...]],
-        question: tuple[object, ...],
-        what: str,
-    ) -> Partition | None:
-        if _bypassed.get():
-            return None
-        try:
-            counts = None if self._custom is None else self._custom(*question)
-            if self._custom is not None and counts is None:
-                return None
-            return Partition(namespace, k, *parts(counts))
-        except Exception as error:  # of the user's code, too; and other threads may change what is read
-            why = str(error) if isinstance(error, NotKeyable) else repr(error)
-            self._warn(
-                f"results of {what} are not cached, as what they depend on cannot be read ({why}); "
-                "pass partition= to name what counts"
-            )
-            return None
-
-
-class IndexChanges:
-    """The number of changes of one index, to which ``owner`` refers weakly."""
-
-    def __init__(self, owner: Callable[[], object]) -> None:
-        self.owner, self.version, self._numbers = owner, 0, itertools.count(1)
-        self.names: frozenset[str] = frozenset()  # of the wrappers
-
-    def __deepcopy__(self, memo: object) -> IndexChanges:
-        return self
+    def __init__(self, owner: weakref.ref[object]) -> None:
+        self.owner, self.version = owner, 0
 
     def count(self) -> None:
-        """Count the start or the end of a change: a search beside one has a version of its own."""
-        self.version = next(self._numbers)
+        self.version = next(_NUMBERS)
 
 
-def observe(index: object) -> IndexChanges | None:
-    """The counter of the index's changes, from now on; None if they cannot be counted.
+_NUMBERS = itertools.count(1)
+_observed: dict[int, _Changes] = {}  # by the id of the index
+_observing = threading.Lock()
 
-    The changing methods of this one object (``add_documents``, ``delete``, ``insert``, ...) are wrapped:
-    attributes of the object come before methods of its class. Copies and pickles do without the wrappers,
-    which would change the original. Changes past these methods (another process, a client of one's own) are
-    not counted.
+
+def changes_of(index: object) -> int | None:
+    """The version of an index, another one after each change from now on; None if changes cannot be seen.
+
+    The changing methods (``add_documents``, ``delete``, ``insert`` ...) are wrapped in the classes that
+    define them, so that copies and pickles of the object stay what they were. Changes past these methods
+    (another process, a client of one's own) are not seen.
     """
-    with _OBSERVING:
-        known: Any = getattr(index, "__dict__", {}).get(_COUNTER)
-        if known is not None and known.owner() is index:
-            return known  # type: ignore[no-any-return]
-        try:
-            changes = IndexChanges(weakref.ref(index))
-            for name, wrapper in _wrappers(index, changes).items():
-                object.__setattr__(index, name, wrapper)
-        except (TypeError, AttributeError):  # an object without attributes or without weak references
-            return None
-        return changes
+    with _observing:
+        known = _observed.get(id(index))
+        if known is None or known.owner() is not index:
+            key = id(index)
+            try:
+                known = _Changes(weakref.ref(index, lambda _: _observed.pop(key, None)))
+                for base in type(index).__mro__:
+                    _wrap_methods(base)
+            except TypeError:  # an object without weak references, a class that cannot be changed
+                return None
+            _observed[key] = known
+        return known.version
+
+
+def _wrap_methods(kind: type) -> None:
+    for name, function in list(vars(kind).items()):
+        is_plain = isinstance(function, types.FunctionType) and not hasattr(function, "_counts_changes")
+        if is_plain and _CHANGING.match(name):
+            setattr(kind, name, _counted(function))
+
+
+@contextmanager
+def _change(index: object) -> Iterator[None]:
+    changes = _observed.get(id(index))
+    try:
+        if changes is not None:
+            changes.count()
+        yield
+    finally:
+        if changes is not None:
+            changes.count()
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with _change(self):
+            result = function(self, *args, **kwargs)
+        return awaited(self, result) if inspect.isawaitable(result) else result
+
+    @functools.wraps(function)
+    async def called_async(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return await awaited(self, function(self, *args, **kwargs))
+
+    async def awaited(self: Any, result: Awaitable[Any]) -> Any:
+        with _change(self):
+            return await result
+
+    wrapper = called_async if inspect.iscoroutinefunction(function) else called
+    vars(wrapper)["_counts_changes"] = True
+    return wrapper
 
 
 def attributes(value: object) -> dict[str, Any]:
-    """The attributes of an object, private ones of pydantic models among them.
-
-    Cached properties and our own wrappers are none.
-    """
-    held = dict(getattr(value, "__dict__", {}))
-    for name in list(held):
-        if isinstance(getattr(type(value), name, None), functools.cached_property):
-            del held[name]
-    if (changes := held.get(_COUNTER)) is not None:
-        held = _stripped(held, changes.names)
-    return held | (getattr(value, "__pydantic_private__", None) or {})
+    """The attributes of an object, private ones of pydantic models among them; cached properties are none."""
+    held, kind = getattr(value, "__dict__", {}), type(value)
+    own = {
+        n: one for n, one in held.items() if not isinstance(getattr(kind, n, None), functools.cached_property)
+    }
+    return own | (getattr(value, "__pydantic_private__", None) or {})
 
 
-def _wrappers(index: object, changes: IndexChanges) -> dict[str, Any]:
-    kind, out = type(index), dict[str, Any]()
-    for name in filter(_CHANGING.match, dir(kind)):
-        function = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        if isinstance(function, types.FunctionType):
-            out[name] = _counted(index, function, changes)
-    changes.names = names = frozenset({_COUNTER, *_COPYING, *out})
-    for name in _COPYING:
-        if hasattr(kind, name):
-            out[name] = functools.partial(_copied, name, index, names)
-    return out | {_COUNTER: changes}
-
-
-def _counted(index: object, function: types.FunctionType, changes: IndexChanges) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        changes.count()
-        try:
-            result = function(index, *args, **kwargs)
-        finally:
-            changes.count()
-        return awaited(result) if inspect.isawaitable(result) else result
-
-    async def awaited(result: Awaitable[Any]) -> Any:
-        changes.count()
-        try:
-            return await result
-        finally:
-            changes.count()
-
-    return called
-
-
-def _copied(name: str, index: object, names: frozenset[str], *args: Any) -> Any:
-    """What a copying method of the class gives, without the wrappers.
-
-    LlamaIndex's ``__getstate__`` deletes what it cannot pickle from the object: it gets a copy.
-    """
-    kind: Any = type(index)
-    if hasattr(kind, "__copy__"):
-        twin = _bare(kind.__copy__(index), names)
-        return twin if name == "__copy__" else getattr(kind, name)(twin, *args)
-    made = getattr(kind, name)(index, *args)
-    return _stripped(made, names) if name == "__getstate__" else _bare(made, names)
-
-
-def _bare(made: Any, names: frozenset[str]) -> Any:
-    for name in names & vars(made).keys():
-        object.__delattr__(made, name)
-    return made
-
-
-def _stripped(state: Any, names: frozenset[str]) -> Any:
-    """A state as of ``__getstate__``: a dict, one beside the slots, or one inside pydantic's."""
-    if isinstance(state, tuple):
-        return tuple(_stripped(part, names) for part in state)
-    if not isinstance(state, dict):
-        return state
-    kept = {name: one for name, one in state.items() if name not in names}
-    if "__dict__" in kept:
-        kept["__dict__"] = _stripped(kept["__dict__"], names)
-    return kept
-
-
-def _items(value: Any) -> list[Any]:
+def _settings(value: Any) -> list[Any]:
     """What a short container of settings holds."""
     if not isinstance(value, _CONTAINERS) or len(value) > _MAX_SETTING:
         return []

@@ -20,16 +20,32 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.json_store import JsonStore
-from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved, SavedEntries
+from ragcachekit.retrieval.cached_retrieval import (
+    CachedRetrieval,
+    Lookup,
+    ResultId,
+    Retrieved,
+    SavedEntries,
+)
+from ragcachekit.retrieval.distances import as_rows
 from ragcachekit.retrieval.documents import DocumentIndex, Record
-from ragcachekit.retrieval.index import as_rows, distances
+from ragcachekit.retrieval.index import distances
 from ragcachekit.retrieval.near_misses import Guard
-from ragcachekit.retrieval.partition import Identity, KeyRules, Partition, Partitioner
+from ragcachekit.retrieval.partition import (
+    Identity,
+    KeyReader,
+    KeyRules,
+    NotKeyable,
+    Partition,
+    is_bypassed,
+)
 from ragcachekit.retrieval.proximity import ProximityCache
+from ragcachekit.types import positive
 
 __all__ = [
     "Answer",
     "Call",
+    "Framework",
     "KeyRules",
     "OwnSearch",
     "Partition",
@@ -97,6 +113,21 @@ class RetrieverSettings(TypedDict, total=False):
     partition: Callable[..., object] | None
 
 
+@dataclass(frozen=True)
+class Framework(Generic[Document]):
+    """What a framework's documents are like.
+
+    ``source`` names what a document is a chunk of. ``document`` makes one of what an index of one's own
+    holds, its distance from the question, and the metric.
+    """
+
+    rules: KeyRules
+    id: Callable[[Document], str | None]
+    text: Callable[[Document], str]
+    source: Callable[[Document], str | None]
+    document: Callable[[Record, float, str], Document]
+
+
 class Candidate(NamedTuple):
     """A document as an index of one's own holds it (``id``, ``text``, ``metadata``), and its vector."""
 
@@ -105,18 +136,16 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnSearch(Generic[Document]):
+class OwnSearch:
     """The search of one question for the ``k`` nearest documents that ``where`` accepts.
 
     A cached question's nearest documents are those of a near question in another order. So more candidates
-    than asked for are cached with their vectors, and put in order for each question they serve. ``document``
-    converts what the index holds, and its distance from the question.
+    than asked for are cached with their vectors, and put in order for each question they serve.
     """
 
     index: DocumentIndex
     k: int
     where: Any
-    document: Callable[[Any, float], Document]
 
     def search(self, embedding: ArrayLike) -> list[Candidate]:
         """The nearest candidates; fewer if there are no more."""
@@ -128,15 +157,15 @@ class OwnSearch(Generic[Document]):
                 continue
             return [Candidate(*pair) for pair in zip(records, vectors, strict=True)]
 
-    def nearest(self, candidates: Sequence[Candidate], embedding: ArrayLike) -> tuple[Document, ...]:
-        """The ``k`` candidates nearest to a question, in order, as a retriever hands them out."""
+    def nearest(self, candidates: Sequence[Candidate], embedding: ArrayLike) -> list[tuple[Record, float]]:
+        """The ``k`` candidates nearest to a question, in order, and their distances."""
         if not candidates:
-            return ()
+            return []
         vectors = np.stack([one.vector for one in candidates])
         (query,) = as_rows(np.asarray(embedding)[None], vectors.shape[1], self.index.metric)
         gaps = distances(query, vectors, self.index.metric)
         order = np.argsort(gaps, kind="stable")[: self.k].tolist()
-        return tuple([self.document(candidates[at].record, float(gaps[at])) for at in order])
+        return [(candidates[at].record, float(gaps[at])) for at in order]
 
 
 @dataclass(frozen=True)
@@ -153,7 +182,7 @@ class Call(Generic[Document]):
     partition: Callable[[], Partition | None]
     embed: Callable[[], Any]
     search: Callable[[Any], Iterable[Document] | Awaitable[Iterable[Document]]]
-    own: OwnSearch[Document] | None = None
+    own: OwnSearch | None = None
     in_thread: Callable[..., Awaitable[Any]] | None = None
 
 
@@ -167,17 +196,15 @@ class Answer(NamedTuple, Generic[Document]):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    ``rules`` are those of the retriever's framework. ``text`` gives the text of a document, ``source`` the
-    name of what it is a chunk of. For the rest see :class:`RetrieverSettings`. ``index`` is one's own, which
-    is followed; its folder keeps the results. ValueError or TypeError for bad settings.
+    ``index`` is one's own, which is followed; its folder keeps the results. For the settings see
+    :class:`RetrieverSettings`. ValueError or TypeError for bad ones.
     """
 
     def __init__(
         self,
-        rules: KeyRules,
-        text: Callable[[Document], str],
-        source: Callable[[Document], str | None],
+        framework: Framework[Document],
         *,
+        index: DocumentIndex | None = None,
         cache: Any = None,
         tolerance: float = 0.0,
         capacity: int = 1000,
@@ -187,13 +214,12 @@ class RetrieverCache(CachedRetrieval[Document]):
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
-        index: DocumentIndex | None = None,
     ) -> None:
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
 
         def text_of(found: Any) -> str:
-            return found.record.text if isinstance(found, Candidate) else text(found)
+            return found.record.text if isinstance(found, Candidate) else framework.text(found)
 
         metric = metric or ("cosine" if index is None else index.metric)
         keys = ProximityCache(capacity, tolerance, metric, eviction)
@@ -201,13 +227,13 @@ class RetrieverCache(CachedRetrieval[Document]):
         self._reads_files = path is not None
         saved = None if path is None else SavedEntries(JsonStore(path / "questions"), _to_json, _from_json)
         super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
-        self.partitioner = Partitioner(rules, partition, version)
-        self._engine, self._document_text, self._source = cache, text, source
+        self._framework, self._engine = framework, cache
+        self._custom, self._present_version = partition, version or (lambda: None)
         self._index_version: int | None = None
         if cache is not None:
             cache.add_query_cache(self)
         if index is not None:
-            self.follow(index)
+            self._follow(index)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -218,6 +244,45 @@ class RetrieverCache(CachedRetrieval[Document]):
     def namespace_of(self, namespace: str | None) -> str:
         """Tenant and corpus of the results: what is given, else the engine's, else ``"default"``."""
         return namespace or getattr(self._engine, "namespace", None) or "default"
+
+    def partition(
+        self,
+        namespace: str,
+        k: int,
+        retriever: object,
+        arguments: object,
+        *,
+        own: OwnSearch | None = None,
+        configurable: object = None,
+        question: tuple[object, ...] = (),
+    ) -> Partition | None:
+        """What a question may use of the cache; None, and one line in the log, if it must not be cached.
+
+        It holds the retriever's fields with the versions of its indexes, the ``arguments`` of the search, and
+        ``configurable``, the values of its run that the retriever may read. What the setting ``partition``
+        returns for ``question`` stands in for the retriever and the run. An index of one's ``own`` has a name
+        that is the same after a restart. ValueError or TypeError for a ``k`` that is no positive integer.
+        """
+        positive("k", k)
+        if is_bypassed():
+            return None
+        reader, counts = KeyReader(self._framework.rules), None
+        try:
+            if self._custom is not None and (counts := self._custom(*question)) is None:
+                return None
+            asked = reader.key((arguments, self._present_version()))
+            if own is not None:
+                return Partition(namespace, k, asked, reader.key(counts), self._follow(own.index))
+            if self._custom is None:
+                return Partition(namespace, k, asked, reader.key(retriever), reader.key(configurable))
+            return Partition(namespace, k, asked, reader.key(counts), reader.versions(retriever))
+        except Exception as error:  # of the user's code, too; and other threads may change what is read
+            why = str(error) if isinstance(error, NotKeyable) else repr(error)
+            self._warn(
+                f"results of {type(retriever).__name__} are not cached, as what they depend on cannot be "
+                f"read ({why}); pass partition= to name what counts"
+            )
+            return None
 
     async def retrieve(self, call: Call[Document]) -> Answer[Document]:
         """Answer a question from the cache or by its search, and register the texts with the engine."""
@@ -236,44 +301,35 @@ class RetrieverCache(CachedRetrieval[Document]):
                 result = await call.in_thread(*work) if call.in_thread else work[0](*work[1:])
             elif not result.hit:
                 found = tuple(await _awaited(call.search(None if result.note else embedding)))
-                result = self._keep(call, lookup, [(self._document_text(one), one) for one in found])
+                result = self._keep(call, lookup, [(self._framework.id(one), one) for one in found])
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
         return Answer(documents, result)
 
-    def invalidate_documents(
+    def invalidate(
         self,
-        found_by: Callable[[Document], Hashable],
-        ids: Iterable[Hashable] | None,
-        texts: Iterable[str] | None,
-        where: Callable[[Document], bool] | None,
-        convert: Callable[[Any, float], Document],
+        *,
+        ids: Iterable[ResultId] | None = None,
+        texts: Iterable[str] | None = None,
+        where: Callable[[Document], bool] | None = None,
     ) -> int:
-        """Forget results with one of these documents; returns how many.
+        """Forget results with one of these documents, all without any; returns how many."""
 
-        ``found_by`` gives the id of a document, ``convert`` makes one of what an index of one's own holds.
-        Without ``ids``, ``texts`` and ``where`` all results go.
-        """
-        if ids is None and texts is None and where is None:
-            return self.clear()
-        named, bare = frozenset(ids or ()), frozenset(text.strip() for text in texts or ())
+        def accepts(found: Any) -> bool:
+            assert where is not None
+            own = isinstance(found, Candidate)
+            return where(self._framework.document(found.record, 0.0, "cosine") if own else found)
 
-        def goes(found: Any) -> bool:
-            document = convert(found.record, 0.0) if isinstance(found, Candidate) else found
-            if found_by(document) in named or self._document_text(document).strip() in bare:
-                return True
-            return where is not None and where(document)
+        return super().invalidate(ids=ids, texts=texts, where=where and accepts)
 
-        return self.invalidate(where=goes)
-
-    def follow(self, index: DocumentIndex) -> Hashable:
+    def _follow(self, index: DocumentIndex) -> Hashable:
         """The name and version of an index of one's own; results of another version are dropped."""
         version = index.version
         name = (Identity(index), version) if index.path is None else f"{version} {index.path}"
         if version != self._index_version:
             self._index_version = version
             with suppress(OSError):  # what stays on a failing disk has another partition
-                self.invalidate(partition=lambda place: getattr(place, "index_id", None) != name)
+                self._invalidate(lambda place, _: getattr(place, "index_id", None) != name)
         return name
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
@@ -300,15 +356,21 @@ class RetrieverCache(CachedRetrieval[Document]):
         lookup = self.lookup(row, partition, question=call.question)
         if call.own is None or not lookup.result.hit:
             return lookup
-        candidates: Any = lookup.result.documents
-        return lookup._replace(result=replace(lookup.result, documents=call.own.nearest(candidates, row)))
+        return lookup._replace(result=self._ordered(call.own, lookup.result, row))
 
     def _search_own(self, call: Call[Document], lookup: Lookup[Document]) -> Retrieved[Document]:
         """Search an index of one's own, and keep the candidates."""
         own: Any = call.own
-        candidates = own.search(lookup.embedding)
-        kept = self._keep(call, lookup, [(one.record.id, one) for one in candidates])
-        return replace(kept, documents=own.nearest(candidates, lookup.embedding))
+        kept = self._keep(call, lookup, [(one.record.id, one) for one in own.search(lookup.embedding)])
+        return self._ordered(own, kept, lookup.embedding)
+
+    def _ordered(
+        self, own: OwnSearch, result: Retrieved[Document], embedding: ArrayLike
+    ) -> Retrieved[Document]:
+        """A result of candidates, as the documents that the question gets."""
+        candidates: Any = result.documents
+        nearest, metric = own.nearest(candidates, embedding), own.index.metric
+        return replace(result, documents=tuple([self._framework.document(*one, metric) for one in nearest]))
 
     def _keep(
         self, call: Call[Document], lookup: Lookup[Document], pairs: Sequence[tuple[Any, Any]]
@@ -323,10 +385,11 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         A failing engine costs their reuse, not the answer.
         """
-        pairs = [(text, self._source(one)) for one in documents if (text := self._document_text(one)).strip()]
+        text_of, source_of = self._framework.text, self._framework.source
+        pairs = [(text, source_of(one)) for one in documents if (text := text_of(one)).strip()]
         if self._engine is None or not pairs:
             return
-        texts, sources = [text for text, _ in pairs], [source for _, source in pairs]
+        texts, sources = map(list, zip(*pairs, strict=True))
 
         def register() -> None:
             known = {"sources": sources} if any(sources) else {}

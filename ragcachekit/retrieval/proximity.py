@@ -104,7 +104,6 @@ class ProximityCache:
         self._lock = threading.Lock()
         self._order: OrderedDict[_Stored, None] = OrderedDict()  # the one that leaves next comes first
         self._partitions: dict[Hashable, _Keys] = {}
-        self._serial = 0
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._dim: int | None = None  # that of the first insert
 
@@ -159,13 +158,10 @@ class ProximityCache:
                 left.append(self._drop(equal, "replacements"))
             elif len(self._order) == self.capacity:
                 left.append(self._drop(next(iter(self._order)), "evictions"))
-            keys = self._partitions.get(partition)
-            if keys is None:
-                keys = _Keys(partition, query.vector.size, self.metric, self.capacity)
-                self._partitions[partition] = keys
-            self._serial += 1
+            if (keys := self._partitions.get(partition)) is None:
+                keys = self._partitions[partition] = _Keys(query.vector.size, self.metric, self.capacity)
             self._counts["inserts"] += 1
-            self._order[keys.append(frozen, query, self._serial)] = None
+            self._order[keys.append(Entry(partition, frozen), query, self._counts["inserts"])] = None
             return tuple(left)
 
     def forget(self, where: Callable[[Entry], bool]) -> tuple[Entry, ...]:
@@ -179,24 +175,11 @@ class ProximityCache:
         with self._lock:
             return QueryCacheStats(self.capacity, len(self), len(self._partitions), **self._counts)
 
-    def check(self) -> None:
-        """AssertionError if the bookkeeping contradicts itself; for tests."""
-        with self._lock:
-            left = sum(self._counts[name] for name in ("replacements", "evictions", "forgotten"))
-            assert self._counts["inserts"] == len(self) + left, "inserted is not present + left"
-            assert len(self) <= self.capacity, "more entries than the capacity"
-            held = [stored for keys in self._partitions.values() for stored in keys.stored]
-            assert len(held) == len(self), "the order has more or fewer entries"
-            assert set(held) == set(self._order), "the order has other entries"
-            for partition, keys in self._partitions.items():
-                assert keys.stored, "an empty partition"
-                keys.check(partition)
-
     def _drop(self, stored: _Stored, counter: str) -> Entry:
         del self._order[stored]
         stored.keys.remove(stored)
         if not stored.keys.stored:
-            del self._partitions[stored.keys.partition]
+            del self._partitions[stored.entry.partition]
         self._counts[counter] += 1
         return stored.entry
 
@@ -215,8 +198,8 @@ class _Stored:
 class _Keys:
     """Keys ``[size, dim]`` and entries of one partition, at most ``most``."""
 
-    def __init__(self, partition: Hashable, dim: int, metric: str, most: int) -> None:
-        self.partition, self.stored = partition, list[_Stored]()  # by row
+    def __init__(self, dim: int, metric: str, most: int) -> None:
+        self.stored = list[_Stored]()  # by row
         self._metric, self._most = metric, most
         self.rows: Float32 = np.empty((min(_MIN_ROWS, most), dim), np.float32)
         self._squares: Float64 = np.empty(len(self.rows), np.float64)  # k.k
@@ -248,7 +231,7 @@ class _Keys:
                 best, nearest = stored, gap
         return best, nearest
 
-    def append(self, results: tuple[Any, ...], query: Query, serial: int) -> _Stored:
+    def append(self, entry: Entry, query: Query, serial: int) -> _Stored:
         """Add an entry; ``serial`` rises with each call."""
         row, key = len(self.stored), query.bytes
         if row == len(self.rows):
@@ -256,7 +239,7 @@ class _Keys:
             self.rows, self._squares = _longer(self.rows, room), _longer(self._squares, room)
         self.rows[row], self._squares[row] = np.frombuffer(key, np.float32), query.squared
         self._largest = max(self._largest, query.squared)
-        stored = _Stored(Entry(self.partition, results), self, row, serial, hash(key))
+        stored = _Stored(entry, self, row, serial, hash(key))
         self.stored.append(stored)
         self._by_digest[stored.digest] = stored
         return stored
@@ -268,15 +251,6 @@ class _Keys:
         if last is not stored:
             self.rows[stored.row], self._squares[stored.row] = self.rows[last.row], self._squares[last.row]
             self.stored[stored.row], last.row = last, stored.row
-
-    def check(self, partition: Hashable) -> None:
-        """AssertionError if the bookkeeping contradicts itself."""
-        assert self.partition is partition, "a partition is stored twice"
-        assert len(self.stored) == len(self._by_digest) <= len(self.rows), "keys differ in number"
-        for row, stored in enumerate(self.stored):
-            assert (stored.keys, stored.row) == (self, row), "an entry points to another row"
-            assert self._by_digest[stored.digest] is stored, "a hash points to another entry"
-            assert hash(self.rows[row].tobytes()) == stored.digest, "a row has another key"
 
 
 def _longer(rows: NDArray[Any], room: int) -> NDArray[Any]:

@@ -108,6 +108,5 @@ def test_every_hit_miss_and_eviction_is_that_of_algorithm_1(
         assert len(cache) == len(model)
         left += len(gone)
     stats = cache.stats()
-    cache.check()
     assert (stats.hits, stats.entries, stats.evictions + stats.replacements) == (hits, len(model), left)
     assert min(stats.hits, stats.misses, stats.evictions) > queries / 50

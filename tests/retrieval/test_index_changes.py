@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import pickle
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field, PrivateAttr
 
-from ragcachekit.retrieval.partition import attributes, observe
+from ragcachekit.retrieval.partition import changes_of
 
 
 class Base(ABC):
@@ -41,6 +43,9 @@ class Store(Base):
             raise ValueError("nothing to delete")
         self.texts = [text for text in self.texts if text not in texts]
 
+    def fail(self) -> None:
+        self.delete([])
+
     def aadd_later(self, texts: list[str]) -> Any:
         return self._later(texts)
 
@@ -68,34 +73,24 @@ class ModelStore(BaseModel):
     texts: list[str] = Field(default_factory=list)
     _client: list[int] = PrivateAttr(default_factory=list)
 
-    def add(self, texts: list[str]) -> None:
+    def add_texts(self, texts: list[str]) -> None:
         self.texts += texts
 
-    async def async_add(self, texts: list[str]) -> None:
-        self.add(texts)
-
-
-def version(store: object) -> int:
-    changes = observe(store)
-    assert changes is not None
-    return changes.version
+    async def adelete(self, texts: list[str]) -> None:
+        self.texts = [text for text in self.texts if text not in texts]
 
 
 def test_every_change_is_counted_before_and_after() -> None:
-    store, seen = Store(), list[int]()
-    assert version(store) == 0
-    store.texts = Seen(lambda: seen.append(version(store)))
+    store, seen = Store(), list[int | None]()
+    first = changes_of(store)
+    store.texts = Seen(lambda: seen.append(changes_of(store)))
     store.add_documents(["a"])
-    assert seen == [2], "before the change, by both methods"
-    assert version(store) == 4
-    for call in (lambda: store.delete(["a"]), lambda: asyncio.run(store.adelete(["b"]))):
-        before = version(store)
-        call()
-        assert version(store) >= before + 2
-    before = version(store)
-    with pytest.raises(ValueError, match="nothing to delete"):
-        store.delete([])
-    assert version(store) == before + 2
+    assert len({first, *seen, changes_of(store)}) == 3, "during the change it has a version of its own"
+    for call in (lambda: store.delete(["a"]), lambda: asyncio.run(store.adelete(["b"])), store.fail):
+        before = changes_of(store)
+        with suppress(ValueError):
+            call()
+        assert changes_of(store) != before
 
 
 class Seen(list[str]):
@@ -111,71 +106,87 @@ class Seen(list[str]):
 
 def test_changes_that_come_later_are_counted_then() -> None:
     store = Store()
-    assert version(store) == 0  # observed from here on
+    changes_of(store)  # observed from here on
     later = store.aadd_later(["a"])
-    before = version(store)
+    before = changes_of(store)
     asyncio.run(awaited(later))
-    assert version(store) >= before + 2
+    assert changes_of(store) != before
 
 
 async def awaited(one: Any) -> Any:
     return await one
 
 
-def test_reading_is_no_change() -> None:
+def test_reading_and_changes_of_others_are_no_change() -> None:
     store = Store.from_texts(["a"])
-    before = version(store)
+    before = changes_of(store)
     assert store.search("a") == ["a"]
     assert not store.deleted
     assert store.address()
-    assert version(store) == before
+    Store.from_texts(["b"]).delete(["b"])
+    assert changes_of(store) == before
 
 
-def test_the_object_stays_what_it_was() -> None:
-    store, other, kind = Store(), Store(), Store
-    version(store)
+def test_the_object_and_its_class_stay_what_they_were() -> None:
+    store, kind = Store(), Store
+    changes_of(store)
     assert type(store) is kind
-    assert (vars(other), attributes(store)) == ({"texts": []}, {"texts": []})
-    assert observe(store) is observe(store)
+    assert vars(store) == {"texts": []}
+    assert list(inspect.signature(store.delete).parameters) == ["texts"]
+    assert inspect.iscoroutinefunction(Store.adelete)
 
 
 def pickled(protocol: int) -> Any:
     return lambda one: pickle.loads(pickle.dumps(one, protocol))
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, *(pickled(n) for n in range(2, 6))])
-def test_copies_are_of_the_class_itself_and_their_own(make: Any) -> None:
-    store = Store()
-    version(store)
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickled(2), pickled(5)])
+@pytest.mark.parametrize("kind", [Store, ModelStore])
+def test_copies_are_counted_on_their_own(kind: Any, make: Any) -> None:
+    store = kind()
+    before = changes_of(store)
     twin = make(store)
-    assert type(twin) is Store
+    assert type(twin) is kind
     twin.texts = []
+    of_twin = changes_of(twin)
     twin.add_texts(["b"])
-    assert (store.texts, twin.texts, version(store)) == ([], ["b"], 0)
+    assert (store.texts, twin.texts, changes_of(store)) == ([], ["b"], before)
+    assert changes_of(twin) != of_twin
+    asyncio.run(store.adelete(["b"]))
+    assert changes_of(store) != before
 
 
 def test_models_stay_models() -> None:
     store = ModelStore(texts=["a"])
     before = store.model_dump()
-    assert version(store) == 0
+    changes_of(store)
     assert store.model_dump() == before
     assert repr(store) == "ModelStore(texts=['a'])"
-    store._client.append(1)
-    asyncio.run(store.async_add(["b"]))
-    counted = version(store)
-    assert counted >= 4
-    twin = store.model_copy(deep=True)
-    before = version(twin)
-    twin.add(["c"])
-    assert (store.texts, twin.texts) == (["a", "b"], ["a", "b", "c"])
-    assert (version(store), version(twin)) == (counted, before + 2), "each has a counter of its own"
 
 
-def test_threads_that_observe_at_once_share_one_counter() -> None:
-    store = Store()
+def test_a_version_never_comes_back() -> None:
+    store, seen = Store(), list[int | None]()
+
+    def change(_: int) -> None:
+        store.add_texts([])
+        seen.append(changes_of(store))
+
     with ThreadPoolExecutor(8) as pool:
-        counters = list(pool.map(lambda _: observe(store), range(64)))
-    assert len({id(one) for one in counters}) == 1
+        list(pool.map(change, range(64)))
+    before = changes_of(store)
+    store.delete(["a"])
+    assert changes_of(store) not in {None, before, *seen}
+
+
+def test_an_index_in_the_place_of_another_one_has_its_own_version() -> None:
+    versions = set()
+    for _ in range(100):
+        store = Store()
+        assert changes_of(store) == 0
+        store.add_texts(["a"])
+        versions.add(changes_of(store))
+        del store
+    assert len(versions) == 100
 
 
 class Fixed:
@@ -185,8 +196,6 @@ class Fixed:
         self.texts = text
 
 
-def test_what_cannot_be_observed_says_so() -> None:
-    assert observe(object()) is None
-    assert observe([]) is None
-    assert observe(True) is None
-    assert observe(Fixed()) is None
+@pytest.mark.parametrize("value", [object(), [], True, Fixed()])
+def test_what_cannot_be_observed_says_so(value: object) -> None:
+    assert changes_of(value) is None

@@ -36,7 +36,6 @@ def test_an_identical_vector_always_hits(make: Make, tolerance: float, scale: fl
         cache.insert(vector, [number], partition="p")
     for number, vector in enumerate(vectors):
         assert cache.lookup(vector.copy(), partition="p") == ((number,), 0.0)
-    cache.check()
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-300, 0.01])
@@ -72,7 +71,6 @@ def test_capacity_is_shared_and_partitions_do_not_pile_up(make: Make) -> None:
     cache = make(4)
     for number, vector in enumerate(rows(50, 8)):
         cache.insert(vector, [number], partition=number)
-        cache.check()
     stats = cache.stats()
     assert (stats.entries, stats.partitions, stats.evictions) == (4, 4, 46)
 
@@ -101,12 +99,10 @@ def test_forget_and_clear(make: Make) -> None:
         cache.insert(vector, [number], partition=number % 2)
     gone = cache.forget(lambda entry: entry.partition == 1 or entry.results == (2,))
     assert {entry.results[0] for entry in gone} == {1, 2, 3, 5}
-    cache.check()
     assert cache.lookup(vectors[3], partition=1) is None
     assert cache.lookup(vectors[4], partition=0) == ((4,), 0.0)
     assert len(cache.forget(lambda _: True)) == 2
     assert cache.stats().entries == 0
-    cache.check()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,6 @@ def test_unusable_embeddings_change_nothing(make: Make, embedding: Any, match: s
     with pytest.raises(RetrievalError, match=match):
         cache.insert(embedding, ["b"], partition="p")
     assert cache.stats() == before
-    cache.check()
 
 
 @pytest.mark.parametrize("embedding", ["text", None, [None, 1.0], ["1", "2"], [1j, 2.0], [[1.0], [1.0, 2.0]]])
@@ -175,7 +170,6 @@ def test_threads_lose_nothing(make: Make) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    cache.check()
     stats = cache.stats()
     assert failures == []
     assert stats.hits + stats.misses == 6 * 300

@@ -11,6 +11,7 @@ import pytest
 
 from ragcachekit.retrieval.plumbing import (
     Call,
+    Framework,
     KeyRules,
     Partition,
     RetrieverCache,
@@ -38,7 +39,8 @@ class Engine:
 
 
 def made(engine: Engine | None = None, **settings: Any) -> RetrieverCache[str]:
-    return RetrieverCache(KeyRules(), str, lambda text: None, cache=engine, **settings)
+    plain = Framework[str](KeyRules(), str, str, lambda text: None, lambda record, *_: record.text)
+    return RetrieverCache(plain, cache=engine, **settings)
 
 
 def call(
@@ -51,7 +53,7 @@ def call(
 
 
 def test_settings_are_the_arguments() -> None:
-    taken = set(inspect.signature(RetrieverCache).parameters) - {"rules", "text", "source", "index"}
+    taken = set(inspect.signature(RetrieverCache).parameters) - {"framework", "index"}
     assert set(RetrieverSettings.__annotations__) == taken | {"namespace"}
 
 

@@ -57,7 +57,6 @@ def test_another_process_answers_the_same_after_a_restart(tmp_path) -> None:
         answer = ask(retrieval, float(i), question=QUESTION)
         assert (answer.hit, answer.documents) == (True, (f"text {i}", "other"))
     assert ask(retrieval, 11.0001, question="Which items are not covered?").refused == "negation"
-    retrieval.check()
     assert [ask(opened(tmp_path, 3), at).hit for at in (8.0, 9.0, 10.0, 11.0)] == [False, True, True, True]
 
 
@@ -141,7 +140,6 @@ def test_values_of_another_form_are_misses(tmp_path, change) -> None:
     assert ask(retrieval, 1.0, place="q").hit
     if change != {"found": [[None, "a"]]}:  # harmless
         assert not ask(retrieval, 1.0, place="p").hit
-    retrieval.check()
 
 
 def test_a_destroyed_database_is_an_empty_cache(tmp_path) -> None:
