@@ -56,7 +56,7 @@ class StoreConfig:
       if there is CUDA.
     - ``disk_path``: Folder of the disk tier; None: off.
     - ``disk_bytes``: Budget of the disk tier. None (the default): half of what is free or in the folder
-      already, at least a sixteenth of the volume, at most 64 GiB.
+      already, at most 64 GiB.
     - ``redis_url``: ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries;
       None: off.
     - ``redis_entry_bytes``: Largest entry of that tier, whose budget is the server's ``maxmemory``; larger
@@ -69,8 +69,8 @@ class StoreConfig:
     - ``remote_deadline``, ``bulk_deadline``: Seconds after which an operation on Redis or the bulk tier is a
       miss.
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
-      docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and remote tiers always
-      evict the least recently used.
+      docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and Redis evict the
+      least recently used, the bulk tier the oldest.
     - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*`` stands for every other
       one.
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,

@@ -119,8 +119,8 @@ class Job:
 class DaemonPool:
     """Threads that start when there is a job, and end when idle or with the process.
 
-    A job that hangs can be given up: then another thread may start in its place. :meth:`close` sets
-    ``closed`` before it waits, so that long jobs can end early.
+    A job that hangs can be given up: then nobody waits for it. :meth:`close` sets ``closed`` before it waits,
+    so that long jobs can end early.
 
     Parameters
     ----------
@@ -128,13 +128,11 @@ class DaemonPool:
         Of the threads.
     threads : int
         Jobs that run at the same time. With one thread, jobs run in the order of submission.
-    spares : int
-        Threads beyond ``threads`` that may hang in jobs that were given up.
     """
 
-    def __init__(self, name: str, threads: int = 1, spares: int = 0) -> None:
+    def __init__(self, name: str, threads: int = 1) -> None:
         self.closed = Event()
-        self._name, self._max, self._spares = name, threads, spares
+        self._name, self._max = name, threads
         self._changed: Condition | _ForkedLock = Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Thread, Job] = {}
@@ -152,17 +150,12 @@ class DaemonPool:
         """Number of threads in jobs that were given up."""
         return sum(job.given_up for job in list(self._running.values()))
 
-    @property
-    def hopeless(self) -> bool:
-        """Whether all threads are stuck, so that no job would run."""
-        return self.stuck >= self._max + self._spares
-
     def submit(self, job: Job, max_waiting: int | None = None) -> bool:
         """Queue a job. False after :meth:`close`, if ``max_waiting`` wait, or if no thread can run it."""
         with self._changed:
             if self.closed.is_set() or (max_waiting is not None and len(self._waiting) >= max_waiting):
                 return False
-            self._grow(1)
+            self._grow()
             if len(self._threads) <= self.stuck:
                 return False
             self._waiting.append(job)
@@ -175,10 +168,9 @@ class DaemonPool:
         return job.done
 
     def give_up(self, job: Job) -> bool:
-        """Abandon a job: it never begins, or its thread is replaced. False if it is done."""
+        """Abandon a job: it never begins, or nobody waits for its end. False if it is done."""
         with self._changed:
             job.given_up = not job.done
-            self._grow(0)
             return job.given_up
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -204,10 +196,10 @@ class DaemonPool:
             log.warning("%s has not ended within %g s; not waited for any longer", self._name, seconds)
         del dropped
 
-    def _grow(self, jobs: int) -> None:
-        """Start a thread if the idle ones do not suffice for the queue and ``jobs`` more."""
-        idle, limit = len(self._threads) - len(self._running), self._max + min(self.stuck, self._spares)
-        if len(self._threads) >= limit or idle >= len(self._waiting) + jobs:
+    def _grow(self) -> None:
+        """Start a thread if the idle ones do not suffice for the queue and one more job."""
+        idle = len(self._threads) - len(self._running)
+        if len(self._threads) >= self._max or idle > len(self._waiting):
             return
         thread = Thread(target=self._serve, name=self._name, daemon=True)
         try:
@@ -240,7 +232,7 @@ class DaemonPool:
             self._threads.add(me)
         self._changed.wait_for(lambda: self._waiting or self.closed.is_set(), IDLE_SECONDS)
         with self._changed:
-            while self._waiting and len(self._threads) - self.stuck <= self._max:
+            while self._waiting:
                 job = self._waiting.popleft()
                 if not job.given_up:
                     job.begun = True

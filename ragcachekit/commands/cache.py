@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.filesize import decimal as size
@@ -21,9 +21,6 @@ from ragcachekit.commands.console import errors, show
 from ragcachekit.commands.precompute import manifests
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
-
-if TYPE_CHECKING:
-    from ragcachekit.store.disk import BadEntry
 
 DAMAGED = "(damaged)"
 
@@ -58,21 +55,17 @@ def verify(cache: ContentDir = None) -> None:
     """Read every entry and list the damaged ones; changes nothing. Ends with 1 if there are any."""
     from ragcachekit.store import disk
 
-    bad = repairable = False
+    damaged = bad = False
     for tier in _content(cache)[1]:
         with _reading() as progress:
             found = disk.verify(tier, progress)
         _list("damaged", found.damaged)
         _list("unreadable", found.unreadable)
-        damaged = len(found.damaged)
-        typer.echo(
-            f"{_name(tier)}: {found.entries} entries, {size(found.nbytes)}: {damaged or 'none'} damaged"
-        )
-        if found.orphans:
-            typer.echo(f"{found.orphans} files of interrupted writes")
-        repairable |= bool(damaged or found.orphans)
-        bad |= bool(damaged or found.unreadable)
-    if repairable:
+        number = len(found.damaged) or "none"
+        typer.echo(f"{_name(tier)}: {found.entries} entries, {size(found.nbytes)}: {number} damaged")
+        damaged |= bool(found.damaged)
+        bad |= bool(found.damaged or found.unreadable)
+    if damaged:
         typer.echo("`ragcachekit cache repair` drops them")
     if bad:
         raise typer.Exit(1)
@@ -84,12 +77,10 @@ def repair(cache: ContentDir = None) -> None:
 
     for tier in _content(cache)[1]:
         with _reading() as progress:
-            done = disk.repair(tier, progress)
-        _list("dropped", done.damaged)
-        typer.echo(
-            f"{_name(tier)}: dropped {len(done.damaged)} damaged entries and {done.orphans} files of "
-            f"interrupted writes; {done.entries} entries, {size(done.nbytes)} are left"
-        )
+            found = disk.repair(tier, progress)
+        _list("dropped", found.damaged)
+        left = found.entries - len(found.damaged)
+        typer.echo(f"{_name(tier)}: dropped {len(found.damaged)} damaged entries; {left} are left")
 
 
 def clear(
@@ -190,9 +181,9 @@ def _reading() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _list(what: str, found: Sequence[BadEntry]) -> None:
-    for bad in found:
-        typer.echo(f"{what}: {bad.name}: {bad.reason}")
+def _list(what: str, found: Mapping[str, str]) -> None:
+    for name, reason in found.items():
+        typer.echo(f"{what}: {name}: {reason}")
 
 
 def _unreadable(path: Path, error: OSError) -> RagCacheError:

@@ -14,8 +14,7 @@ from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncodi
 from ragcachekit.model.kv import ChunkKV, with_token_ids
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.reports import EncodingStats
-from ragcachekit.store.base import KVStore, concerns
-from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.base import ForgetEpochs, KVStore, concerns
 from ragcachekit.threads import BackgroundWorker, Pause
 from ragcachekit.types import KVKey
 

@@ -23,24 +23,24 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
-from ragcachekit.model.rope import Rope, describe_rope, guard_rotary
+from ragcachekit.model.prefill_profile import PrefillCost
+from ragcachekit.model.rope import describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
-from ragcachekit.plan.load_planner import LoadPath, PrefillCost
-from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.encodings import Fetch
+from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.measured import Auto
+from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets
+from ragcachekit.quality.budget import Budgets, ResolvedPolicy
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
-from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.base import ForgetEpochs, KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
-from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
 from ragcachekit.types import KVKey, check_type
@@ -118,56 +118,59 @@ class EngineComponents:
             raise ValueError("the model is in training mode; call model.eval() first")
         if hasattr(model, "_orig_mod"):
             raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
-        self.policy, rope = open_policy(settings.policy), describe_rope(model)
-        if rope.depends_on_length:
+        self.model, self.policy, self.rope = model, open_policy(settings.policy), describe_rope(model)
+        if self.rope.depends_on_length:
             guard_rotary(model)
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
-        admit_once(model, rope, self.fingerprint, folder)
+        admit_once(model, self.rope, self.fingerprint, folder)
+        self.forgets, self._layout = ForgetEpochs(), KVLayout.of(model)
         with ExitStack() as opened:
-            self._open(model, tokenizer, settings, rope, folder, opened)
+            self.background, self.active = BackgroundWorker(), ActiveRequests()
+            self._open_caches(settings, opened)
+            self._open_planner(tokenizer, settings)
+            opened.callback(self.background.close)  # first of all: its jobs use the store
+            self._open_quality(settings, folder)
             self._opened = opened.pop_all()
 
-    def _open(
-        self,
-        model: Any,
-        tokenizer: Any,
-        settings: EngineSettings,
-        rope: Rope,
-        folder: Path,
-        opened: ExitStack,
-    ) -> None:
-        self.forgets, layout = ForgetEpochs(), KVLayout.of(model)
-        cost = PrefillCost(model, context=rope.context)
-        self.store = _store(settings, cost, opened)
+    def _open_caches(self, settings: EngineSettings, opened: ExitStack) -> None:
+        self.cost = PrefillCost(self.model, context=self.rope.context, background=self.background)
+        self.store = _store(settings, self.cost, opened)
         load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
-        self.loads = loads = LoadPath(self.store, load, cost)
-        opened.callback(self.loads.close)
-        self.tree = _tree(model, settings, layout, cost, opened)
+        self.loads = open_loads(self.store, load, self.cost)
+        if self.loads is not None:
+            opened.callback(self.loads.close)
+        self.tree = _tree(self.model, settings, self._layout, self.cost, opened)
+
+    def _open_planner(self, tokenizer: Any, settings: EngineSettings) -> None:
+        loads, layout = self.loads, self._layout
         self.parser = PromptParser(tokenizer)
         near = {} if settings.neighbours is None else settings.neighbours
         self.planner = Planner(
-            model,
+            self.model,
             self.parser,
-            rope=rope,
+            rope=self.rope,
             store=self.store,
             fingerprint=self.fingerprint,
             encoder=settings.encoder,
             neighbours=near if isinstance(near, Mapping) else {settings.namespace: near},
             same_source=settings.companions == "same-source",
-            fetch=partial(Fetch, loads.source, loads.planner, layout=layout),
+            fetch=partial(Fetch, loads.loader, loads.planner, layout=layout)
+            if loads is not None
+            else partial(Fetch, self.store, layout=layout),
             tree=self.tree,
-            layout=layout,
+            layout=self._layout,
         )
-        encodings, unchanged = self.planner.encodings(self.policy), self.planner.unchanged
+        encodings = self.planner.encodings(self.policy)
         self.planner.recall(self.policy)
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
-        self.background, self.active = BackgroundWorker(), ActiveRequests()
-        opened.callback(self.background.close)
-        encoder = ChunkEncoder(model, rope, observed_cache)
-        backoff = partial(Backoff, self.active)
+
+    def _open_quality(self, settings: EngineSettings, folder: Path) -> None:
+        """The encoder behind answers, shadow mode, and what measured policies stand for."""
+        model, rope, planner = self.model, self.rope, self.planner
+        encoder, backoff = ChunkEncoder(model, rope, observed_cache), partial(Backoff, self.active)
 
         def encoder_over(
             store: KVStore,
@@ -175,35 +178,43 @@ class EngineComponents:
             forgets: ForgetEpochs,
             worker: BackgroundWorker,
         ) -> BackgroundEncoder:
-            near = NeighbourEncoder(model, rope, encoder, store, layout)
-            parts = encoder, store, unchanged, near, InPromptEncoder(model, rope), stored, forgets
+            near = NeighbourEncoder(model, rope, encoder, store, self._layout)
+            parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored, forgets
             return BackgroundEncoder(*parts, settings.encode_after, worker, backoff)
-
-        stored = self.planner.note_stored
-        self.background_encoder = encoder_over(self.store, stored, self.forgets, self.background)
-        self.model, self.rope = model, rope
-        shadow = settings.shadow
-        if not isinstance(shadow, ShadowConfig):
-            shadow = ShadowConfig(shadow or 0.0)
-        self.shadow = Shadow(shadow, model, rope, self.parser.decode, unchanged, self.background, backoff)
-        self.budgets = Budgets(folder, self.fingerprint, self.planner.encodings(open_policy("full")).name)
 
         def private(store: KVStore) -> BackgroundEncoder:  # whose worker goes with it
             return encoder_over(store, lambda *_: None, ForgetEpochs(), BackgroundWorker())
 
-        check = PolicyCheck(model, rope, self.planner, private)
-        wait, given = self.active.wait_for_none, settings.encoder
-        parts = self.planner, check, self.background, wait
-        self.auto = AutoPolicies(folder, self.fingerprint, given, *parts)
-        auto = isinstance(self.policy, Auto)
-        resolve = self.auto.resolve if auto else partial(self.budgets.resolve, self.policy)
-        resolve(settings.namespace)  # warns now of what there is to warn of
+        self.background_encoder = encoder_over(self.store, planner.note_stored, self.forgets, self.background)
+        shadow, parser = settings.shadow, self.parser
+        config = shadow if isinstance(shadow, ShadowConfig) else ShadowConfig(shadow or 0.0)
+        parts = config, model, rope, parser.decode, planner.unchanged, self.background, backoff
+        self.shadow = Shadow(*parts) if config.share else None
+        self.budgets = Budgets(folder, self.fingerprint, planner.encodings(open_policy("full")).name)
+        self.auto = AutoPolicies(
+            folder,
+            self.fingerprint,
+            settings.encoder,
+            planner,
+            PolicyCheck(model, rope, planner, private),
+            self.background,
+            self.active.wait_for_none,
+        )
+        self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
+
+    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
+        """The concrete policy of a budget or of ``auto``; any other one as it is."""
+        if isinstance(policy, Auto):
+            return self.auto.resolve(namespace)
+        if isinstance(policy, Budget):
+            return self.budgets.resolve(policy, namespace)
+        return ResolvedPolicy(policy, policy.name)
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
         """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""
         if isinstance(self.policy, Auto):
             return self.auto.to_encode(namespace, known)
-        return self.budgets.resolve(self.policy, namespace).policy
+        return self.resolve(self.policy, namespace).policy
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""
@@ -211,7 +222,8 @@ class EngineComponents:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
-        return flush_all([self.background.flush, self.loads.flush], timeout)
+        loads = [] if self.loads is None else [self.loads.flush]
+        return flush_all([self.background.flush, *loads], timeout)
 
     def close(self) -> None:
         """End background work, and close the store and the tree that were opened here."""

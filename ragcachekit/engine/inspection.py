@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import unicodedata
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +17,9 @@ from rich.console import Console
 from rich.text import Text as RichText
 
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
-from ragcachekit.plots import MeasuredPolicy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.segments import Segmentation, is_inside_word
-from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets
-from ragcachekit.reports import LinkReport, Report
-from ragcachekit.reports.base import folded_html, shorten
+from ragcachekit.reports import LinkReport, Report, folded_html, shorten
 from ragcachekit.types import Chunk, Prompt
 
 COLOURS = {"exact": "#b7e4c7", "approximate": "#fff1a8", "recomputed": "#ffcf9e", "computed": "#d6e4ff"}
@@ -32,14 +27,11 @@ COLOURS = {"exact": "#b7e4c7", "approximate": "#fff1a8", "recomputed": "#ffcf9e"
 
 PIECE = 16  # characters that are in a prompt by no accident
 PRESENT = 0.3  # share of a document's pieces; with fewer in a prompt it is not there
-_CHANGES: dict[str, Callable[[str], str]] = {
-    "printed as Python": lambda text: repr(text)[1:-1],
-    "JSON-escaped": lambda text: json.dumps(text)[1:-1],
-}
-_FOLDED: dict[str, Callable[[str], str]] = {
-    "whitespace": lambda text: " ".join(text.split()),
-    "Unicode form": lambda text: unicodedata.normalize("NFKC", text),
-    "upper or lower case": str.casefold,
+_CHANGES: dict[str, Callable[[str, str], bool]] = {
+    "printed as Python": lambda text, prompt: repr(text)[1:-1] in prompt,
+    "JSON-escaped": lambda text, prompt: json.dumps(text)[1:-1] in prompt,
+    "HTML-escaped": lambda text, prompt: text in html.unescape(prompt),
+    "whitespace": lambda text, prompt: " ".join(text.split()) in " ".join(prompt.split()),
 }
 
 _CONTEXT = 4  # tokens before a segment that it is decoded after, for its leading space
@@ -76,13 +68,6 @@ class PromptView(Report):
         for piece in self.pieces:
             counts[piece.how] += piece.tokens
         return {how: counts[how] for how in COLOURS}
-
-    def ansi(self) -> str:
-        """The coloured prompt with terminal escapes, to be printed."""
-        console = Console(force_terminal=True, color_system="truecolor", width=100)
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
 
     def __repr__(self) -> str:
         return f"PromptView({self._legend()})"
@@ -184,8 +169,6 @@ ADVICE = {
     "JSON-escaped": f"the text went through json.dumps: {_UNALTERED}",
     "HTML-escaped": "switch autoescape off in the prompt's template (Jinja: autoescape=False, or | safe)",
     "whitespace": f"lines were re-wrapped, indented or stripped: {_UNALTERED}",
-    "Unicode form": "normalise texts once, before they are indexed, and not in the prompt",
-    "upper or lower case": f"its case was changed: {_UNALTERED}",
     "truncated": "raise the limit that cuts it (context window, prompt helper), or retrieve fewer chunks",
     "altered": f"words differ, or a part is missing: {_UNALTERED}",
     "absent": "it is not in this prompt: look at k, filters, a reranker, or a limit that drops documents",
@@ -259,7 +242,9 @@ def diagnose(
         elif body in possible:
             why = Difference("overlapped" if body in known else "not registered")
         elif body in whole:
-            why = _at_its_edges(body, whole)
+            at = whole.index(body)
+            runs_on = is_inside_word(whole, at) or is_inside_word(whole, at + len(body))
+            why = Difference("word runs on" if runs_on else "overlapped")
         else:
             why = difference(text, whole)
         shown = (number, shorten(" ".join(text.split()), 50), why.why == "found")
@@ -309,30 +294,14 @@ def difference(text: str, prompt: str) -> Difference:
         end = bisect_left(range(1, len(text) + 1), True, key=lambda length: text[:length] not in prompt)
     at = prompt.index(text[:end]) + end
     shown = (text[max(end - 12, 0) : end + 24], prompt[max(at - 12, 0) : at + 24]) if end else (text[:24],)
-    for why, change in _CHANGES.items():
-        if change(text) != text and change(text) in prompt:
-            return Difference(why, *shown)
-    if text in html.unescape(prompt):
-        return Difference("HTML-escaped", *shown)
-    for why, fold in _FOLDED.items():
-        if fold(text) in fold(prompt):
+    for why, holds in _CHANGES.items():
+        if holds(text, prompt):
             return Difference(why, *shown)
     pieces = [text[start : start + PIECE] in prompt for start in range(0, len(text) - PIECE + 1, PIECE)]
     if sum(pieces) < PRESENT * max(len(pieces), 1):
         return Difference("absent")
     goes_on = any(text[start : start + PIECE] in prompt for start in range(end, len(text) - PIECE + 1, PIECE))
     return Difference("truncated" if end and not goes_on else "altered", *shown)
-
-
-def _at_its_edges(body: str, whole: str) -> Difference:
-    at = whole.index(body)
-    end = at + len(body)
-    if is_inside_word(whole, at) or is_inside_word(whole, end):
-        edge = at if is_inside_word(whole, at) else end
-        return Difference(
-            "word runs on", body[:24] if edge == at else body[-24:], whole[edge - 12 : edge + 24]
-        )
-    return Difference("overlapped")
 
 
 def _notes(parser: PromptParser, prompt: PromptLike, real: Segmentation, whole: str) -> Iterable[str]:
@@ -343,23 +312,3 @@ def _notes(parser: PromptParser, prompt: PromptLike, real: Segmentation, whole: 
     elif not isinstance(prompt, str | Prompt):
         yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
     yield from real.notes
-
-
-# -- what was measured -------------------------------------------------------------------------------
-
-
-def measured_policies(
-    budgets: Budgets, auto: AutoPolicies, checked: Callable[[str | None], str], namespace: str | None
-) -> tuple[Sequence[MeasuredPolicy], str]:
-    """The points of a calibration, or of the check of ``auto``, and the name of their loss; for plots."""
-    namespace = checked(namespace)
-    record, tuned = budgets.record(namespace), auto.record(namespace)
-    if record is not None:
-        points = [MeasuredPolicy(p.policy, p.ratio, p.loss) for p in record.curve]
-        return points, f"{record.quality}, on {record.encoder}"
-    if tuned is not None:
-        rows = [MeasuredPolicy(f"{r.policy} on {r.encoder}", r.ratio, r.kl) for r in tuned.rows]
-        return rows, "KL to full, nats per token"
-    raise ValueError(
-        f"nothing was measured for namespace {namespace!r}: call rag.tune(), or run ragcachekit calibrate"
-    )

@@ -6,8 +6,8 @@
    of it is cached, which rows the policy recomputes), and has transformers' generate run it, linked
    (``generate/run.py``, ``forward/linker.py``), up to the first token.
 3. It then gets one token per step, together with the other running requests (``generate/batch.py``).
-4. After its last token, ``engine/after_answer.py`` keeps exact rows and has missing chunks encoded in the
-   background, and the waiting caller gets the answer with its report.
+4. After its last token, ``AfterAnswer`` (``engine/runner.py``) keeps exact rows and has missing chunks
+   encoded in the background, and the waiting caller gets the answer with its report.
 
 ``generate``, ``stream``, ``generate_batch``, ``agenerate``, ``astream``, the frameworks and the server all
 submit.
@@ -28,12 +28,11 @@ from typing import Any, NoReturn, Self, Unpack
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
-from ragcachekit.engine.after_answer import AfterAnswer
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
-from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, measured_policies, prompt_view
+from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, prompt_view
 from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
-from ragcachekit.engine.runner import Runner
+from ragcachekit.engine.runner import AfterAnswer, Runner
 from ragcachekit.engine.scheduler import Scheduler
 from ragcachekit.errors import Closed
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
@@ -50,15 +49,13 @@ from ragcachekit.generate.options import (
 from ragcachekit.model.weights import load_model, weights_folder
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
-from ragcachekit.plots import Plots
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.measured import Auto
+from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
 from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.records import TuneReport
-from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport
-from ragcachekit.reports.base import pairs_html
+from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport, pairs_html
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.threads import OPENED_BEFORE_FORK
@@ -240,11 +237,12 @@ class RagCache:
             If ``max_waiting`` requests wait already.
         PromptTooLong, GenerationNotSupported, Closed
         """
-        started_at, parts, defaults = time.perf_counter(), self.components, self.model.generation_config
+        started_at, parser = time.perf_counter(), self.components.parser
         if streamer is not None:
             options["streamer"] = streamer
         check_options(options, self.model, "cancel", "deadline", "wait")
-        check_deadline(deadline)
+        if deadline is not None:
+            check_deadline(deadline)
         if not isinstance(wait, bool):
             check_number("wait", wait, "True, False or seconds")
         observed = None
@@ -252,41 +250,27 @@ class RagCache:
             observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed or nullcontext():
             stop = stop_strings(stop)
-            request = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
-            if not self._template_noted and parts.parser.lacks_template(prompt):
+            prepared = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
+            if not self._template_noted and parser.lacks_template(prompt):
                 self._template_noted = True
-                request = request.with_note(NO_TEMPLATE)
-            _ = parts.parser.tokens if stop else None  # stop strings are text
-            tokens, context = len(request.token_ids), parts.rope.context
-            options = filled_options(options, tokens, pad=parts.parser.pad, context=context)
+                prepared = prepared.with_note(NO_TEMPLATE)
             raise_if_cancelled()
             left = inf if deadline is None else deadline - (time.perf_counter() - started_at)
-            if streamer is None and not uses_beams(options, defaults):
-                streamer = TokenQueue()
-            counted = None if streamer is None else RequestStreamer(streamer)
-            room = parts.planner.context - tokens
-            call = GenerateCall(
-                prompt=request,
-                options={**options, "streamer": counted},
-                stop=stop,
-                estimator=parts.planner.estimator(request),
-                new_tokens=min(effective(options, defaults, "max_new_tokens") or room, room),
+            request = self._request(
+                prepared,
+                options,
+                stop,
                 submitted_at=started_at,
                 deadline=time.monotonic() + left,
                 scope=CancelScope(cancel),
-                cancel=Event(),
-                streamer=counted,
                 observed=observed,
             )
-            read = streamer if isinstance(streamer, TokenQueue) else None
-            detokenizer = Detokenizer(parts.parser.decode, stop)
-            handle = Request(call, read, detokenizer, self.queue.cancel, self.queue.refuse_own_thread)
             try:
-                self.queue.submit(handle, wait)
+                self.queue.submit(request, wait)
             except KeyboardInterrupt:  # which may come when it waits already
-                handle.cancel()
+                request.cancel()
                 raise
-            return handle
+            return request
 
     def link(self, prompt: PromptLike, **options: Any) -> LinkedPrompt:
         """Link a prompt for a generate call or a loop of your own; it is used once.
@@ -299,7 +283,8 @@ class RagCache:
         request = self.prepare(prompt, **options)
         with self.components.active:
             linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
-        self.components.loads.follow(plan.skipped, plan.report.loaded_bytes)
+        if (loads := self.components.loads) is not None:
+            loads.follow(plan.kept, len(plan.rows), None, plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
         return linked
 
@@ -310,7 +295,7 @@ class RagCache:
 
         Costs one linked prefill; nothing is generated or stored. ValueError without a tokenizer.
 
-        >>> print(rag.inspect(prompt).ansi())                      # doctest: +SKIP
+        >>> rich.print(rag.inspect(prompt))                        # doctest: +SKIP
         """
         decode = partial(self.components.parser.tokens.decode, special=True)
         request = self.prepare(prompt, namespace=namespace, policy=policy)
@@ -358,9 +343,10 @@ class RagCache:
         """The plan of a request whose look-ups have begun, without entries that could not be loaded."""
         begun, parts = begun or time.perf_counter(), self.components
         plan = parts.planner.plan(request, without)
-        lost = parts.background_encoder.refused(item.key for item in plan.missing)
-        if lost and not isinstance(parts.store, NullStore):
-            plan = plan.with_note(f"{lost} missing entr{'ies' if lost > 1 else 'y'} {NOT_KEPT}")
+        if plan.missing and not isinstance(parts.store, NullStore):
+            lost = parts.background_encoder.refused(item.key for item in plan.missing)
+            if lost:
+                plan = plan.with_note(f"{lost} missing entr{'ies' if lost > 1 else 'y'} {NOT_KEPT}")
         return replace(plan, report=replace(plan.report, plan_ms=(time.perf_counter() - begun) * 1e3))
 
     # -- chunks ------------------------------------------------------------------------------------
@@ -483,25 +469,18 @@ class RagCache:
     @property
     def policy(self) -> str:
         """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
-        return self._resolve(self.components.policy, self.namespace).label
+        return self.components.resolve(self.components.policy, self.namespace).label
 
     @property
     def encoder(self) -> str:
         """Name of the encoder of the default policy."""
-        chosen = self._resolve(self.components.policy, self.namespace).policy
+        chosen = self.components.resolve(self.components.policy, self.namespace).policy
         return self.components.planner.encodings(chosen).name
 
     @property
     def reports(self) -> tuple[GenerateReport, ...]:
         """Reports of the last 256 answered requests, the latest last."""
         return tuple(self.after_answer.reports)
-
-    @property
-    def plot(self) -> Plots:
-        """Pictures: ``time``, ``tokens`` and ``tiers`` of the last requests, ``quality`` of a calibration."""
-        parts = self.components
-        measured = partial(measured_policies, parts.budgets, parts.auto, self._checked)
-        return Plots(lambda: self.reports, measured)
 
     @property
     def renders_tools(self) -> bool:
@@ -522,11 +501,11 @@ class RagCache:
 
     def shadow_report(self, namespace: str | None = None) -> ShadowReport:
         """Results of shadow mode, in one namespace or (None) in all; ``shadow.reset()`` begins anew."""
-        return self.shadow.report(namespace)
+        return ShadowReport() if self.shadow is None else self.shadow.report(namespace)
 
     def chunks_in_memory(self) -> frozenset[str]:
         """Ids of the chunks of all namespaces whose KV is in GPU or host memory; costs no I/O."""
-        return frozenset(whole_id(key.chunk_id) for key in self.components.store.memory_keys())
+        return frozenset(whole_id(key.chunk_id) for key in self.components.store.keys(in_memory=True))
 
     def add_observer(self, observer: Observer) -> None:
         """Call an observer at every request and every lookup of this engine's query caches, once."""
@@ -581,17 +560,40 @@ class RagCache:
             raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
 
-    def _resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy of a budget or of ``auto``."""
-        if isinstance(policy, Auto):
-            return self.components.auto.resolve(namespace)
-        return self.components.budgets.resolve(policy, namespace)
+    def _request(
+        self, prompt: PromptRequest, options: dict[str, Any], stop: Sequence[str], **call: Any
+    ) -> Request:
+        """A request with complete options of generate; ``call`` are further fields of its GenerateCall."""
+        parts, defaults, tokens = self.components, self.model.generation_config, len(prompt.token_ids)
+        _ = parts.parser.tokens if stop else None  # stop strings are text
+        options = filled_options(options, tokens, pad=parts.parser.pad, context=parts.rope.context)
+        streamer, room = options.get("streamer"), parts.planner.context - tokens
+        if streamer is None and not uses_beams(options, defaults):
+            streamer = TokenQueue()
+        counted = None if streamer is None else RequestStreamer(streamer)
+        asked = GenerateCall(
+            prompt=prompt,
+            options={**options, "streamer": counted},
+            stop=stop,
+            estimator=parts.planner.estimator(prompt),
+            new_tokens=min(effective(options, defaults, "max_new_tokens") or room, room),
+            cancel=Event(),
+            streamer=counted,
+            **call,
+        )
+        read = streamer if isinstance(streamer, TokenQueue) else None
+        detokenizer = Detokenizer(parts.parser.decode, stop)
+        return Request(asked, read, detokenizer, self.queue.cancel, self.queue.refuse_own_thread)
 
     def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
         asked = self.components.policy if policy is None else open_policy(policy)
-        chosen = self._resolve(asked, namespace)
-        why = self.shadow.fallback(namespace) if chosen.policy.reads_cache else None
+        is_measured = isinstance(asked, Auto | Budget)
+        resolve = self.components.resolve
+        chosen = resolve(asked, namespace) if is_measured else ResolvedPolicy(asked, asked.name)
+        if self.shadow is None or not chosen.policy.reads_cache:
+            return chosen
+        why = self.shadow.fallback(namespace)
         return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
 
     def _about(self) -> list[tuple[str, object]]:

@@ -22,7 +22,8 @@ from ragcachekit.types import SECONDS_OR_NONE, check_deadline, check_number
 
 if TYPE_CHECKING:  # importing this file, as astream does, should not import torch
     from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
-    from ragcachekit.plan.link_plan import Estimator, PromptRequest
+    from ragcachekit.plan.link_plan import PromptRequest
+    from ragcachekit.plan.planner import Estimator
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -127,7 +128,8 @@ class Request:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is done; False after ``timeout`` seconds. Other errors as for :meth:`result`."""
-        check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
+        if timeout is not None:
+            check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
         if self.done() or timeout == 0:
             return self.done()
         self._refuse()

@@ -11,9 +11,8 @@ from itertools import islice, takewhile
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, StoreStats
+from ragcachekit.store.base import Counters, ForgottenTexts, StoreStats
 from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Ranking
-from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.memory import in_own_memory
 from ragcachekit.types import KVKey, chunk_id, whole_id
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelChanged, RagCacheError
-from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import PromptRequest
 from ragcachekit.plan.planner import MODEL_CHANGED, Planner
+from ragcachekit.plan.variants import IN_PROMPT
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
@@ -37,7 +37,7 @@ from ragcachekit.quality.records import (
     read_choice,
     write_record,
 )
-from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.base import ForgottenTexts
 from ragcachekit.threads import BackgroundWorker
 from ragcachekit.types import Ids
 
@@ -56,7 +56,6 @@ UNKNOWN = (
 @dataclass
 class _Namespace:
     report: TuneReport | None
-    used: bool = False
     checked: bool = False  # or being checked, or it was found not to be needed
     encoded_alone: bool = False  # chunks were encoded while no system text was known
 
@@ -86,6 +85,7 @@ class AutoPolicies:
         self._policies = self._open(candidates(encoder, bool(planner.companions)))
         self._lock = RLock()
         self._namespaces: dict[str, _Namespace] = {}
+        self.used = set[str]()  # namespaces that it was resolved for: only their prompts are followed
         self._seen: dict[str, list[CheckPrompt]] = {}
         self._jobs = worker.queue(self._check_in_background, MAX_WAITING)
 
@@ -105,7 +105,7 @@ class AutoPolicies:
         """The policy of a namespace with its encoder; its label is ``auto -> impact:0.1 on system``."""
         with self._lock:
             known = self._of(namespace)
-            known.used = True
+            self.used.add(namespace)
             pair, notes = self._pair(namespace, known)
         return ResolvedPolicy(self._policies[pair], f"auto -> {pair}", notes)
 
@@ -132,10 +132,8 @@ class AutoPolicies:
         namespace = request.namespace
         with self._lock:
             known = self._of(namespace)
-            if not known.used or self._encoder == IN_PROMPT:
-                return
             prompt = CheckPrompt(request.segments, request.texts)
-            if not prompt.is_informative:
+            if self._encoder == IN_PROMPT or not prompt.is_informative:
                 return
             others = [other for other in self._seen.pop(namespace, []) if other != prompt]
             self._seen[namespace] = seen = [prompt, *others][:MAX_PROMPTS]

@@ -42,13 +42,8 @@ class Budgets:
         self.record = cache(partial(read_calibration, folder, fingerprint))
         self._resolved: dict[tuple[str, float], ResolvedPolicy] = {}
 
-    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy: that of the record, or ``full`` with one logged warning per budget.
-
-        Anything but a :class:`Budget` is returned as it is.
-        """
-        if not isinstance(policy, Budget):
-            return ResolvedPolicy(policy, policy.name)
+    def resolve(self, policy: Budget, namespace: str) -> ResolvedPolicy:
+        """The concrete policy: that of the record, or ``full`` with one logged warning per budget."""
         key = namespace, policy.loss
         with self._lock:
             if key not in self._resolved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections.abc import Mapping
@@ -22,7 +23,6 @@ from ragcachekit.errors import (
     QueueFull,
     RagCacheError,
 )
-from ragcachekit.store.disk import is_full
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
         return stopping()
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, "The request timed out.", kind="server_error", code="timeout")
-    if is_full(error):
+    if _is_full(error):
         log.error("the volume is full: %s", error)
         message = "The server's volume is full: nothing was stored, and what was stored before is unchanged."
         return ApiError(507, message, kind="server_error", code="insufficient_storage")
@@ -133,6 +133,13 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
         return invalid(str(error) or type(error).__name__, code=None)
     log.error("a request failed", exc_info=error)
     return ApiError(500, "The server had an error while processing your request.", kind="server_error")
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one of its causes, means that there is no space left."""
+    while error is not None and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        error = error.__cause__
+    return error is not None
 
 
 def response(error: ApiError, scope: Scope) -> JSONResponse:

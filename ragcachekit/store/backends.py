@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -22,12 +21,12 @@ from ragcachekit.types import KVKey
 log = logging.getLogger(__name__)
 
 _HEAD_BYTES = 64 << 10  # in which a forget looks for a header
+_BATCH = 100  # entries per step of a forget
 
 # -- Redis -----------------------------------------------------------------------------------------------
 
 _MAX_ENTRY_BYTES = 256 << 20  # Redis takes strings of up to 512 MB
 _READ_BYTES = 1 << 20  # reading a megabyte at once is ten times as fast as redis-py's 64 KiB
-_BATCH = 100  # entries per step of a forget
 _ROOT = "{ragcachekit}"  # begins all keys; the braces put them into one slot of a cluster
 _TOKENS = f"{_ROOT}:tokens"  # hash: a token per namespace, which every forget of it changes
 
@@ -170,9 +169,9 @@ class FsspecStore(RemoteStore):
 
     An entry is one immutable object, ``{root}/{hash of the namespace}/{digest}.kv``. The budget is this
     process's own: the folder is listed when it is opened, and what this process writes counts from then on.
-    Reads ignore that index, and ``forget`` lists. A write waits ``deadline`` seconds for another one to end.
-    Raises ValueError for a bad url or key, and StoreError if fsspec, or what it needs for this url, is not
-    installed.
+    The entries that were written first are evicted first. Reads ignore that index, and ``forget`` lists. A
+    write waits ``deadline`` seconds for another one to end. Raises ValueError for a bad url or key, and
+    StoreError if fsspec, or what it needs for this url, is not installed.
     """
 
     def __init__(
@@ -196,39 +195,31 @@ class FsspecStore(RemoteStore):
             ) from error
         self._root, self._max, self._lock_wait = root.rstrip("/"), budget, deadline
         # Object stores show no half-written files, and rename by copying.
-        self._is_folder = "file" in (
-            (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
-        )
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by name, least recently used first
-        self._keys: dict[str, KVKey] = {}  # of these; for others, forgetting reads the header
-        self._listing = Lock()  # around both, never while waiting for the file system
+        protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
+        self._is_folder = "file" in protocols
+        self._sizes: dict[str, int] | None = None  # by name, the first written first; None: not listed yet
         self._changing = Lock()  # around writes, deletions and forgets
-        self._is_listed = False
         super().__init__("bulk", key=key, deadline=deadline, budget=budget)
 
     def connect(self) -> None:
         with self._alone():
-            self._list()
+            self._make_room("", 0)
 
     def read_blob(self, key: KVKey) -> bytes | None:
-        name = _object_name(key)
         try:
-            blob: bytes = self._fs.cat_file(self._path(name))
+            blob: bytes = self._fs.cat_file(self._path(_object_name(key)))
         except FileNotFoundError:
             return None
-        self._use(name)
         return blob
 
     def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
         name = _object_name(key)
         with self._alone():
-            self._list()
-            evicted = self._make_room(name, len(blob))
+            sizes, evicted = self._make_room(name, len(blob))
             if not wanted():
                 return None
-            with self._listing:  # before it is written, since what cannot be deleted again counts as well
-                self._sizes[name] = len(blob)
-                self._keys[name] = key
+            sizes.pop(name, None)
+            sizes[name] = len(blob)  # before it is written, since what cannot be deleted again counts as well
             try:
                 self._write(self._path(name), blob)
             except BaseException:
@@ -247,19 +238,19 @@ class FsspecStore(RemoteStore):
     def forget_blobs(self, namespace: str, chunk_ids: frozenset[str] | None, dropped: set[str]) -> None:
         failed: Exception | None = None
         with self._alone():
-            for name, nbytes in self._objects(hashed(namespace)).items():
-                if chunk_ids is None or self._concerned(name, nbytes, namespace, chunk_ids):
-                    try:
-                        self._discard(name)
-                        dropped.add(name.partition("/")[2])
-                    except Exception as error:
-                        failed = error
+            found = self._objects(hashed(namespace))
+            for name in found if chunk_ids is None else self._concerned(found, namespace, chunk_ids):
+                try:
+                    self._discard(name)
+                    dropped.add(name.partition("/")[2])
+                except Exception as error:
+                    failed = error
         if failed is not None:
             raise failed
 
     def usage(self) -> Usage:
-        with self._listing:
-            return Usage(len(self._sizes), sum(self._sizes.values()), self._max)
+        sizes = list((self._sizes or {}).values())
+        return Usage(len(sizes), sum(sizes), self._max)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -270,33 +261,20 @@ class FsspecStore(RemoteStore):
         finally:
             self._changing.release()
 
-    def _use(self, name: str) -> None:
-        with self._listing:
-            if name in self._sizes:
-                self._sizes.move_to_end(name)
+    def _make_room(self, name: str, nbytes: int) -> tuple[dict[str, int], int]:
+        """Evict until ``nbytes`` under ``name``, in place of what it has now, fit.
 
-    def _make_room(self, name: str, nbytes: int) -> int:
-        """Evict until ``nbytes`` under ``name``, in place of what it has now, fit; returns how many."""
-        evicted = 0
-        while True:
-            with self._listing:
-                others = {other: size for other, size in self._sizes.items() if other != name}
-            if sum(others.values()) + nbytes <= self._max:
-                return evicted
-            victim = next(iter(others))
-            self._use(victim)  # if it cannot be deleted, the next eviction tries another one
+        Returns the sizes that are known, listed at the first call, and how many were evicted.
+        """
+        if self._sizes is None:
+            self._sizes = self._objects()
+        sizes, evicted = self._sizes, 0
+        while sum(sizes.values()) - sizes.get(name, 0) + nbytes > self._max:
+            victim = next(other for other in sizes if other != name)
+            sizes[victim] = sizes.pop(victim)  # if it cannot be deleted, the next eviction tries another one
             self._discard(victim)
             evicted += 1
-
-    def _list(self) -> None:
-        """Add the objects of earlier runs, oldest first, and evict down to the budget; once."""
-        if self._is_listed:
-            return
-        found = self._objects()
-        with self._listing:
-            self._sizes.update(found)
-        self._is_listed = True  # before evicting, which may fail and is continued by the next write
-        self._make_room("", 0)
+        return sizes, evicted
 
     # -- objects -----------------------------------------------------------------------------------
 
@@ -323,9 +301,8 @@ class FsspecStore(RemoteStore):
         """Delete an object; the caller is the only one that writes."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
-        with self._listing:
+        if self._sizes is not None:
             self._sizes.pop(name, None)
-            self._keys.pop(name, None)
 
     def _objects(self, group: str = "") -> dict[str, int]:
         """Name → size of every object (of one hashed namespace), oldest first; deletes old temporaries."""
@@ -347,22 +324,27 @@ class FsspecStore(RemoteStore):
                     self._fs.rm_file(path)
         return {name: nbytes for _, name, nbytes in sorted(rows)}
 
-    def _concerned(self, name: str, nbytes: int, namespace: str, chunk_ids: frozenset[str]) -> bool:
-        """Whether the object is to be forgotten; True if its header cannot be read."""
-        key = self._keys.get(name)
-        try:
-            if key is None:
-                key = key_of_sealed(
-                    self._fs.cat_file(self._path(name), start=0, end=min(nbytes, _HEAD_BYTES)), nbytes
-                )
-        except FileNotFoundError:
-            return False
-        except Exception:
-            return True
-        with self._listing:
-            if name in self._sizes:
-                self._keys[name] = key
-        return _object_name(key) != name or concerns(key, namespace, chunk_ids)
+    def _concerned(
+        self, found: Mapping[str, int], namespace: str, chunk_ids: frozenset[str]
+    ) -> Iterator[str]:
+        """Names of the objects to be forgotten; those whose header cannot be read are."""
+        names = list(found)
+        for start in range(0, len(names), _BATCH):
+            batch = names[start : start + _BATCH]
+            # The file system reads them at the same time, if it can.
+            heads = self._fs.cat_ranges(list(map(self._path, batch)), 0, _HEAD_BYTES, on_error="return")
+            for name, head in zip(batch, heads, strict=True):
+                try:
+                    if isinstance(head, Exception):
+                        raise head
+                    key = key_of_sealed(head, found[name])
+                    if _object_name(key) == name and not concerns(key, namespace, chunk_ids):
+                        continue
+                except FileNotFoundError:
+                    continue
+                except Exception:
+                    log.debug("an object with an unreadable header is forgotten: %s", name)
+                yield name
 
 
 def _object_name(key: KVKey) -> str:

@@ -1,11 +1,14 @@
-"""The contract of every storage tier, its counters, and the store that keeps nothing."""
+"""The contract of every storage tier and its counters; what was forgotten."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import accumulate
 from threading import Lock
 
 import torch
@@ -139,21 +142,15 @@ class KVStore:
         """Whether ``get`` would find the entry without any I/O; counts no access. By default it would not."""
         return False
 
-    def discard(self, key: KVKey) -> None:
-        """Drop an unusable entry and count it as damaged; no error if there is none."""
-        raise NotImplementedError
+    def discard(self, key: KVKey, *, damaged: bool = True) -> None:
+        """Drop the entry under ``key``, if there is one, and count it as damaged or else as evicted.
 
-    def keys(self) -> Iterator[KVKey]:
-        """Keys of all readable entries, the latest first; by default none are listed."""
+        By default nothing. Remote tiers drop damaged entries alone.
+        """
+
+    def keys(self, *, in_memory: bool = False) -> Iterator[KVKey]:
+        """Keys of all readable entries, or of those in memory, the latest first; by default none."""
         return iter(())
-
-    def memory_keys(self) -> Iterator[KVKey]:
-        """Keys of the entries that :meth:`in_memory` finds; by default none."""
-        return iter(())
-
-    def evict(self, key: KVKey) -> None:
-        """Drop the entry under ``key``, if there is one, and count an eviction; by default nothing."""
-        return
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop entries of the namespace whose chunk id, or any context id, is among ``chunk_ids``.
@@ -165,15 +162,14 @@ class KVStore:
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """As :meth:`forget`, returning the digests of the dropped keys, which several tiers may have."""
-        raise NotImplementedError
+        return frozenset()
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier."""
-        raise NotImplementedError
+        return ()
 
     def close(self) -> None:
         """Release files and threads; further calls are misses."""
-        raise NotImplementedError
 
 
 def concerns(key: KVKey, namespace: str, chunk_ids: AbstractSet[str] | None) -> bool:
@@ -220,13 +216,9 @@ class Counters:
 
 
 class NullStore(KVStore):
-    """Every ``get`` is a miss and every ``put`` is refused, which is not counted as a failure."""
-
-    def __init__(self) -> None:
-        self._counters = Counters("null")
+    """Keeps nothing: every ``get`` is a miss, and every ``put`` is refused."""
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        self._counters.count("misses")
         return None
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
@@ -235,14 +227,140 @@ class NullStore(KVStore):
     def __contains__(self, key: KVKey) -> bool:
         return False
 
-    def discard(self, key: KVKey) -> None:
-        return
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        return frozenset()
+# -- what was forgotten ----------------------------------------------------------------------------------
 
-    def stats(self) -> tuple[StoreStats, ...]:
-        return (self._counters.stats(entries=0, nbytes=0, budget=0),)
+MIN_OVERLAP = 3
+"""Characters of a forgotten text with which a kept beginning may end: fewer say nothing of it."""
 
-    def close(self) -> None:
-        return
+
+class ForgottenTexts:
+    """Finds texts in token ids that ``decode`` makes text of, special tokens shown and nothing cleaned up.
+
+    Whitespace does not count: chains strip texts and wrap their lines, and tokenizers add blanks. A text that
+    a tokenizer normalises should be given in its decoded form as well. Blank ones are ignored.
+    """
+
+    def __init__(self, texts: Iterable[str], decode: Callable[[Sequence[int]], str]) -> None:
+        self._texts = tuple(dict.fromkeys(filter(None, map(_squeezed, texts))))
+        self._decode = decode
+
+    def in_text(self, text: str) -> bool:
+        """Whether a text holds one of them."""
+        text = _squeezed(text)
+        return any(one in text for one in self._texts)
+
+    def within(self, token_ids: Sequence[int]) -> bool:
+        """Whether the decoded ids hold one of them."""
+        return self.in_text(self._decode(token_ids))
+
+    def begin_in(self, token_ids: Sequence[int]) -> bool:
+        """As :meth:`within`, or the ids end inside one."""
+        return self._start(_squeezed(self._decode(token_ids))) is not None
+
+    def first_part(self, parts: Sequence[Sequence[int]]) -> int | None:
+        """Number of the part in which the first of them begins, or that a text at the end begins in."""
+        ids = [token for part in parts for token in part]
+        start = self._start(_squeezed(self._decode(ids)))
+        if start is None:
+            return None
+        ends = list(accumulate(map(len, parts)))
+        after = bisect_right(ends, start, key=lambda end: len(_squeezed(self._decode(ids[:end]))))
+        return min(after, len(parts) - 1)
+
+    def _start(self, text: str) -> int | None:
+        places = [place for one in self._texts if (place := text.find(one)) >= 0]
+        for one in self._texts:
+            sizes = range(min(len(one), len(text)), MIN_OVERLAP - 1, -1)
+            places += [len(text) - size for size in sizes if text.endswith(one[:size])][:1]
+        return min(places, default=None)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+MAX_NAMES = 100_000
+MAX_TEXTS = 64  # forgets of texts
+
+
+@dataclass
+class _Namespace:
+    whole: int = 0  # epoch of the last forget of everything
+    last: dict[str, int] = field(default_factory=dict)  # name to that epoch
+    texts: list[tuple[int, ForgottenTexts]] = field(default_factory=list)  # with their epochs
+
+
+class ForgetEpochs:
+    """A count of forgets, and for each chunk the count at its last one. Thread safe.
+
+    Work takes :meth:`now` before its first lookup, and stores a result inside ``storing`` if nothing it
+    depends on was forgotten since. A forget is added inside ``storing`` and ``storing_in_tree`` when it has
+    reached every tier. :data:`MAX_NAMES` names and the texts of :data:`MAX_TEXTS` forgets of one namespace
+    are remembered; beyond that the whole namespace counts as forgotten, which costs work in progress.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._namespaces: dict[str, _Namespace] = {}
+        self._lock = Lock()
+        self.storing = Lock()
+        """Around storing, and around forgetting in every tier."""
+        self.storing_in_tree = Lock()
+        """The same for the knowledge tree, whose disk would delay encoding; taken second."""
+
+    def now(self) -> int:
+        """The number of forgets so far."""
+        return self._epoch
+
+    def add(
+        self,
+        namespace: str,
+        chunk_ids: Iterable[str] | None = None,
+        texts: Iterable[str] = (),
+        within: ForgottenTexts | None = None,
+    ) -> None:
+        """Count a forget of chunks and texts; without ids, of the whole namespace.
+
+        ``within`` finds the texts where they are part of what was computed.
+        """
+        with self._lock:
+            epoch = self._epoch + 1
+            known = self._namespaces.setdefault(namespace, _Namespace())
+            if within is not None:
+                known.texts.append((epoch, within))
+            if chunk_ids is not None:
+                known.last.update(dict.fromkeys([*chunk_ids, *map(_name, texts)], epoch))
+            if chunk_ids is None or len(known.last) > MAX_NAMES or len(known.texts) > MAX_TEXTS:
+                self._namespaces[namespace] = _Namespace(whole=epoch)
+            self._epoch = epoch
+
+    def forgot(self, key: KVKey, since: int) -> bool:
+        """Whether the chunk, or one of its context, was forgotten after ``since``."""
+        return self.forgot_any(key.namespace, (key.chunk_id, *key.context), since)
+
+    def forgot_text(self, namespace: str, text: str, since: int) -> bool:
+        """As :meth:`forgot`, for a chunk's text without outer whitespace."""
+        return self.forgot_any(namespace, (_name(text),), since)
+
+    def forgot_any(self, namespace: str, names: Iterable[str], since: int) -> bool:
+        """As :meth:`forgot`, for any of several chunk ids."""
+        if self._epoch == since:
+            return False
+        with self._lock:
+            known = self._namespaces.get(namespace, _Namespace())
+            return known.whole > since or any(known.last.get(whole_id(name), 0) > since for name in names)
+
+    def forgot_within(self, namespace: str, token_ids: Sequence[int], since: int) -> bool:
+        """Whether KV of these token ids holds a text that was forgotten after ``since``."""
+        if self._epoch == since:
+            return False
+        with self._lock:
+            known = self._namespaces.get(namespace, _Namespace())
+            whole, later = known.whole, [within for epoch, within in known.texts if epoch > since]
+        return whole > since or any(within.within(token_ids) for within in later)
+
+
+def _name(text: str) -> str:
+    """The digest of a text; no chunk id has this form."""
+    return "text:" + blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

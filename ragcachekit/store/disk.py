@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +18,11 @@ from ragcachekit.store.disk_folder import (
     SECONDS_TO_LOCK,
     SECONDS_TO_OPEN,
     EntryFolder,
-    FolderLock,
     LockFailed,
     claim_folder,
     digest_of,
     entry_files,
     group_of,
-    not_writable,
-    orphans,
 )
 from ragcachekit.store.entry import (
     EntryDamaged,
@@ -39,35 +35,22 @@ from ragcachekit.store.entry import (
 )
 from ragcachekit.types import KVKey
 
-_NO_SPACE = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_NO_WRITES = {*_NO_SPACE, errno.EROFS, errno.EIO}
-_SHARE_OF_FREE, _SHARE_OF_VOLUME = 2, 16
+_SHARE_OF_FREE = 2
 _UNLIMITED = 1 << 62
-
-
-def is_full(error: BaseException | None, codes: set[int] = _NO_SPACE) -> bool:
-    """Whether an error, or one of its causes, means that there is no space left (or has one of ``codes``)."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in codes:
-            return True
-        error = error.__cause__
-    return False
 
 
 def default_disk_bytes(folder: Path) -> int:
     """The default budget of a disk tier.
 
-    64 GiB, or half of what is free or already the folder's where that is less; but at least a sixteenth of
-    the volume, and at least the folder's present content.
+    64 GiB, or half of what is free or already the folder's where that is less; at least its present content.
     """
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
-        volume = shutil.disk_usage(existing)
+        free = shutil.disk_usage(existing).free
         taken = sum(entry_files(folder).values()) if folder.is_dir() else 0
     except OSError:
         return DEFAULT_DISK_BYTES
-    free, least = volume.free + taken, volume.total // _SHARE_OF_VOLUME
-    return max(1, min(DEFAULT_DISK_BYTES, max(free // _SHARE_OF_FREE, least, taken)))
+    return max(1, taken, min(DEFAULT_DISK_BYTES, (free + taken) // _SHARE_OF_FREE))
 
 
 class DiskStore(KVStore):
@@ -79,8 +62,8 @@ class DiskStore(KVStore):
     being written; ``quotas`` those of single namespaces (``*``: every other one).
 
     A power failure may tear what was written last, which checksums detect: a miss. What was forgotten does
-    not come back. On a medium that is full, read-only or failing the folder is opened for reading, and a put
-    returns False until the medium takes writes again. StoreError if the folder is not ours alone.
+    not come back. A folder that cannot be written to is opened for reading, and a put returns False until it
+    can be. StoreError if the folder is not ours alone, or cannot be made.
     """
 
     shared = True
@@ -94,18 +77,15 @@ class DiskStore(KVStore):
         self._budget = budget
         self._counters = Counters("disk")
         self._files = EntryFolder(self.folder, budget, quotas or {}, self._counters)
-        self._is_readable = self._writable = self._closed = False
-        self._still_full = False
+        self._writable = self._closed = False
         self._undeleted: set[str] = set()  # names of forgotten entries whose files could not be deleted
+        claim_folder(self.folder)
         try:
-            self._open(SECONDS_TO_OPEN)
-        except (OSError, StoreError) as error:
-            if is_full(error, _NO_WRITES):
-                self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
-            elif isinstance(error, OSError) or (isinstance(error, LockFailed) and not error.busy):
-                raise not_writable(self.folder, error) from error
-            else:
+            self._prepare(SECONDS_TO_OPEN)
+        except (OSError, LockFailed) as error:
+            if isinstance(error, LockFailed) and error.busy:
                 raise
+            self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The verified entry under ``key``, now the most recently used one, or None."""
@@ -173,7 +153,7 @@ class DiskStore(KVStore):
             return False
         name, parts = entry_name(key), encode_entry(key, kv)
         try:
-            kept = self._write_with_space(name, parts)
+            kept = self._write(name, parts)
         except (OSError, StoreError) as error:
             self._counters.warn_once("write", "cannot write to %s: %s", self.folder, error)
             kept = False
@@ -185,31 +165,24 @@ class DiskStore(KVStore):
         name = entry_name(key)
         return self._is_served(name) and os.path.exists(self._files.path(name))
 
-    def discard(self, key: KVKey) -> None:
-        """Delete the unusable entry under ``key``, and count it as damaged."""
-        if key in self:
-            self._counters.count("damaged")
-            self._files.remove(entry_name(key))
+    def discard(self, key: KVKey, *, damaged: bool = True) -> None:
+        if key in self and self._files.remove(entry_name(key)):
+            self._counters.count("damaged" if damaged else "evictions")
 
-    def keys(self) -> Iterator[KVKey]:
+    def keys(self, *, in_memory: bool = False) -> Iterator[KVKey]:
         """Keys of all entries, the most recently used first; every header is read."""
-        if not self._is_readable:
+        if self._closed or in_memory:
             return
         for name in reversed(entry_files(self.folder)):
             with suppress(OSError, EntryDamaged):
                 yield read_key(self.folder / name)
-
-    def evict(self, key: KVKey) -> None:
-        """Delete the entry under ``key``, and count an eviction."""
-        if key in self and self._files.remove(entry_name(key)):
-            self._counters.count("evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """Delete entries; StoreError if some may be left, which are not served in this process.
 
         Waits for puts under way in other processes, and goes on after a while.
         """
-        if not self._is_readable or (chunk_ids is not None and not chunk_ids):
+        if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
         busy = None
         try:
@@ -248,17 +221,14 @@ class DiskStore(KVStore):
         return (self._counters.stats(**sizes, writable=self._writable),)
 
     def close(self) -> None:
-        self._closed, self._is_readable = True, False
+        self._closed = True
 
-    def _open(self, seconds: float) -> None:
-        """Prepare the folder for reading, then for writing."""
-        claim_folder(self.folder)
-        self._is_readable = True
+    def _prepare(self, seconds: float) -> None:
         self._files.prepare(seconds)
         self._writable = True
 
     def _is_served(self, name: str) -> bool:
-        return self._is_readable and name not in self._undeleted
+        return not self._closed and name not in self._undeleted
 
     def _ended(self, name: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None) -> None:
         """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
@@ -274,23 +244,9 @@ class DiskStore(KVStore):
         else:
             self._counters.warn_once("read", "cannot read from %s: %s", self.folder, error)
 
-    def _write_with_space(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Write the entry; on a full volume, once more in place of others."""
-        try:
-            kept = self._write(name, parts)
-        except (OSError, StoreError) as error:
-            if not is_full(error) or self._still_full:
-                raise
-            if not self._files.make_space(sum(map(len, parts)), name):
-                raise
-            self._still_full = True  # until a put succeeds: no entry is evicted in vain twice
-            kept = self._write(name, parts)
-        self._still_full = False
-        return kept
-
     def _write(self, name: str, parts: Sequence[memoryview]) -> bool:
         if not self._writable:
-            self._open(SECONDS_TO_LOCK)
+            self._prepare(SECONDS_TO_LOCK)
         limit, nbytes = self._files.limit(name), sum(map(len, parts))
         if nbytes > limit:
             self._counters.warn_once(
@@ -325,27 +281,17 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class BadEntry:
-    """An entry file that no read would return."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Verified:
     """Result of reading all ``entries`` files, of ``nbytes`` together.
 
-    ``damaged`` includes files of other versions of this library; ``unreadable`` ones could not be read now.
-    ``orphans`` are temporary files of dead writers; 0 where the folder cannot be locked. After a repair
-    ``entries`` and ``nbytes`` are what is left.
+    ``damaged`` names those that no read would return, with the reason: files of other versions of this
+    library are among them. ``unreadable`` ones could not be read now.
     """
 
     entries: int
     nbytes: int
-    damaged: tuple[BadEntry, ...]
-    unreadable: tuple[BadEntry, ...]
-    orphans: int
+    damaged: dict[str, str]
+    unreadable: dict[str, str]
 
 
 def is_disk_tier(folder: Path) -> bool:
@@ -357,33 +303,35 @@ def verify(folder: Path, progress: Progress | None = None) -> Verified:
     """Read every entry whole; changes nothing. OSError if the folder cannot be listed."""
     files = entry_files(folder)
     total, done = sum(files.values()), 0
-    damaged, unreadable, gone, left = [], [], 0, 0
+    damaged, unreadable, gone = dict[str, str](), dict[str, str](), 0
     for name, nbytes in files.items():
         try:
             read_key(folder / name, whole=True)
         except EntryDamaged as error:
-            damaged.append(BadEntry(name, str(error)))
+            damaged[name] = str(error)
         except FileNotFoundError:  # another process evicted it just now
             gone += 1
         except OSError as error:
-            unreadable.append(BadEntry(name, str(error)))
+            unreadable[name] = str(error)
         done += nbytes
         if progress is not None:
             progress(done, total)
-    with suppress(LockFailed), FolderLock(folder / "lock").held(SECONDS_TO_LOCK):
-        left = len(orphans(folder))
-    return Verified(len(files) - gone, total, tuple(damaged), tuple(unreadable), left)
+    return Verified(len(files) - gone, total, damaged, unreadable)
 
 
 def repair(folder: Path, progress: Progress | None = None) -> Verified:
-    """Delete damaged entries and orphans; StoreError if the folder cannot be used."""
+    """Delete what :func:`verify` finds damaged, and what killed writers left; returns what it found.
+
+    StoreError if the folder cannot be used.
+    """
     claim_folder(folder)
     try:
         found = verify(folder, progress)
         files = EntryFolder(folder, _UNLIMITED, {}, Counters("disk"))
-        deleted = tuple(bad for bad in found.damaged if files.remove(bad.name))
         files.wait_for_writers(SECONDS_TO_OPEN)
-        entries, nbytes = files.content()
+        left = [name for name in found.damaged if not files.remove(name)]
     except (OSError, LockFailed) as error:
         raise StoreError(f"cannot repair the cache folder {folder}: {error}") from error
-    return Verified(entries, nbytes, deleted, found.unreadable, found.orphans)
+    if left:
+        raise StoreError(f"{len(left)} damaged entries in {folder} cannot be deleted")
+    return found

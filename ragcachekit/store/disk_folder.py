@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -11,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from operator import itemgetter
 from pathlib import Path
 from threading import RLock
 
@@ -22,10 +22,7 @@ from ragcachekit.files import (
     OpenFile,
     belongs_to_another,
     make_folder,
-    open_regular,
     others_may_write,
-    parse_json,
-    read_regular,
     write_all,
 )
 from ragcachekit.store.base import Counters, quota_of
@@ -60,7 +57,10 @@ def claim_folder(path: Path) -> None:
     except FileExistsError as error:
         raise StoreError(f"{path} is a file; give the disk tier a folder of its own") from error
     except OSError as error:
-        raise not_writable(path, error) from error
+        raise StoreError(
+            f"cannot write to the cache folder {path}: {error}; "
+            "make it writable, free some space, choose another disk_path, or use disk_path=None"
+        ) from error
     if belongs_to_another(status):
         raise StoreError(
             f"the cache folder {path} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}; "
@@ -71,14 +71,6 @@ def claim_folder(path: Path) -> None:
             f"others may write to the cache folder {path} (mode {stat.S_IMODE(status.st_mode):04o}); "
             f"run `chmod 700 {path}` or choose another disk_path"
         )
-
-
-def not_writable(folder: Path, error: OSError | StoreError) -> StoreError:
-    """The error for a folder that cannot be written to."""
-    return StoreError(
-        f"cannot write to the cache folder {folder}: {error}; "
-        "make it writable, free some space, choose another disk_path, or use disk_path=None"
-    )
 
 
 class FolderLock:
@@ -96,15 +88,18 @@ class FolderLock:
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
         """Keep other threads and processes out; LockFailed, ``busy`` after ``seconds``."""
+        busy = LockFailed(
+            f"others have held {self._path} for {seconds:g} s; is a process stopped?", busy=True
+        )
         if not self._mutex.acquire(timeout=seconds):
-            raise self._busy("thread", seconds)
+            raise busy
         try:
             try:
                 if not os.path.isdir(self._path.parent):  # filelock would make it as the umask allows
                     make_folder(self._path.parent)
                 self._file.acquire(timeout=seconds)
             except Timeout as error:
-                raise self._busy("process", seconds) from error
+                raise busy from error
             except OSError as error:
                 raise LockFailed(f"cannot lock {self._path}: {error}") from error
             try:
@@ -114,24 +109,13 @@ class FolderLock:
         finally:
             self._mutex.release()
 
-    def _busy(self, who: str, seconds: float) -> LockFailed:
-        why = f"another {who} has held {self._path} for {seconds:g} s; is it stopped?"
-        return LockFailed(why, busy=True)
-
-
-def orphans(folder: Path) -> list[Path]:
-    """Temporary files; those of dead writers if the folder's lock is held."""
-    return [path for path in folder.iterdir() if _TEMP_NAME.fullmatch(path.name) and not path.is_dir()]
-
 
 class EntryFolder:
     """Entry files in one folder, kept within a budget; several processes may share it.
 
     A name begins with the hash of the entry's namespace, its group (:func:`group_of`). The modification time
-    of a file is the time of its last use. Files are added with the folder's lock held. The file ``writer``
-    holds the sums of their sizes, which every change updates; the folder is listed to open it, to find
-    further files to evict, and where the sums are missing. After a kill they may be larger than the files,
-    not smaller.
+    of a file is the time of its last use. Files are added with the folder's lock held. The folder's own
+    modification time, which every change sets anew, says whether others changed it: then it is listed.
 
     Parameters are those of :class:`~ragcachekit.store.disk.DiskStore`.
     """
@@ -142,8 +126,8 @@ class EntryFolder:
         self._prefix = os.path.join(folder, "")
         self._lock = FolderLock(folder / "lock")
         # Guarded by the lock.
-        self._writer = folder / "writer"
-        self._oldest: dict[str, tuple[int, int]] = {}  # when used and size; least recently used first
+        self._changed_at: int | None = None  # the folder's modification time when the next two were right
+        self._files: dict[str, tuple[int, int]] = {}  # when used and size; least recently used first
         self._nbytes = Counter[str]()  # by group
 
     def path(self, name: str) -> str:
@@ -152,7 +136,7 @@ class EntryFolder:
 
     def content(self) -> tuple[int, int]:
         """Number of entries and their bytes."""
-        with suppress(OSError), self._locked_if_possible():
+        with suppress(OSError):
             sizes = entry_files(self._folder).values()
             return len(sizes), sum(sizes)
         return 0, 0
@@ -168,58 +152,44 @@ class EntryFolder:
         cost more than the write.
         """
         with self._changing(SECONDS_TO_LOCK):
-            more = sum(map(len, parts)) - self._size(name)
+            nbytes = sum(map(len, parts))
+            more = nbytes - self._files.get(name, (0, 0))[1]
             self._shrink(group_of(name), more, but=name)
             self._shrink(_ALL, more, but=name)
             path = self.path(f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
             try:
                 with OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW) as file:
                     write_all(file.fd, parts)
-                _touch(path)
-                self._count(name, more)
-                self._write_sums()  # before the file counts, lest a kill leaves it uncounted
+                used = _touch(path)
                 os.replace(path, self.path(name))
             except BaseException:
                 with suppress(OSError):  # if the medium fails, the next start sweeps it
                     os.unlink(path)
                 raise
-
-    def make_space(self, nbytes: int, but: str) -> bool:
-        """Evict least recently used entries of ``nbytes`` together, as the volume is full.
-
-        False, with nothing deleted, if all of them but ``but`` are smaller.
-        """
-        sizes = {name: size for name, size in entry_files(self._folder).items() if name != but}
-        if sum(sizes.values()) < nbytes:
-            return False
-        for name, size in sizes.items():
-            if nbytes > 0 and self.remove(name):
-                self._counters.count("evictions")
-                nbytes -= size
-        return nbytes <= 0
+            self._remove(name)
+            self._add(name, used, nbytes)
 
     def remove(self, name: str, seen: os.stat_result | None = None) -> bool:
         """Delete an entry, even if the folder cannot be locked; False if the file cannot be deleted.
 
         With ``seen``, that of a damaged file, only if it is still that file, and not one that was put since.
         """
-        with self._locked_if_possible() as locked:
+        with ExitStack() as held:
+            locked = False
+            with suppress(OSError, LockFailed):
+                held.enter_context(self._changing(SECONDS_TO_LOCK))
+                locked = True
             try:
-                status = os.lstat(self.path(name))
-                if seen is not None and not os.path.samestat(status, seen):
+                if seen is not None and not os.path.samestat(os.lstat(self.path(name)), seen):
                     return True
                 os.unlink(self.path(name))
             except FileNotFoundError:
-                return True
+                pass
             except OSError as error:
                 self._warn_undeleted(error)
                 return False
-            with suppress(OSError):
-                if locked and seen is None and self._read_sums():  # damage may change the size
-                    self._count(name, -status.st_size)
-                    self._write_sums()
-                else:
-                    self._writer.unlink(missing_ok=True)
+            if locked:
+                self._remove(name)
         return True
 
     def record_use(self, name: str) -> None:
@@ -230,102 +200,75 @@ class EntryFolder:
     def prepare(self, seconds: float) -> None:
         """Remove what dead writers left, and evict down to budget and quotas, which may be smaller now."""
         self.wait_for_writers(seconds)
-        with self._changing(seconds, anew=True):
+        with self._changing(seconds):
             for group in [*self._nbytes]:
                 self._shrink(group)
-            self._write_sums()
 
     def wait_for_writers(self, seconds: float) -> None:
         """Wait for puts under way, and remove what dead writers left."""
         with self._lock.held(seconds):
-            for path in orphans(self._folder):
-                with suppress(OSError):
-                    path.unlink()
+            for path in self._folder.iterdir():
+                if _TEMP_NAME.fullmatch(path.name):
+                    with suppress(OSError):
+                        path.unlink()
 
     @contextmanager
-    def _locked_if_possible(self) -> Iterator[bool]:
-        with ExitStack() as held:
-            locked = False
-            with suppress(LockFailed):
-                held.enter_context(self._lock.held(SECONDS_TO_LOCK))
-                locked = True
-            yield locked
-
-    @contextmanager
-    def _changing(self, seconds: float, *, anew: bool = False) -> Iterator[None]:
-        """Within it the folder is locked, and ``_nbytes`` agree with it unless files were removed by hand."""
+    def _changing(self, seconds: float) -> Iterator[None]:
+        """Within it the folder is locked, and what is known of its files is right."""
         with self._lock.held(seconds):
-            try:
-                if anew or not self._read_sums():
-                    self._list()
-                yield
-            except BaseException:
-                with suppress(OSError):
-                    self._writer.unlink()  # the next time, list the folder
-                raise
+            if os.stat(self._folder).st_mtime_ns != self._changed_at:
+                self._list()
+            self._changed_at = None  # an error or a kill from here on has the folder listed the next time
+            yield
+            with suppress(OSError):
+                _touch(self._folder)
+                self._changed_at = os.stat(self._folder).st_mtime_ns
 
     # -- the lock is held --------------------------------------------------------------------------
 
-    def _read_sums(self) -> bool:
-        """Set ``_nbytes`` to the sums in ``writer``; False if it lacks them, or those of groups."""
-        with suppress(OSError, ValueError, TypeError, AttributeError, OverflowError):
-            total, groups = parse_json(read_regular(self._writer))
-            if groups is not None or not self._quotas:
-                self._nbytes = Counter({str(name): int(size) for name, size in (groups or {}).items()})
-                self._nbytes[_ALL] = int(total)
-                return True
-        return False
-
-    def _write_sums(self) -> None:
-        groups = {name: nbytes for name, nbytes in self._nbytes.items() if name != _ALL and nbytes}
-        text = json.dumps([self._nbytes[_ALL], groups if self._quotas else None])
-        with open_regular(self._writer, os.O_WRONLY | os.O_CREAT | NO_FOLLOW) as file:
-            os.ftruncate(file.fd, write_all(file.fd, [text.encode()]))
-
     def _list(self) -> None:
-        self._oldest, self._nbytes = {}, Counter()
-        for name, status in _scan(self._folder):
-            self._oldest[name] = status.st_mtime_ns, status.st_size
-            self._count(name, status.st_size)
+        found = _scan(self._folder)
+        self._files, self._nbytes = {}, Counter()
+        for name, status in found:
+            self._add(name, status.st_mtime_ns, status.st_size)
 
-    def _count(self, name: str, nbytes: int) -> None:
+    def _add(self, name: str, used: int, nbytes: int) -> None:
+        self._files[name] = used, nbytes
         self._nbytes[_ALL] += nbytes
         self._nbytes[group_of(name)] += nbytes
 
-    def _size(self, name: str) -> int:
-        try:
-            return os.lstat(self.path(name)).st_size
-        except FileNotFoundError:
-            return 0
+    def _remove(self, name: str) -> None:
+        _, nbytes = self._files.pop(name, (0, 0))
+        self._nbytes[_ALL] -= nbytes
+        self._nbytes[group_of(name)] -= nbytes
 
     def _shrink(self, group: str, more: int = 0, but: str = "") -> None:
         """Evict least recently used entries of a group, except ``but``, until ``more`` bytes fit."""
-        limit, listed = self._budget if group == _ALL else quota_of(self._quotas, group), False
+        limit = self._budget if group == _ALL else quota_of(self._quotas, group)
         while limit is not None and self._nbytes[group] > limit - more:
-            candidates = (name for name in self._oldest if name != but and group in (_ALL, group_of(name)))
+            candidates = (name for name in self._files if name != but and group in (_ALL, group_of(name)))
             victim = next(candidates, None)
-            if victim is not None:
-                self._evict(victim)
-            elif not listed:
-                self._list()
-                listed = True
-            else:
+            if victim is None:
                 raise OSError(f"no entry in {self._folder} can be deleted")
+            self._evict(victim)
 
     def _evict(self, name: str) -> None:
-        """Delete a file, unless it was used or removed since it was listed."""
-        (used, nbytes), path = self._oldest.pop(name), self.path(name)
+        """Delete a file, or put it in its place in the order if it was used since it was listed."""
+        (used, nbytes), path = self._files[name], self.path(name)
         try:
-            if os.lstat(path).st_mtime_ns != used:
+            if (now := os.lstat(path).st_mtime_ns) != used:
+                self._files[name] = now, nbytes
+                self._files = dict(sorted(self._files.items(), key=itemgetter(1)))
                 return
             os.unlink(path)
-        except FileNotFoundError:  # subtracted by the store that removed it
-            return
+            self._counters.count("evictions")
+        except FileNotFoundError:  # by somebody who could not lock the folder
+            pass
         except OSError as error:
             self._warn_undeleted(error)
+            del self._files[name]  # but it goes on counting
             return
-        self._counters.count("evictions")
-        self._count(name, -nbytes)
+        self._remove(name)
 
     def _warn_undeleted(self, error: OSError) -> None:
         self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)
@@ -356,6 +299,8 @@ def _scan(folder: Path) -> list[tuple[str, os.stat_result]]:
     return sorted(found, key=lambda one: (one[1].st_mtime_ns, one[0]))
 
 
-def _touch(path: str) -> None:
+def _touch(path: str | Path) -> int:
+    """Set a modification time to the present, and return that."""
     now = time.time_ns()  # finer than the system's own clock of file times
     os.utime(path, ns=(now, now))
+    return now

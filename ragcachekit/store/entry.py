@@ -7,10 +7,9 @@ header         JSON: ``__metadata__``, then the table of tensors; padded with sp
 ``sums.NAME``  what was recorded with them, sorted by name
 =============  ==============================================================================================
 
-The metadata holds the CRC32C of the header itself, at a fixed place that is checked before any JSON is
-parsed, and under ``entry`` the key and the CRC32C of every layer and every sum. Any safetensors reader opens
-the files. They are read, not memory-mapped: a mapped file that is cut short raises SIGBUS, and verified bytes
-could change afterwards.
+The metadata holds the CRC32C of the header itself, and under ``entry`` the key and the CRC32C of every layer
+and every sum. Any safetensors reader opens the files. They are read, not memory-mapped: a mapped file that is
+cut short raises SIGBUS, and verified bytes could change afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ragcachekit.model.kv import ChunkKV, TensorShape, nbytes_of
 from ragcachekit.store.base import Pair
 from ragcachekit.types import KVKey
 
-SCHEMA = "7"
+SCHEMA = "8"
 """Version of the format; entries of another one are misses."""
 
 DTYPES = {
@@ -60,9 +59,7 @@ _LENGTH_BYTES = 8
 _PROBE = 16384  # bytes of the first read: most headers
 _MAX_HEADER = 100_000_000  # as the safetensors library
 _MAX_ELEMENTS = 1 << 40  # with zeros in a shape counted as ones, so that strides do not overflow
-_OPENING = b'{"__metadata__":{"crc32c":"'
-_SEAL = slice(_LENGTH_BYTES + len(_OPENING), _LENGTH_BYTES + len(_OPENING) + 8)
-_NO_SEAL = b"00000000"
+_NO_CRC = b"00000000"  # in a header whose CRC is computed
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Read = Callable[[int, int], torch.Tensor]
@@ -143,33 +140,30 @@ def encode_header(header: EntryHeader) -> bytes:
         "quantised": header.quantised,
         "crcs": struct.pack(f">{len(header.crcs)}I", *header.crcs).hex(),  # of the same length for all values
     }
-    metadata = {"crc32c": _NO_SEAL.decode(), "schema": SCHEMA, "entry": _compact(entry)}
+    metadata = {"crc32c": _NO_CRC.decode(), "schema": SCHEMA, "entry": _compact(entry)}
     fields: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in header.tensors:
         start, end = end, end + nbytes_of((dtype, shape))
         fields[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = _compact(fields).encode()
+    text = text.replace(_NO_CRC, b"%08x" % google_crc32c.value(text), 1)
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGN)
-    raw = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-    raw[_SEAL] = _seal(raw)
-    return bytes(raw)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def decode_header(raw: bytes) -> EntryHeader:
-    """The reverse of :func:`encode_header`; EntryDamaged unless every byte is as it was written.
+    """The reverse of :func:`encode_header`; EntryDamaged unless encoding the result gives the same bytes.
 
-    Others who write to the folder can make a right CRC, so the content is checked as well: it has to be what
-    encoding it gives.
+    So every byte, the CRC among them, is as it was written. Others who write to the folder can make a right
+    CRC, so the content is checked as well.
     """
-    if raw[_SEAL] != _seal(raw):
-        raise EntryDamaged("the header does not match its CRC")
     try:
         header = _parsed(parse_json(raw[_LENGTH_BYTES:]))
         if encode_header(header) != raw:
-            raise ValueError("fields in another form or order")
+            raise ValueError("it does not match its CRC, or has another form")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error) as error:
-        raise EntryDamaged(f"a header of another schema: {error!r:.200}") from error
+        raise EntryDamaged(f"a damaged header, or of another schema: {error!r:.200}") from error
     return header
 
 
@@ -178,18 +172,12 @@ def read_header(read: Callable[[int, int], bytes], size: int) -> tuple[EntryHead
     first = read(0, min(_PROBE, size))
     length = int.from_bytes(first[:_LENGTH_BYTES], "little")
     end = _LENGTH_BYTES + length
-    if end > size or not len(_OPENING) < length <= _MAX_HEADER:
+    if end > size or not 0 < length <= _MAX_HEADER:
         raise EntryDamaged(f"a header of {length} bytes in a file of {size}")
     header = decode_header(first[:end] if end <= len(first) else read(0, end))
     if end + header.offsets[-1] != size:
         raise EntryDamaged(f"{size} bytes instead of {end + header.offsets[-1]}")
     return header, end
-
-
-def _seal(raw: bytes | bytearray) -> bytes:
-    """CRC of a header, with zeros in the place of the CRC itself."""
-    crc = google_crc32c.value(bytes(raw[: _SEAL.start]) + _NO_SEAL)
-    return b"%08x" % google_crc32c.extend(crc, bytes(raw[_SEAL.stop :]))
 
 
 def _parsed(fields: Any) -> EntryHeader:

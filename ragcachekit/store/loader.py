@@ -29,9 +29,6 @@ BYTES_IN_FLIGHT = 1 << 30
 MAX_OPEN = 256
 """Entries that may be open at a time; further ones are misses."""
 
-MAX_STUCK = 4
-"""Threads that may hang in a read (a dead mount) and be replaced."""
-
 CLOSE_SECONDS = 5.0
 """How long closing waits for running reads."""
 
@@ -57,11 +54,9 @@ class Load:
     key: KVKey
     source: LayerSource
     changed: Condition
-    late: Callable[[Load, float], object]  # called when a request has waited so many seconds in vain
     rank: float = IDLE  # of the earliest request it is read for; the lowest is read first
-    joinable: bool = True  # by further requests: not once it was forgotten, hangs or has ended
-    job: Job | None = None  # that reads a layer, or has read the last one
-    job_started_at: float = 0.0  # by time.monotonic
+    joinable: bool = True  # by further requests: not once it was forgotten or has ended
+    reading_since: float | None = None  # by time.monotonic; not None once the last layer is read
     error: str | None = None
     started_at: float = 0.0
     ended_at: float = 0.0
@@ -161,13 +156,10 @@ class LoadingKV:
         if number < len(load.pairs):
             return load.pairs[number]
         started_at = time.perf_counter()
-        there = load.changed.wait_for(
+        load.changed.wait_for(
             lambda: number < len(load.pairs) or load.error is not None,
             max(0.0, self._until - time.monotonic()),
         )
-        if not there:
-            with load.changed:
-                load.late(load, self._seconds)
         self.waited += time.perf_counter() - started_at
         if number >= len(load.pairs):
             raise LoadFailed(frozenset([self.key]), load.error or self._late)
@@ -193,7 +185,8 @@ Observe = Callable[[str, int, float, int], object]
 class Loader:
     """Finds entries in a store and reads those of slow tiers in background threads. Thread safe.
 
-    An entry that several requests need at once is read once. Damage, I/O errors and a wait of more than
+    An entry that several requests need at once is read once. While all threads hang in reads (a dead mount)
+    for longer than the deadline, slow tiers have nothing. Damage, I/O errors and a wait of more than
     ``deadline`` seconds raise :class:`LoadFailed` where a request waits for the layer. ``bytes_in_flight``
     limits what is being prefetched (one entry may exceed it), ``threads`` the reads at a time; ``observe``
     gets the speed of each read.
@@ -210,9 +203,9 @@ class Loader:
     ) -> None:
         self._store, self._observe = store, observe
         self._threads, self._deadline, self._max_prefetched = threads, deadline, bytes_in_flight
-        self._pool = DaemonPool("ragcachekit-load", threads, MAX_STUCK)
+        self._pool = DaemonPool("ragcachekit-load", threads)
         self._changed = Condition()  # guards everything below and in the loads
-        self._jobs: set[Job] = set()  # submitted, not finished and not given up
+        self._jobs = 0  # submitted and not finished
         self._active: list[Load] = []  # opened and not read to the end
         self._ranks = itertools.count()
         self._reading = 0  # bytes
@@ -286,7 +279,7 @@ class Loader:
             self._closed = True
             for load in self._active:
                 load.joinable, load.error = False, load.error or "the store was closed"
-                if load.job is None:
+                if load.reading_since is None:
                     load.source.close()
             self._active.clear()
             self._changed.notify_all()
@@ -304,29 +297,30 @@ class Loader:
             return opened
         with self._changed:
             load = self._find(key)  # another thread may have opened it meanwhile
-            usable = not (self._closed or self._pool.hopeless) and len(self._active) < MAX_OPEN
+            hang = sum(map(self._hangs, self._active)) >= self._threads
+            usable = not (self._closed or hang) and len(self._active) < MAX_OPEN
             if load is not None or not usable:
                 opened.close()
             else:
-                load = Load(key, opened, self._changed, self._replace_readers)
+                load = Load(key, opened, self._changed)
                 load.joinable = forgets == self._forgets  # else it was forgotten while it was opened
                 self._active.append(load)
             return LoadingKV(load, self._deadline) if load is not None else None
 
     # -- reader jobs: the lock is not held ---------------------------------------------------------
 
-    def _step(self, job: Job) -> None:
+    def _step(self) -> None:
         """Read the most urgent layer."""
         with self._changed:
             self._sweep()
             load, beside = self._next(), self._reading
             if load is not None:
-                load.job, load.job_started_at = job, time.monotonic()
+                load.reading_since = time.monotonic()
                 self._reading += load.layer_bytes
         if load is not None:
             self._read(load, beside)
         with self._changed:
-            self._jobs.discard(job)
+            self._jobs -= 1
             self._wake()
 
     def _read(self, load: Load, beside: int) -> None:
@@ -348,7 +342,7 @@ class Loader:
             load.ended_at = time.perf_counter()
             over = load.complete or load.error is not None
             if not over:
-                load.job = None  # another one may read the next layer
+                load.reading_since = None  # another job may read the next layer
             self._changed.notify_all()
         if pair is not None:
             self._observe(load.source.tier, load.layer_bytes, seconds, beside)
@@ -365,44 +359,30 @@ class Loader:
     # -- the lock is held --------------------------------------------------------------------------
 
     def _find(self, key: KVKey) -> Load | None:
-        return next((load for load in self._active if load.key == key and load.joinable), None)
+        found = (load for load in self._active if load.key == key and load.joinable)
+        return next((load for load in found if not self._hangs(load)), None)
+
+    def _hangs(self, load: Load) -> bool:
+        return load.reading_since is not None and time.monotonic() - load.reading_since > self._deadline
 
     def _wake(self) -> None:
         """Submit jobs for what is to be done; without any thread, fail the loads."""
         self._sweep()
         work = 0 if self._closed else len(self._begun())
-        while len(self._jobs) < min(self._threads, work) and self._submit():
-            pass
-        if self._pool.hopeless or (work and not self._jobs):
-            for load in [load for load in self._begun() if load.job is None]:
+        while self._jobs < min(self._threads, work) and self._pool.submit(Job(self._step)):
+            self._jobs += 1
+        if work and not self._jobs:
+            for load in self._begun():
                 load.error = load.error or "there is no thread that could read it"
                 self._end(load)
         self._changed.notify_all()
-
-    def _submit(self) -> bool:
-        job = Job(lambda: self._step(job))
-        submitted = self._pool.submit(job)
-        if submitted:
-            self._jobs.add(job)
-        return submitted
-
-    def _replace_readers(self, late: Load, seconds: float) -> None:
-        """Give up the job that reads ``late``, for which a request waited, and all that take ``seconds``."""
-        old = time.monotonic() - seconds
-        for load in self._active:
-            job = load.job
-            if job is not None and (load is late or load.job_started_at <= old):
-                self._jobs.discard(job)
-                self._pool.give_up(job)
-                load.joinable = False
-        self._wake()
 
     def _begun(self) -> list[Load]:
         return [load for load in self._active if load.rank != IDLE]
 
     def _next(self) -> Load | None:
         """The load to read a layer of: of the earliest request, the one with the lowest layer."""
-        ready = [load for load in self._begun() if load.job is None]
+        ready = [load for load in self._begun() if load.reading_since is None]
         return min(ready, key=lambda load: (load.rank, len(load.pairs)), default=None)
 
     def _may_prefetch(self) -> bool:
@@ -422,7 +402,7 @@ class Loader:
     def _sweep(self) -> None:
         """Close loads that no request has a handle of."""
         for load in list(self._active):
-            if load.job is None and load.rank != PREFETCH and not load.handles:
+            if load.reading_since is None and load.rank != PREFETCH and not load.handles:
                 self._end(load)
 
     def _end(self, load: Load) -> None:

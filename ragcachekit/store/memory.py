@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,31 +18,24 @@ from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 _WASTE = 8
-"""A tensor is copied if more than 1/8 of the storage that it keeps alive is not the entry's."""
+"""An entry is copied if it keeps more than 1/8 of its bytes alive beside them."""
 
 
 def in_own_memory(kv: ChunkKV) -> tuple[ChunkKV, int]:
-    """``kv``, copied where its tensors keep much more memory alive than they use, and its bytes of memory.
+    """``kv``, copied if it keeps much more memory alive than it uses, and its bytes of memory."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(kv)}
+    held = sum(storages.values())
+    if held <= kv.nbytes + kv.nbytes // _WASTE:
+        return kv, max(kv.nbytes, held)
+    copied = [t.clone(memory_format=torch.contiguous_format) for t in _tensors(kv)]
+    layers = kv.layers
+    sums = dict(zip(kv.sums, copied[2 * layers :], strict=True))
+    kv = replace(kv, keys=tuple(copied[:layers]), values=tuple(copied[layers : 2 * layers]), sums=sums)
+    return kv, kv.nbytes
 
-    At least its ``nbytes``: tensors that share memory do not once they are copied.
-    """
-    held: dict[int, int] = {}
-    used: Counter[int] = Counter()
-    for tensor in (*kv.keys, *kv.values, *kv.sums.values()):
-        storage = tensor.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
-        used[storage.data_ptr()] += tensor.nbytes
-    wasteful = {at for at, nbytes in held.items() if nbytes > used[at] + used[at] // _WASTE}
-    if not wasteful:
-        return kv, max(kv.nbytes, sum(held.values()))
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        shared = tensor.untyped_storage().data_ptr() in wasteful
-        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
-
-    sums = {name: own(tensor) for name, tensor in kv.sums.items()}
-    kv = replace(kv, keys=tuple(map(own, kv.keys)), values=tuple(map(own, kv.values)), sums=sums)
-    return kv, sum(held[at] for at in held.keys() - wasteful) + sum(used[at] for at in wasteful)
+def _tensors(kv: ChunkKV) -> tuple[torch.Tensor, ...]:
+    return *kv.keys, *kv.values, *kv.sums.values()
 
 
 Cost = Callable[[ChunkKV], float]
@@ -113,21 +105,13 @@ class MemoryStore(KVStore):
     def in_memory(self, key: KVKey) -> bool:
         return key in self
 
-    def discard(self, key: KVKey) -> None:
-        """Drop an unusable entry and count it as damaged."""
-        self._remove(key, "damaged")
+    def discard(self, key: KVKey, *, damaged: bool = True) -> None:
+        self._remove(key, "damaged" if damaged else "evictions")
 
-    def keys(self) -> Iterator[KVKey]:
+    def keys(self, *, in_memory: bool = False) -> Iterator[KVKey]:
         """Keys of all entries, the last put first."""
         with self._lock:
             return reversed(list(self._entries))
-
-    def memory_keys(self) -> Iterator[KVKey]:
-        return self.keys()
-
-    def evict(self, key: KVKey) -> None:
-        """Drop the entry under ``key`` and count an eviction."""
-        self._remove(key, "evictions")
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         with self._lock:

@@ -201,18 +201,13 @@ class QuantisedStore(KVStore):
     def in_memory(self, key: KVKey) -> bool:
         return self._tier.in_memory(self._key(key))
 
-    def discard(self, key: KVKey) -> None:
-        self._tier.discard(self._key(key))
+    def discard(self, key: KVKey, *, damaged: bool = True) -> None:
+        self._tier.discard(self._key(key), damaged=damaged)
 
-    def keys(self) -> Iterator[KVKey]:
+    def keys(self, *, in_memory: bool = False) -> Iterator[KVKey]:
         """As the tier, for entries of this kind."""
-        return self._own(self._tier.keys())
-
-    def memory_keys(self) -> Iterator[KVKey]:
-        return self._own(self._tier.memory_keys())
-
-    def evict(self, key: KVKey) -> None:
-        self._tier.evict(self._key(key))
+        keys = self._tier.keys(in_memory=in_memory)
+        return (_plain(key) for key in keys if self._key(_plain(key)) == key)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         return self._tier.drop(namespace, chunk_ids)
@@ -225,9 +220,6 @@ class QuantisedStore(KVStore):
 
     def _handed_out(self, found: Found) -> Found:
         return Found((PackedKV.of if self._keeps_packed else unpack)(found.kv, self._kind), found.tier)
-
-    def _own(self, keys: Iterator[KVKey]) -> Iterator[KVKey]:
-        return (_plain(key) for key in keys if self._key(_plain(key)) == key)
 
     def _key(self, key: KVKey) -> KVKey:
         return key if _exact(key) else replace(key, encoding=f"{key.encoding}+{self._kind}")

@@ -197,8 +197,8 @@ class RemoteStore(KVStore):
 
     If the service does not answer within ``deadline`` seconds, methods return a miss, False or nothing;
     ``forget`` takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in
-    this process, and are not put, until a forget of at least as much succeeds. Larger entries than
-    ``max_entry`` bytes are refused, which counts as no failure; ``budget`` is what this process may keep
+    this process, and are not put, until the same forget, or one of the namespace, succeeds. Larger entries
+    than ``max_entry`` bytes are refused, which counts as no failure; ``budget`` is what this process may keep
     there.
 
     Subclasses implement the methods with ``blob`` in their names, ``connect``, ``usage`` and ``disconnect``.
@@ -237,7 +237,7 @@ class RemoteStore(KVStore):
         raise NotImplementedError
 
     def read_blob(self, key: KVKey) -> bytes | None:
-        """Return the entry under ``key``, now the most recently used one, or None."""
+        """Return the entry under ``key``, or None."""
         raise NotImplementedError
 
     def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
@@ -267,7 +267,7 @@ class RemoteStore(KVStore):
         """Close connections; does not wait."""
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        """The verified entry under ``key``, now the most recently used one, or None."""
+        """The verified entry under ``key``, or None."""
         kv = self._executor.run(lambda: self._load(key), None) if self._is_served(key) else None
         self._counters.count("misses" if kv is None else "hits")
         return None if kv is None else Found(kv, self._tier)
@@ -296,9 +296,8 @@ class RemoteStore(KVStore):
     def __contains__(self, key: KVKey) -> bool:
         return self._is_served(key) and self._executor.run(lambda: self.has_blob(key), False)
 
-    def discard(self, key: KVKey) -> None:
-        """Delete an unusable entry and count it as damaged."""
-        if key in self:
+    def discard(self, key: KVKey, *, damaged: bool = True) -> None:
+        if damaged and key in self:
             self._counters.count("damaged")
             self._executor.run(lambda: self.delete_blob(key), None)
 
@@ -326,7 +325,7 @@ class RemoteStore(KVStore):
             self._unconfirmed = [
                 (space, ids)
                 for space, ids in self._unconfirmed
-                if space != namespace or (chunk_ids is not None and (ids is None or not ids <= chunk_ids))
+                if space != namespace or (chunk_ids is not None and ids != chunk_ids)
             ]
         return frozenset(dropped)
 

@@ -131,20 +131,14 @@ class TieredStore(KVStore):
     def in_memory(self, key: KVKey) -> bool:
         return any(tier.in_memory(key) for tier in self._tiers)
 
-    def discard(self, key: KVKey) -> None:
+    def discard(self, key: KVKey, *, damaged: bool = True) -> None:
         for tier in reversed(self._tiers):
-            tier.discard(key)
+            tier.discard(key, damaged=damaged)
 
-    def keys(self) -> Iterator[KVKey]:
+    def keys(self, *, in_memory: bool = False) -> Iterator[KVKey]:
         """Keys of all tiers that list theirs, the slowest first; each once."""
-        return iter(dict.fromkeys(chain.from_iterable(tier.keys() for tier in reversed(self._tiers))))
-
-    def memory_keys(self) -> Iterator[KVKey]:
-        return iter(dict.fromkeys(chain.from_iterable(tier.memory_keys() for tier in self._tiers)))
-
-    def evict(self, key: KVKey) -> None:
-        for tier in reversed(self._tiers):
-            tier.evict(key)
+        every = (tier.keys(in_memory=in_memory) for tier in reversed(self._tiers))
+        return iter(dict.fromkeys(chain.from_iterable(every)))
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
         """Drop entries from every tier, even if one raises; copies count once."""

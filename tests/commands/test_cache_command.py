@@ -171,7 +171,6 @@ def test_verify_names_what_is_damaged_and_leaves_it(command, folder):
     assert f"damaged: {path.name}: layer 0 does not match its CRC" in result.stdout
     assert "3 entries" in result.stdout
     assert "1 damaged" in result.stdout
-    assert "1 files of interrupted writes" in result.stdout
     assert path.exists()
     assert orphan.exists()
 
@@ -183,7 +182,7 @@ def test_repair_drops_the_damaged_and_what_interrupted_writes_left(command, fold
     result = command("cache", "repair", "--cache", folder)
     assert result.exit_code == 0
     assert "dropped 1 damaged entries" in result.stdout
-    assert "2 entries" in result.stdout
+    assert "2 are left" in result.stdout
     assert not path.exists()
     assert not list((folder / "kv").glob("*.tmp"))
     left = [path.stat().st_size for path in (folder / "kv").glob("*.safetensors")]

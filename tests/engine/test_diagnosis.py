@@ -88,9 +88,6 @@ def test_what_is_not_registered_is_told_from_what_is_altered(rag) -> None:
 
 def test_a_template_that_alters_contents_is_named() -> None:
     tokenizer = copy.deepcopy(byte_level())
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
-    found = diagnose(PromptParser(tokenizer), messages(PARTS), [ONE])
-    assert reasons(found) == ["upper or lower case"]
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] | replace('Where', 'Whence') | truncate(2000) }}"
         "{% if 'Berlin' in m['content'] %}!{% endif %}{% endfor %}"
@@ -125,7 +122,6 @@ def why(document: str, made: str) -> str:
         ("JSON-escaped", json.dumps(TEXT)),
         ("printed as Python", f"[Document(page_content={TEXT!r})]"),
         ("whitespace", TEXT.replace("\n", " ")),
-        ("upper or lower case", TEXT.lower()),
         ("truncated", TEXT[:90] + "..."),
         ("altered", TEXT[:80] + "\nsource: mill.txt\n" + TEXT[80:]),
         ("absent", "Paris is the capital of France; the river Seine flows in Paris."),
@@ -133,13 +129,6 @@ def why(document: str, made: str) -> str:
 )
 def test_kinds(kind, made) -> None:
     assert why(TEXT, made) == kind
-
-
-def test_the_unicode_form_is_named() -> None:
-    assert why(
-        "Ein Caf\u00e9 in der Stra\ufb02e am Fluss, im ersten Stock.",
-        "Ein Café in der Strafle am Fluss, im ersten Stock.",
-    ) == ("Unicode form")
 
 
 def test_the_first_difference_is_shown() -> None:

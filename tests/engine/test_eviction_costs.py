@@ -36,7 +36,7 @@ def test_the_chunk_store_keeps_what_is_dear(eviction, source, tmp_path):
     """Under ``gdsf`` the oldest of three entries leaves, which is the short one."""
     store = StoreConfig(host_bytes=int(93 * token_bytes()), eviction=eviction)  # with what is summed beside
     with engine(tmp_path, store=store) as rag:
-        rag.components.loads.cost.profile = FLAT
+        rag.components.cost.profile = FLAT
         for tokens, seed in ((10, 1), (40, 2), (45, 3)):
             rag.generate(asked(tokens, seed), max_new_tokens=1)
         assert rag.stats()[0].evictions == 1
@@ -61,5 +61,7 @@ def test_f_r_keeps_what_needs_no_recomputation(eviction, kept, tmp_path):
             rag.generate(Prompt([chunk(100, 3), often, text(6, 9)]), max_new_tokens=1)
         rag.generate(Prompt([chunk(40, 4), text(6, 9)]), max_new_tokens=1)
         ids = {rag_ids(rag, exact): "exact", rag_ids(rag, often): "often"}
-        there = {ids[key.chunk_id] for key in rag.components.store.memory_keys() if key.chunk_id in ids}
+        there = {
+            ids[key.chunk_id] for key in rag.components.store.keys(in_memory=True) if key.chunk_id in ids
+        }
     assert there == {kept}

@@ -8,6 +8,7 @@ import re
 from html import unescape
 
 import pytest
+from rich.console import Console
 
 from ragcachekit import RagCache, StoreConfig
 from speaking import byte_level, speaker
@@ -61,8 +62,11 @@ class TestView:
         assert repr(ONE)[1:-1] in str(view)
         assert "4 recomputed" in str(view)
         assert len(repr(view)) < 150
-        assert "\x1b[" in view.ansi()
-        assert "Spree" in view.ansi()
+        console = Console(force_terminal=True, color_system="truecolor")
+        with console.capture() as captured:
+            console.print(view)
+        assert "\x1b[" in captured.get()
+        assert "Spree" in captured.get()
 
     def test_nothing_is_stored_or_generated(self, tmp_path) -> None:
         with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now", policy="lego:4") as rag:

@@ -11,7 +11,7 @@ import pytest
 from engine_kit import chunk, rag_for, text
 from ragcachekit import Prompt
 from ragcachekit.config import TreeConfig
-from ragcachekit.engine import after_answer
+from ragcachekit.engine import runner
 from ragcachekit.store.memory import HostStore
 
 FIRST = Prompt([chunk(40, 2), text(6, 4)])
@@ -41,7 +41,7 @@ class HeldStore(HostStore):
 def clock(monkeypatch):
     """The clock of the waits; it stands still, so that no wait ends by time."""
     now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(after_answer, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(runner, "monotonic", lambda: now.seconds)
     return now
 
 
@@ -50,12 +50,12 @@ def waits(monkeypatch):
     """Set once a request waits."""
     begun = threading.Event()
 
-    class Watched(after_answer.Condition):
+    class Watched(runner.Condition):
         def wait_for(self, predicate, timeout=None):
             begun.set()
             return super().wait_for(predicate, timeout)
 
-    monkeypatch.setattr(after_answer, "Condition", Watched)
+    monkeypatch.setattr(runner, "Condition", Watched)
     return begun
 
 
@@ -89,7 +89,7 @@ def test_the_next_prompt_reuses_what_the_last_one_computed(held, waits, aside, w
 def test_a_hung_store_delays_by_the_first_prefill_at_most(held, clock, waits, aside, way):
     result = aside(WAYS[way], held.rag)
     assert waits.wait(60)
-    clock.seconds += after_answer.MIN_WAIT + 60
+    clock.seconds += runner.MIN_WAIT + 60
     report = result.result(60)
     assert report.computed_tokens == 47
     assert any("until rows of an earlier prompt were stored" in note for note in report.notes)

@@ -134,7 +134,7 @@ def test_a_stopped_forgetter_keeps_no_writer_waiting_for_ever(tmp_path: Path, mo
     log, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
     with other.forgetting("acme"), log.writing() as may_write:
         assert not may_write
-    assert "is it stopped" in caplog.text
+    assert "is a process stopped" in caplog.text
     with log.writing() as may_write:
         assert may_write
     with other.writing() as may_write, log.writing() as also:
@@ -152,7 +152,7 @@ def test_a_stopped_writer_keeps_no_forget_waiting_for_ever(tmp_path: Path, monke
     ):
         done.append(True)
     assert done == [True]
-    assert "is it stopped" in str(failure.value)
+    assert "is a process stopped" in str(failure.value)
     assert other.changed("acme")
     with log.forgetting("acme"):
         done.append(True)

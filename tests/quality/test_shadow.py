@@ -25,7 +25,8 @@ OTHERS = [Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, seed)]) for se
 def shadowed(name="llama", config=AFTER, **options):
     """An engine that has KV of PROMPT, with fresh figures."""
     rag = warmed(name, PROMPT, policy="reuse", shadow=config, **options)
-    rag.shadow.reset()
+    if config is not None:
+        rag.shadow.reset()
     return rag
 
 
@@ -52,7 +53,6 @@ def test_the_share_is_kept_and_the_seed_decides():
     assert 300 < sum(drawn(3, 0.02, 20_000)) < 500
     assert drawn(3) == drawn(3) != drawn(4)
     assert all(drawn(0, 1.0))
-    assert not any(drawn(0, 0.0))
 
 
 def test_requests_are_drawn_by_their_number():

@@ -36,7 +36,7 @@ TOKENS = 400  # 200 KB in float32: a kill falls into the middle of a write
 ENTRY = 210_000
 QUOTAS = {"churn": 9 * ENTRY}
 BUDGET = (WRITERS * KEPT + 12) * ENTRY
-CALLS = ("open", "write", "half", "utime", "ftruncate", "replace", "unlink")
+CALLS = ("open", "write", "half", "utime", "replace", "unlink")
 """Calls that a writer is killed before; ``half``: after the first half of a write."""
 SECONDS_TO_DIE = 60.0
 OPENING = 0.03  # seconds; who is to live no longer is killed while it opens the folder
@@ -193,7 +193,7 @@ def survey(folder, ledger):
     totals["temp_files_seen"] = len(list(folder.glob("*.tmp")))
     store = DiskStore(folder, BUDGET, quotas=QUOTAS)
     (stats,) = store.stats()
-    names = {path.name for path in folder.iterdir()} - {"lock", "writer"}
+    names = {path.name for path in folder.iterdir()} - {"lock"}
     sizes = sum((folder / name).stat().st_size for name in names)
     totals["orphans"] = len(names - entry_files(folder).keys())
     totals["uncounted"] = abs(len(names) - stats.entries) + abs(sizes - stats.nbytes)

@@ -36,15 +36,14 @@ def refused(lock, code):
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 @pytest.mark.parametrize("lasting", [False, True], ids=["one call", "from a call on"])
-@pytest.mark.parametrize("there", [False, True], ids=["new", "with entries"])
+@pytest.mark.parametrize("there", [False, True], ids=["empty", "with entries"])
 def test_any_call_of_opening_may_fail(tmp_path, code, lasting, there, opened):
     """For every n the n-th call that writes fails: it opens, what was there is read, then it writes again."""
-    if there:
-        filled(tmp_path / "before" / "a" / "kv")
+    filled(tmp_path / "before" / "a" / "kv", entries=4 * there)
 
     def tried(number):
         root = tmp_path / str(number)
-        shutil.copytree(tmp_path / "before", root) if there else root.mkdir()
+        shutil.copytree(tmp_path / "before", root)
         path, faults = root / "a" / "kv", Faults(root, code, number.__le__ if lasting else number.__eq__)
         with injected(faults):
             store = opened(path)
@@ -65,7 +64,7 @@ def test_any_call_of_opening_may_fail(tmp_path, code, lasting, there, opened):
         return calls
 
     calls = tried(NEVER)
-    assert len(calls) >= 6
+    assert len(calls) >= 3
     for number in range(1, len(calls) + 1):
         tried(number)
 
@@ -228,33 +227,15 @@ def test_only_a_deletion_is_flushed(tmp_path, opened):
 # -- full volumes ----------------------------------------------------------------------------------------
 
 
-def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path, opened):
-    path = tmp_path / "kv"
-    filled(path)
-    store = opened(path)
-    assert holds(store, 0)  # now 1 is the least recently used
-
-    def full(_):
-        there = [file for file in path.iterdir() if file.suffix in (".tmp", ".safetensors")]
-        return faults.calls[-1] == "write" and len(there) > 4
-
-    faults = Faults(path, errno.ENOSPC, full)
-    with injected(faults):
-        assert store.put(key_of(9), kv_of(9))
-        assert [n for n in range(10) if holds(store, n)] == [0, 2, 3, 9]
-    (stats,) = store.stats()
-    assert (stats.evictions, stats.failed_writes, stats.entries) == (1, 0, 4)
-    assert agrees_with_files(store, path)
-
-
-def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path, opened):
+def test_on_a_full_volume_puts_are_refused_and_nothing_leaves(tmp_path, opened):
     filled(tmp_path / "kv")
     store = opened(tmp_path / "kv")
     with injected(by_name(tmp_path, errno.ENOSPC, "write")):
         assert not any(store.put(key_of(9), kv_of(9)) for _ in range(5))
-        assert not store.put(key_of(9), kv_of(9, tokens=4000)), "larger than all that could leave"
     (stats,) = store.stats()
-    assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
+    assert (stats.entries, stats.evictions, stats.failed_writes) == (4, 0, 5)
+    assert store.put(key_of(9), kv_of(9))
+    assert agrees_with_files(store, tmp_path / "kv")
 
 
 def test_the_default_budget_depends_on_the_volume(tmp_path, monkeypatch):
@@ -266,8 +247,6 @@ def test_the_default_budget_depends_on_the_volume(tmp_path, monkeypatch):
     for total, free, budget in ((1 << 40, 1 << 39, 64 << 30), (100 << 30, 40 << 30, 20 << 30)):
         volume(total, free)
         assert default_disk_bytes(missing) == budget
-    volume(100 << 30, 0)
-    assert default_disk_bytes(missing) == 100 << 26
     filled(tmp_path / "kv")
     filled(tmp_path / "probe")
     (tmp_path / "kv" / "gone.safetensors").symlink_to(tmp_path / "evicted just now")
@@ -285,9 +264,9 @@ def test_a_stopped_process_is_named(tmp_path, monkeypatch, opened):
     store = opened(path)
     monkeypatch.setattr(disk, "SECONDS_TO_OPEN", 0.0)
     with FileLock(path / "lock", mode=0o600, is_singleton=False):
-        with pytest.raises(StoreError, match="is it stopped"):
+        with pytest.raises(StoreError, match="is a process stopped"):
             opened(path)
-        with pytest.raises(StoreError, match=r"forget again .* is it stopped"):
+        with pytest.raises(StoreError, match=r"forget again .* is a process stopped"):
             store.forget("acme/docs", frozenset({"chunk-1"}))
         assert [holds(store, n) for n in range(4)] == [True, False, True, True], "what is there has gone"
     assert store.forget("acme/docs") == 3

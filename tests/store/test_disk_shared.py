@@ -1,6 +1,5 @@
 """A disk folder among several: stores that write in turn, forgets and writers in the middle of a put."""
 
-import json
 import os
 import threading
 
@@ -8,12 +7,10 @@ import pytest
 
 from faults import Faults, injected
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_folder import FolderLock, entry_files
-from store_kit import agrees_with_files, entry_size, filled, holds, key_of, kv_of
+from ragcachekit.store.disk_folder import FolderLock
+from store_kit import agrees_with_files, entry_size, file_of, filled, holds, key_of, kv_of
 
 OURS = frozenset({"chunk-9"})
-CALLS = ("write", "utime", "replace")
-"""Calls of a put, in the middle of which something else happens."""
 
 
 def during(path, name, what):
@@ -47,69 +44,30 @@ def test_stores_that_write_in_turn_keep_the_budget_together(tmp_path, opened):
     assert [n for n in range(31) if key_of(n) in stores[0]] == [0, 19, 21, 22, 23, 30]
 
 
-@pytest.mark.parametrize(
-    ("entries", "quota"), [(200, None), (40, None), (200, 30)], ids=str
-)  # with room, full, over the quota
-def test_stores_that_write_in_turn_do_not_list_the_folder(tmp_path, entries, quota, opened):
+@pytest.mark.parametrize("quota", [None, 30])
+def test_a_store_that_writes_alone_does_not_list_the_folder(tmp_path, quota, opened):
     path = tmp_path / "kv"
     filled(tmp_path / "probe")
     size = entry_size(tmp_path / "probe") + 64  # later numbers have more digits
-    quotas = {} if quota is None else {"*": quota * size}
-    store = opened(path, entries * size, quotas=quotas)
-    for number in range(60):
-        assert store.put(key_of(number), kv_of(number))
-    stores = [store, *(opened(path, entries * size, quotas=quotas) for _ in range(2))]
-    assert store.put(key_of(60), kv_of(60))
+    store = opened(path, 40 * size, quotas={} if quota is None else {"*": quota * size})
     with injected(Faults(path, 0, lambda _: False), reads=True) as faults:
-        for number in range(61, 81):
-            assert stores[number % 3].put(key_of(number), kv_of(number))
-        for number in range(70, 75):
-            stores[number % 2].evict(key_of(number))
-        assert stores[2].put(key_of(81), kv_of(81))
-    assert faults.calls.count("scandir") <= 1, "for further entries to evict, where the known ones have left"
-    kept = [number for number in range(82) if key_of(number) in store]
-    assert not set(kept) & set(range(70, 75))
-    assert kept[-1] == 81
-    assert len(kept) <= min(entries, quota or entries)
-    assert json.loads((path / "writer").read_text())[0] == sum(entry_files(path).values())
-    for one in stores:
-        assert agrees_with_files(one, path)
-
-
-def test_at_no_moment_do_the_sums_miss_a_file(tmp_path, opened):
-    """So that a killed writer leaves the budget to the others."""
-    path = tmp_path / "kv"
-
-    def check(_):
-        if (path / "writer").exists() and (text := (path / "writer").read_text()):
-            assert json.loads(text)[0] >= sum(entry_files(path).values()), faults.calls[-1]
-        return False
-
-    filled(tmp_path / "probe")
-    faults = Faults(path, 0, check)
-    with injected(faults):
-        store = opened(path, 6 * entry_size(tmp_path / "probe"))
-        for number in range(9):
+        for number in range(80):
             assert store.put(key_of(number), kv_of(number))
-        store.evict(key_of(8))
-    assert {*CALLS, "unlink"} <= set(faults.calls)
+        store.discard(key_of(79))
+    assert "scandir" not in faults.calls
+    kept = [number for number in range(80) if key_of(number) in store]
+    assert kept == list(range(80 - len(kept) - 1, 79))
+    assert 25 <= len(kept) <= (quota or 40)
+    assert agrees_with_files(store, path)
 
 
-@pytest.mark.parametrize("damage", [b"\xff" * 1000, b"[Infinity, null]", b"[9, 9]", None])
-def test_a_damaged_file_of_sums_costs_nothing(tmp_path, damage, opened):
+def test_files_that_were_removed_by_hand_make_room(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
-    budget = 5 * entry_size(path)
-    store, other = opened(path, budget), opened(path, budget)
-    for number in range(4, 10):
-        if damage is None:
-            (path / "writer").unlink()
-        else:
-            (path / "writer").write_bytes(damage)
-        assert (store, other)[number % 2].put(key_of(number), kv_of(number))
-        assert agrees_with_files(store, path)
-        assert store.stats()[0].nbytes <= budget
-    assert [n for n in range(10) if key_of(n) in store] == [5, 6, 7, 8, 9]
+    store = opened(path, 4 * entry_size(path))
+    file_of(path, key_of(3)).unlink()
+    assert store.put(key_of(9), kv_of(9))
+    assert [n for n in range(10) if holds(store, n)] == [0, 1, 2, 9]
 
 
 @pytest.mark.parametrize(("call", "ids"), [("write", None), ("utime", OURS), ("replace", OURS)])

@@ -3,8 +3,10 @@
 import gc
 import os
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -252,62 +254,32 @@ def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplo
     assert same(start(loader, key_of(0)).kv, kv_of(0, layers=LAYERS))
 
 
-class Hanging:
-    """A store in which some reads hang until :attr:`gate` opens, and a loader that gives up soon."""
+def test_while_every_thread_hangs_slow_tiers_have_nothing(closing, monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(loader_module, "time", clock)
+    reached, gate = threading.Semaphore(0), threading.Event()
 
-    def __init__(self, closing, *numbers, threads):
-        self.reads = {number: threading.Event() for number in numbers}
-        self.gate = threading.Event()
-        self.store = filled(6, self.before)
-        self.loader = closing(self.store, threads=threads, deadline=0.01)
+    def before(key, _):
+        if key == key_of(0) and not gate.is_set():
+            reached.release()
+            assert gate.wait(WAIT)
 
-    def before(self, key, layer):
-        number = int(key.chunk_id.rpartition("-")[2])
-        if number in self.reads and not self.gate.is_set():
-            self.reads[number].set()
-            assert self.gate.wait(WAIT)
-
-    def hang(self, number):
-        kv = start(self.loader, key_of(number)).kv
-        assert self.reads[number].wait(WAIT)
+    store = filled(4, before)
+    loader = closing(store, threads=2, deadline=WAIT)
+    for _ in range(2):
+        assert same(start(loader, key_of(2)).kv, kv_of(2, layers=LAYERS)), "there is another thread"
+        kv = start(loader, key_of(0)).kv  # a new read of the same entry, not the one that hangs
+        assert reached.acquire(timeout=WAIT)
+        now[0] += 2 * WAIT
         with pytest.raises(LoadFailed, match="not there"):
             kv.layer(0)
-
-    def patient(self):
-        self.loader._deadline = WAIT
-
-    def wait(self, until):
-        pool = self.loader._pool
-        assert pool._changed.wait_for(lambda: until(pool), WAIT)
-
-
-def test_others_read_in_place_of_threads_that_hang(closing):
-    hanging = Hanging(closing, 0, 1, threads=2)
-    for number in (0, 1):
-        hanging.hang(number)
-    hanging.patient()
-    assert same(start(hanging.loader, key_of(2)).kv, kv_of(2, layers=LAYERS))
-    hanging.reads.clear()
-    # A new read of the same entry, not the one that hangs.
-    assert same(start(hanging.loader, key_of(0)).kv, kv_of(0, layers=LAYERS))
-    hanging.gate.set()
-    assert hanging.loader.flush(WAIT)
-    hanging.wait(lambda pool: not pool.stuck and len(pool._threads) <= 2)
-    assert same(start(hanging.loader, key_of(1)).kv, kv_of(1, layers=LAYERS))
-
-
-def test_where_everything_hangs_slow_tiers_have_nothing(closing, monkeypatch):
-    monkeypatch.setattr(loader_module, "MAX_STUCK", 2)
-    hanging = Hanging(closing, 0, 1, 2, threads=1)
-    for number in range(3):
-        hanging.hang(number)
-    assert len(hanging.loader._pool._threads) == 3
-    assert hanging.loader.open(key_of(4)) is None
-    assert hanging.store.sources[-1].closed
-    hanging.patient()
-    hanging.gate.set()
-    hanging.wait(lambda pool: not pool.stuck)
-    assert same(start(hanging.loader, key_of(4)).kv, kv_of(4, layers=LAYERS))
+    assert loader.open(key_of(3)) is None
+    assert store.sources[-1].closed
+    gate.set()
+    assert loader.flush(WAIT)
+    for number in (0, 3):
+        assert same(start(loader, key_of(number)).kv, kv_of(number, layers=LAYERS))
 
 
 def test_real_files_are_read_layer_by_layer(closing, tmp_path):

@@ -56,21 +56,15 @@ def test_no_more_threads_than_asked_for_and_no_more_jobs_than_may_wait(pools):
     assert pool.flush(LONG)
 
 
-def test_a_job_that_hangs_is_replaced_until_too_many_do(pools):
-    pool = pools(threads=1, spares=1)
+def test_a_job_that_hangs_keeps_its_thread(pools):
+    pool = pools(threads=1)
     first = hangs(pool)
     assert not pool.wait(first, 0.0)
-    waits = Job(lambda: "done")
-    assert pool.submit(waits)
     assert pool.give_up(first)
-    assert pool.wait(waits, LONG), "in a thread of its own"
-    second = hangs(pool)
-    assert pool.give_up(second)
-    assert (pool.stuck, pool.hopeless) == (2, True)
-    assert not pool.submit(Job(lambda: None))
-    for job in (first, second):
-        job.gate.set()
-        assert pool.wait(job, LONG)
+    assert pool.stuck == 1
+    assert not pool.submit(Job(lambda: None)), "no thread is left"
+    first.gate.set()
+    assert pool.wait(first, LONG)
     assert (first.result, pool.stuck) == ("late", 0)
     after = Job(lambda: "after")
     assert pool.submit(after)

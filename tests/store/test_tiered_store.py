@@ -21,7 +21,7 @@ def test_memory_keys_are_those_in_memory(tmp_path):
     store = TieredStore([host, DiskStore(tmp_path / "kv", 1 << 20)])
     for number in range(12):
         store.put(key_of(number), kv_of(number))
-    listed = set(store.memory_keys())
+    listed = set(store.keys(in_memory=True))
     every = list(store.keys())
     assert listed == {key for key in every if store.in_memory(key)}
     assert 0 < len(listed) < len(every) == 12
