@@ -63,7 +63,7 @@ class Engine:
         at["disk"] = _keys_in(self.folder / "kv")
         at["tree:host"] = [key_of(node.root, node.path()) for node in nodes(self.tree)]
         at["tree:disk"] = _keys_in(self.folder / "tree")
-        at["prefetched"] = [load.key for load in self.rag.components.loads.source._active if load.joinable]
+        at["prefetched"] = [load.key for load in self.rag.components.loads.loader._active if load.joinable]
         out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]
         turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == namespace]
         if any(gone is None or gone & turn.members for turn in turns):
