@@ -18,7 +18,8 @@ from ragcachekit.commands.questions import PromptMaker, Question, QuestionPrompt
 from ragcachekit.commands.report import BenchReport, Bootstrap, table
 from ragcachekit.errors import PromptTooLong, RagCacheError
 from ragcachekit.model.rope import describe_rope
-from ragcachekit.plan.encodings import IN_PROMPT, Encodings
+from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.variants import IN_PROMPT
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.compare import Reference, exact_match, word_f1

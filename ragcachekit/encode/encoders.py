@@ -13,9 +13,8 @@ from ragcachekit.forward.rows import AttentionSums
 from ragcachekit.model.encoding import AverageEncoding, Encoding, NeighbourEncoding
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, Stretch, extract
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.encodings import system_encoding
+from ragcachekit.plan.encodings import Fetch, system_encoding
 from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
-from ragcachekit.plan.lookup import Fetch
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.types import ENCODING_PREFIX, KVKey, chunk_id

@@ -60,7 +60,7 @@ class Chunks:
         since = self._parts.forgets.now()
         texts = strings(chunks, "chunks")
         self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
-        if policy.reads_cache:
+        if policy.reads_cache and self._parts.loads is not None:
             find = self._planner.prefetch_keys
             self._parts.loads.prefetch(lambda: find(texts, namespace, policy, system))
 
@@ -140,8 +140,8 @@ class Chunks:
 
     def _encoded(self, tokens: int, update: Callable[[int], object]) -> None:
         update(tokens)
-        if self._parts.loads.cost.needed:  # no request waits here
-            attempt(self._parts.loads.measure)
+        if self._parts.cost.needed:  # no request waits here
+            attempt(self._parts.cost.measure)
 
     def _warn(self, message: str) -> None:
         if not self._warned:
@@ -212,7 +212,8 @@ class Chunks:
         try:
             from_store = parts.store.forget(namespace, ids)
         finally:
-            parts.loads.forget(namespace, ids)  # after the store: what is opened in between goes too
+            if parts.loads is not None:  # after the store: what is opened in between goes too
+                parts.loads.loader.forget(namespace, ids)
             if parts.tree is not None:
                 from_tree = parts.tree.forget(namespace, ids, *([] if within is None else [within]))
         if unread is not None:

@@ -24,12 +24,13 @@ from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
+from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
+from ragcachekit.plan.encodings import Fetch
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
-from ragcachekit.plan.load_planner import LoadPath, PrefillCost
-from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto, Budget
@@ -127,22 +128,24 @@ class EngineComponents:
         admit_once(model, self.rope, self.fingerprint, folder)
         self.forgets, self._layout = ForgetEpochs(), KVLayout.of(model)
         with ExitStack() as opened:
+            self.background, self.active = BackgroundWorker(), ActiveRequests()
             self._open_caches(settings, opened)
             self._open_planner(tokenizer, settings)
-            self.background, self.active = BackgroundWorker(), ActiveRequests()
-            opened.callback(self.background.close)
+            opened.callback(self.background.close)  # first of all: its jobs use the store
             self._open_quality(settings, folder)
             self._opened = opened.pop_all()
 
     def _open_caches(self, settings: EngineSettings, opened: ExitStack) -> None:
-        cost = PrefillCost(self.model, context=self.rope.context)
-        self.store = _store(settings, cost, opened)
+        self.cost = PrefillCost(self.model, context=self.rope.context, background=self.background)
+        self.store = _store(settings, self.cost, opened)
         load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
-        self.loads = LoadPath(self.store, load, cost)
-        opened.callback(self.loads.close)
-        self.tree = _tree(self.model, settings, self._layout, cost, opened)
+        self.loads = open_loads(self.store, load, self.cost)
+        if self.loads is not None:
+            opened.callback(self.loads.close)
+        self.tree = _tree(self.model, settings, self._layout, self.cost, opened)
 
     def _open_planner(self, tokenizer: Any, settings: EngineSettings) -> None:
+        loads, layout = self.loads, self._layout
         self.parser = PromptParser(tokenizer)
         near = {} if settings.neighbours is None else settings.neighbours
         self.planner = Planner(
@@ -154,7 +157,9 @@ class EngineComponents:
             encoder=settings.encoder,
             neighbours=near if isinstance(near, Mapping) else {settings.namespace: near},
             same_source=settings.companions == "same-source",
-            fetch=partial(Fetch, self.loads.source, self.loads.planner, layout=self._layout),
+            fetch=partial(Fetch, loads.loader, loads.planner, layout=layout)
+            if loads is not None
+            else partial(Fetch, self.store, layout=layout),
             tree=self.tree,
             layout=self._layout,
         )
@@ -223,7 +228,8 @@ class EngineComponents:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
-        return flush_all([self.background.flush, self.loads.flush], timeout)
+        loads = [] if self.loads is None else [self.loads.flush]
+        return flush_all([self.background.flush, *loads], timeout)
 
     def close(self) -> None:
         """End background work, and close the store and the tree that were opened here."""

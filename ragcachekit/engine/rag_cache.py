@@ -283,7 +283,8 @@ class RagCache:
         request = self.prepare(prompt, **options)
         with self.components.active:
             linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
-        self.components.loads.follow(plan.skipped, plan.report.loaded_bytes)
+        if (loads := self.components.loads) is not None:
+            loads.follow(plan.kept, len(plan.rows), None, plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
         return linked
 

@@ -21,7 +21,8 @@ from ragcachekit.types import SECONDS_OR_NONE, check_deadline, check_number
 
 if TYPE_CHECKING:  # importing this file, as astream does, should not import torch
     from ragcachekit.generate.options import Detokenizer, RequestStreamer, TokenQueue
-    from ragcachekit.plan.link_plan import Estimator, PromptRequest
+    from ragcachekit.plan.link_plan import PromptRequest
+    from ragcachekit.plan.planner import Estimator
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

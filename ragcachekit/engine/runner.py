@@ -74,15 +74,16 @@ class Runner:
 
     def prefetch(self, request: Request) -> None:
         """Load entries of a waiting request from slow tiers, once."""
-        if not request.prefetched:
+        if not request.prefetched and (loads := self._parts.loads) is not None:
             request.prefetched = True
-            self._parts.loads.prefetch(request.estimator.to_load)
+            loads.prefetch(request.estimator.to_load)
 
     def is_ready(self, request: Request) -> bool:
         """Whether its prefill would not wait for entries that are being loaded or stored."""
         if self._after_answer.awaits(request.prompt):
             return False
-        return self._parts.loads.hidden(request.estimator.to_load, request.estimator.rows)
+        loads = self._parts.loads
+        return loads is None or loads.hidden(request.estimator.to_load, request.estimator.rows)
 
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run, which need not wait for it."""
@@ -258,9 +259,11 @@ class AfterAnswer:
             with CancelScope(request.ended):
                 if parts.shadow is not None:
                     parts.shadow.follow(request.prompt, generated.report)
-                if parts.loads.planner is not None or parts.loads.cost.needed:
-                    parts.loads.learn(plan.kept, len(plan.rows), generated.prefill)
-                    parts.loads.follow(plan.skipped, plan.report.loaded_bytes)
+                if parts.loads is not None:
+                    timed = plan.kept, len(plan.rows), generated.prefill
+                    parts.loads.follow(*timed, plan.skipped, plan.report.loaded_bytes)
+                if parts.cost.needed:
+                    parts.cost.measure_later()
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
         if plan.report.namespace in parts.auto.used:
             attempt(self._feed_auto, plan)

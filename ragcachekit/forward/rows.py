@@ -14,8 +14,8 @@ from ragcachekit.forward.attention import tagged
 from ragcachekit.forward.linker import exact_rows, segments_of, stop_of
 from ragcachekit.model.kv import ChunkKV, Stretch, extract
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.plan.variants import IN_PROMPT
 from ragcachekit.prefix_tree.knowledge_tree import Turn
 from ragcachekit.prefix_tree.nodes import Match, blocks_of
 from ragcachekit.types import ENCODING_PREFIX, whole_id

@@ -13,8 +13,10 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.model.kv import one_token_cache
+from ragcachekit.threads import BackgroundWorker, JobQueue
 
 MAX_DRIFT = 16.0  # largest factor by which observations scale the estimates, up or down
+NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
 BUDGET_SECONDS = 1.5  # approximate time of a measurement; slow models are measured at fewer tokens
 
 _CACHED = 256
@@ -97,3 +99,41 @@ def _timed(model: Any, sample: DynamicCache, cached: int, new: int) -> Point:
     out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     out[0][0, -1, 0].item()
     return cached, new, time.perf_counter() - started
+
+
+class PrefillCost:
+    """Costs of a model's prefills, for eviction and for loading; 0 (unknown) until they are measured.
+
+    ``needed``: it is time to measure, as a share :data:`NEEDED_AT` of a cache is filled. ``context`` is the
+    model's, in tokens.
+    """
+
+    def __init__(self, model: Any, *, context: int, background: BackgroundWorker) -> None:
+        self._model, self._context = model, context
+        self.profile: PrefillProfile | None = None
+        self.needed = False
+        self._filled, self._tried = 0.0, False
+        self._jobs: JobQueue[None] = background.queue(lambda _: self.measure(), 1)
+
+    def seconds(self, cached: int, new: int, share: float = 0.0) -> float:
+        """Seconds of a prefill at the measured speed, or 0 if unknown.
+
+        ``share`` is the part of a cache that the result takes.
+        """
+        if self.profile is None:
+            self._filled += share
+            self.needed = not self._tried and self._filled >= NEEDED_AT
+            return 0.0
+        # Without the current scale: entries are compared that came at other times.
+        return self.profile.seconds(cached, new) / self.profile.scale
+
+    def measure(self) -> None:
+        """Measure the profile, unless that was tried before."""
+        if self.profile is None and not self._tried:
+            self._tried, self.needed = True, False
+            self.profile = measure_profile(self._model, context=self._context)
+
+    def measure_later(self) -> None:
+        """As :meth:`measure`, in the background."""
+        if self.profile is None and not self._tried:
+            self._jobs.submit(None)

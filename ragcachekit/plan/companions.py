@@ -1,9 +1,9 @@
-"""What a chunk is encoded after: chunks of a source, or registered together, and the last system text."""
+"""What a chunk is encoded after: chunks of a source of neighbours, or chunks registered together."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -16,8 +16,6 @@ from ragcachekit.types import Ids, KVKey, chunk_id
 MAX_TOKENISED = 4096  # texts whose token ids are cached: a prompt needs ten neighbours per chunk
 BLOCK = 4  # chunks of one block of companions
 MAX_COMPANIONS = 65_536  # chunks per namespace
-MAX_NAMESPACES = 1024  # whose last system text is known
-WINDOW = 16  # prompts of a namespace that :meth:`LastPrompts.changing` is about
 _DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder equal texts
 
 
@@ -251,47 +249,3 @@ def _blocks(chunks: Sequence[_Named]) -> list[Sequence[_Named]]:
     count = -(-len(chunks) // BLOCK)
     cuts = [len(chunks) * number // count for number in range(count + 1)] if count else [0]
     return [chunks[start:stop] for start, stop in pairwise(cuts)]
-
-
-class LastPrompts:
-    """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`. Thread safe."""
-
-    def __init__(self) -> None:
-        # The text; hashes of the last ones, and whether each was new then.
-        self._known: dict[str, tuple[Ids, deque[tuple[int, bool]]]] = {}
-        self._lock = threading.Lock()
-
-    def observe(self, namespace: str, system: Ids) -> None:
-        """Record the system text of a prompt with chunks."""
-        with self._lock:
-            _, seen = self._known.pop(namespace, ((), deque(maxlen=WINDOW)))
-            seen.append((hash(system), all(hash(system) != known for known, _ in seen)))
-            self._put(namespace, system, seen)
-
-    def suggest(self, namespace: str, system: Ids) -> None:
-        """Take a system text for the last one where no prompt was observed."""
-        with self._lock:
-            if namespace not in self._known:
-                self._put(namespace, system, deque(maxlen=WINDOW))
-
-    def last(self, namespace: str) -> Ids | None:
-        """Token ids of the system text; None before any prompt."""
-        with self._lock:
-            known = self._known.get(namespace)
-            return None if known is None else known[0]
-
-    def changing(self, namespace: str) -> bool:
-        """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
-        with self._lock:
-            _, seen = self._known.get(namespace, ((), ()))
-            return sum(new for _, new in seen) > WINDOW // 2
-
-    def forget(self, namespace: str) -> None:
-        """Forget the namespace's system text."""
-        with self._lock:
-            self._known.pop(namespace, None)
-
-    def _put(self, namespace: str, system: Ids, seen: deque[tuple[int, bool]]) -> None:
-        self._known[namespace] = system, seen
-        if len(self._known) > MAX_NAMESPACES:
-            del self._known[next(iter(self._known))]

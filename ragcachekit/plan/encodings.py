@@ -1,34 +1,28 @@
-"""How the chunks of a prompt are encoded: contexts, keys, and what else is stored for other contexts."""
+"""How the chunks of a prompt are encoded: contexts and keys; and the look-up of their entries."""
 
 from __future__ import annotations
 
-import math
-import threading
-from collections import defaultdict
+import logging
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
+from ragcachekit.model.kv import SENSITIVITY, KVLayout, misfit
 from ragcachekit.model.rope import Rope
-from ragcachekit.policies.craft import NO_IMPACT, Impact
+from ragcachekit.plan.load_planner import LoadPlanner
+from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
 from ragcachekit.prompt.segments import TokenSegment
-from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
-from ragcachekit.store.loader import AnyKV
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.loader import Hit, Loader, LoadingKV
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
+
+log = logging.getLogger(__name__)
 
 KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")
 DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
 """Neighbours of encoders without a number; of ``similar`` from FusionRAG's top-n analysis."""
-
-IN_PROMPT = "in-prompt"
-
-HALF_LIFE = 1000  # uses in a namespace after which the weight of a variant has halved
-MIN_COST = 0.05  # a use counts 1 / cost; lower costs count as this one
-SHARE = 0.875  # of a store's bytes for variants: the pool evicts by weight before the store by its policy
-NEW_WEIGHT = 1.0  # f_r of an unused variant: that of one use at full cost
-MAX_AVERAGES = 1 << 18  # entries in all namespaces together, about 250 MB, those used last
 
 
 @dataclass(frozen=True)
@@ -107,10 +101,15 @@ class Encodings:
             if segment.is_chunk or (start == 0 and system):
                 chunk = (segment.own or ids) if segment.is_chunk else None
                 encoding, context = self._encoding(chunk, start, system, before)
-                place = _Place(start, length, system, tuple(names), fingerprint, namespace)
-                want = self._wanted(ids, name, encoding, context, place)
+                if encoding.name == IN_PROMPT:  # hashing what precedes again for every chunk would add up
+                    own = tuple(names)
+                else:
+                    own = tuple(chunk_id(one, namespace) for one in context)
+                key = KVKey(fingerprint, namespace, name, self._name(encoding.name, length), own)
+                want = self._wanted(start, ids, key, encoding, tuple(names), system, length)
                 if segment.own:
-                    whole = self._wanted(segment.own, whole_id(name), encoding, context, place)
+                    key = replace(key, chunk_id=whole_id(name))
+                    whole = self._wanted(start, segment.own, key, encoding, tuple(names), system, length)
                     # Of rows computed after tokens that the prompt does not have, none is exact.
                     whole = replace(whole, exact=whole.exact and not segment.first)
                     want = replace(want, whole=whole, first=segment.first)
@@ -142,13 +141,16 @@ class Encodings:
         return f"{name}@{self._rope.regime(length)}" if self._rope.depends_on_length else name
 
     def _wanted(
-        self, ids: Ids, name: str, encoding: Encoding, context: tuple[Ids, ...], place: _Place
+        self,
+        start: int,
+        ids: Ids,
+        key: KVKey,
+        encoding: Encoding,
+        before: tuple[str, ...],
+        system: Ids,
+        length: int,
     ) -> Wanted:
-        """A segment with its key; ``name`` is its id."""
-        start, length, system, before, fingerprint, namespace = place
-        in_prompt = encoding.name == IN_PROMPT  # hashing what precedes again for every chunk would add up
-        names = before if in_prompt else tuple(chunk_id(one, namespace) for one in context)
-        key = KVKey(fingerprint, namespace, name, self._name(encoding.name, length), names)
+        """A segment with its key, and under ``average:n`` with the keys of what else may serve."""
         width = len(encoding.before)
         if self._rope.depends_on_length and self._rope.regime(width + len(ids)) != self._rope.regime(length):
             encoding = replace(encoding, length=length)  # the whole prompt's frequencies
@@ -156,8 +158,7 @@ class Encodings:
         want = Wanted(start, ids, key, encoding, exact, before)
         if not (self.averages and start):
             return want
-        # What else may serve, and the name of the prompt's own rows.
-        after = before[0] if system else chunk_id(system, namespace)
+        after = before[0] if system else chunk_id(system, key.namespace)
         want = replace(want, average=replace(key, encoding=self.name, context=(after,)))
         if exact:
             return want
@@ -211,17 +212,6 @@ class Encodings:
         return filled[0].token_ids
 
 
-class _Place(NamedTuple):
-    """What precedes a segment in its prompt of ``length`` tokens."""
-
-    start: int
-    length: int
-    system: Ids
-    before: tuple[str, ...]
-    fingerprint: str
-    namespace: str
-
-
 def system_encoding(system: Ids) -> Encoding:
     """The encoding after a system text alone; ``standalone`` without one."""
     return Encoding("system", system) if system else Encoding("standalone")
@@ -241,183 +231,165 @@ def _parse(name: str) -> tuple[str, int]:
     return kind, int(count)
 
 
-@dataclass
-class _Variant:
-    impact: Impact
-    weight: float  # f_r after use number ``at`` of its namespace
-    at: int
-    nbytes: int
+# -- look-ups ------------------------------------------------------------------------------------------
+
+RENEW_ABOVE = 0.25
+"""A chunk whose best variant costs more is encoded again in the present context."""
 
 
-class Fit(NamedTuple):
-    """A variant and its cost in a context: ``CCI (1 - β')``."""
+@dataclass(frozen=True)
+class Entry:
+    """A stored entry for a wanted chunk; ``renew``: encode the chunk in the present context as well.
+
+    Of an entry of a whole chunk (``want``) whose part is in the prompt, rows from ``first`` on are used.
+    """
 
     key: KVKey
-    cost: float
+    found: Hit
+    renew: bool = False
+    want: Wanted | None = None
+    first: int = 0
 
 
-class VariantPool:
-    """Stored entries that serve in other contexts than their own: ``in-prompt`` variants, and means.
+class Fetch:
+    """Look-ups for one prompt, each done once for all of its plans.
 
-    Variants (Cache-Craft section 3.3) share ``budget`` bytes by use. Every use adds
-    ``1 / max(CCI (1 - β'), 0.05)`` to a variant's weight f_r, which halves in :data:`HALF_LIFE` uses of its
-    namespace. ``free`` is called with each variant that is evicted, to delete its KV. The store may evict
-    an entry earlier.
-
-    Of ``average:n`` entries the latest is known for each chunk and system text: the companions are chosen
-    when it is encoded, and may be others in the next process. ``allow`` returns whether it may serve.
+    A bare store reads everything during the look-up. Without a ``planner`` everything found is used. KV of
+    another ``layout`` is a miss, and deleted from the store.
     """
 
     def __init__(
         self,
-        *,
-        budget: float = math.inf,
-        free: Callable[[KVKey], object] = lambda _: None,
-        allow: Callable[[KVKey], bool] = lambda _: True,
+        store: KVStore | Loader,
+        planner: LoadPlanner | None = None,
+        layout: KVLayout | None = None,
     ) -> None:
-        self._budget, self._nbytes, self._free, self._allow = budget, 0, free, allow
-        self._lock = threading.RLock()
-        self._variants: defaultdict[tuple[str, ...], dict[KVKey, _Variant]] = defaultdict(dict)  # by chunk
-        self._uses: defaultdict[tuple[str, str], int] = defaultdict(int)  # by namespace
-        self._averages: dict[tuple[str, ...], KVKey] = {}
+        self._store, self._planner, self._layout = store, planner, layout
+        self._known: dict[KVKey, Hit | None] = {}
+        self._lost: frozenset[KVKey] = frozenset()
 
-    def __len__(self) -> int:
-        return sum(map(len, self._variants.values()))
+    def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
+        """The entry under ``key`` for that many tokens; loads from slow tiers have not started.
 
-    def __contains__(self, key: KVKey) -> bool:
-        return self._known(key) is not None
-
-    def recall(self, store: KVStore, fingerprint: str, *, variants: bool) -> None:
-        """Add what the store holds for a model; ``variants`` too, from their entries' headers."""
-        keys = list(store.keys())
-        for key in reversed(keys):  # the latest first
-            self.add_average(key)
-        for key in keys if variants else ():
-            opened = store.open(key, 0.0) if key.fingerprint == fingerprint and is_variant(key) else None
-            if opened is None:
-                continue
-            kv = opened.kv if isinstance(opened, Found) else opened
-            has_room = self._nbytes + kv.nbytes <= self._budget
-            if has_room:
-                self.add(key, kv)
-            if not isinstance(opened, Found):
-                opened.close()
-            if not has_room:
-                return
-
-    def add(self, key: KVKey, kv: AnyKV | LayerSource) -> None:
-        """Add a stored variant, in place of the least used ones of its namespace if there is no room."""
-        impact, freed = Impact.of(key.context, kv.sums, kv.tokens), list[KVKey]()
-        with self._lock:
-            if key in self:
-                return
-            while self._nbytes + kv.nbytes > self._budget:
-                own = [of for chunk, of in self._variants.items() if chunk[:2] == _group(key)]
-                rivals = [other for of in own for other in of]
-                if not rivals:
-                    break
-                freed.append(min(rivals, key=self.weight))
-                self.discard(freed[-1])
-            self._variants[_chunk(key)][key] = _Variant(
-                impact, NEW_WEIGHT, self._uses[_group(key)], kv.nbytes
-            )
-            self._nbytes += kv.nbytes
-        for evicted in freed:
-            self._free(evicted)
-
-    def ranked(self, key: KVKey, before: Sequence[str]) -> list[Fit]:
-        """The variants of this chunk (under this encoding), the cheapest after ``before`` first."""
-        with self._lock:
-            own = list(self._variants.get(_chunk(key), {}).items())
-        fits = [Fit(other, variant.impact.cost(before)) for other, variant in own]
-        return sorted(fits, key=lambda fit: fit.cost)
-
-    def used(self, key: KVKey, before: Sequence[str]) -> None:
-        """Count a use after ``before``."""
-        with self._lock:
-            if (variant := self._known(key)) is not None:
-                variant.weight = self.weight(key) + weight_at(variant.impact.cost(before))
-                self._uses[_group(key)] += 1
-                variant.at = self._uses[_group(key)]
-
-    def weight(self, key: KVKey) -> float:
-        """Present f_r; 0 for an unknown variant."""
-        with self._lock:
-            if (variant := self._known(key)) is None:
-                return 0.0
-            return variant.weight * math.pow(0.5, (self._uses[_group(key)] - variant.at) / HALF_LIFE)
-
-    def cost(self, key: KVKey, before: Sequence[str]) -> float:
-        """CCI (1 - β') of a variant after ``before``; an unknown one counts as KV without sums."""
-        if (variant := self._known(key)) is None:
-            return NO_IMPACT if before else 0.0
-        return variant.impact.cost(before)
-
-    def add_average(self, key: KVKey) -> KVKey | None:
-        """Record a stored mean or a prompt's own rows; returns the key that it replaces."""
-        if not _is_average(key):
+        ``weight`` is its usefulness, for eviction.
+        """
+        if key in self._lost:
             return None
-        with self._lock:
-            replaced = self._averages.pop(_averaged(key), None)
-            self._averages[_averaged(key)] = key
-            if len(self._averages) > MAX_AVERAGES:  # a store does not report what it evicts
-                del self._averages[next(iter(self._averages))]
-        return replaced if replaced != key else None
+        if key not in self._known:
+            self._known[key] = self._look(key, tokens, weight)
+        return self._known[key]
 
-    def average(self, key: KVKey | None) -> KVKey | None:
-        """The stored entry for the chunk of ``key`` and the system text that its context begins with."""
-        if key is None or not _is_average(key):
-            return None
-        with self._lock:
-            found = self._averages.pop(_averaged(key), None)
-            if found is not None:
-                self._averages[_averaged(key)] = found
-        return found if found is not None and self._allow(found) else None
+    def without(self, lost: frozenset[KVKey]) -> Fetch:
+        """A view in which these are not found; both share their results."""
+        if not lost:
+            return self
+        other = copy(self)
+        other._lost = lost
+        return other
 
-    def discard(self, key: KVKey) -> None:
-        """Remove an entry that the store has lost."""
-        with self._lock:
-            variant = self._variants.get(_chunk(key), {}).pop(key, None)
-            if variant is not None:
-                self._nbytes -= variant.nbytes
-                if not self._variants[_chunk(key)]:
-                    del self._variants[_chunk(key)]
-            elif _is_average(key) and self._averages.get(_averaged(key)) == key:
-                del self._averages[_averaged(key)]
+    def decide(
+        self,
+        entries: Sequence[Entry | None],
+        tokens: Sequence[int],
+        recomputed: Callable[[int], int],
+        total: int,
+        computed: int,
+    ) -> tuple[KVKey, ...]:
+        """Begin the loads that are quicker than computing; returns the keys of the others.
 
-    def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
-        """Drop what ``store.forget`` with the same arguments drops."""
-        with self._lock:
-            known = [*(key for of in self._variants.values() for key in of), *self._averages.values()]
-            for key in known:
-                if concerns(key, namespace, chunk_ids):
-                    self.discard(key)
+        Of an entry that is used, ``recomputed(index)`` of its ``tokens`` are computed again. ``total`` are
+        the prompt's rows, ``computed`` those without any entry.
+        """
+        slow: dict[LoadingKV, list[int]] = {}
+        for number, entry in enumerate(entries):
+            if entry is not None and isinstance(entry.found.kv, LoadingKV):
+                slow.setdefault(entry.found.kv, []).append(number)
+        if not slow or not isinstance(self._store, Loader):
+            return ()
+        chosen = [True] * len(slow)
+        if self._planner is not None:
+            again = [0 if entry is None else recomputed(i) for i, entry in enumerate(entries)]
+            spared = [sum(tokens[i] - again[i] for i in at) for at in slow.values()]
+            chosen = self._planner.choose(list(slow), spared, total, computed + sum(again))
+        skipped = [kv for kv, load in zip(slow, chosen, strict=True) if not load]
+        self._store.begin(kv for kv in slow if kv not in skipped)
+        self._store.release(skipped)
+        for kv in skipped:
+            self._known.pop(kv.key, None)  # released: a later plan opens it again
+        return tuple(kv.key for kv in skipped)
 
-    def _known(self, key: KVKey) -> _Variant | None:
-        return self._variants.get(_chunk(key), {}).get(key)
-
-
-def weight_at(cost: float) -> float:
-    """What a use adds to f_r where CCI (1 - β') is ``cost`` (Cache-Craft section 3.3)."""
-    return 1 / max(cost, MIN_COST)
-
-
-def is_variant(key: KVKey) -> bool:
-    """Whether the key is of an ``in-prompt`` entry."""
-    return key.encoding.partition("@")[0] == IN_PROMPT
-
-
-def _is_average(key: KVKey) -> bool:
-    return key.encoding.startswith("average:")
-
-
-def _group(key: KVKey) -> tuple[str, str]:
-    return key.fingerprint, key.namespace
-
-
-def _chunk(key: KVKey) -> tuple[str, ...]:
-    return (*_group(key), key.encoding, key.chunk_id)
+    def _look(self, key: KVKey, tokens: int, weight: float) -> Hit | None:
+        if isinstance(self._store, Loader):
+            hit = self._store.open(key, weight)
+        else:
+            found = self._store.get(key, weight)
+            hit = Hit(found.kv, found.tier) if found is not None else None
+        reason = misfit(key, hit.kv, tokens, self._layout) if hit is not None else None
+        if hit is None or reason is None:
+            return hit
+        log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
+        try:
+            self._store.discard(key)
+        except Exception:  # a user's own store may fail, or lack this method
+            log.warning("the entry could not be dropped", exc_info=True)
+        return None
 
 
-def _averaged(key: KVKey) -> tuple[str, ...]:
-    return (*_group(key), key.chunk_id, key.context[0])
+def find_entry(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
+    """The entry of exactly a wanted chunk's context, else the best one of another, or None.
+
+    For a chunk that is in the prompt in part, rows of the whole chunk serve where none of just that part
+    are stored, or only a prompt's own rows.
+    """
+    entry = _find(want, fetch, pool)
+    if want.whole is not None and (entry is None or entry.renew):
+        whole = _find(want.whole, fetch, pool)
+        if whole is not None and (entry is None or not whole.renew):
+            return replace(whole, want=want.whole, first=want.first)
+    return entry
+
+
+def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
+    """Keys under which :func:`find_entry` may find an entry for a wanted chunk, in its order."""
+    whole = keys_for(want.whole, pool) if want.whole is not None else []
+    if isinstance(want.encoding, InPromptEncoding):
+        return [want.key, *(fit.key for fit in pool.ranked(want.key, want.before)), *whole]
+    mean = None if want.average is None else pool.average(want.average)
+    return [key for key in (want.key, mean, want.plain) if key is not None] + whole
+
+
+def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
+    tokens, in_prompt = len(want.token_ids), isinstance(want.encoding, InPromptEncoding)
+    weight = EXACT_WEIGHT if want.exact else PLAIN_WEIGHT
+    if in_prompt and not want.exact:
+        weight = weight_at(pool.cost(want.key, want.before))
+    found = fetch.get(want.key, tokens, weight)
+    entry = Entry(want.key, found) if found is not None else None
+    if in_prompt:
+        if entry is None:
+            return _variant(want, fetch, pool)
+        pool.add(entry.key, entry.found.kv)  # an earlier or other process may have encoded it
+        pool.used(entry.key, want.before)
+        return entry
+    to_average = isinstance(want.encoding, AverageEncoding)
+    if entry is not None and (to_average or not want.in_place):
+        return entry
+    # A chunk whose companions are not known is named as after the system text alone.
+    if want.average is not None and (mean := pool.average(want.average)) is not None:
+        if (found := fetch.get(mean, tokens)) is not None:
+            # A prompt's own rows are to be replaced by a mean.
+            return Entry(mean, found, want.exact or (to_average and SENSITIVITY not in found.kv.sums))
+        pool.discard(mean)
+    if entry is None and want.plain is not None and (found := fetch.get(want.plain, tokens)) is not None:
+        return Entry(want.plain, found, renew=True)  # until the mean is stored
+    return entry
+
+
+def _variant(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
+    for fit in pool.ranked(want.key, want.before):
+        found = fetch.get(fit.key, len(want.token_ids), weight_at(fit.cost))
+        if found is not None:
+            pool.used(fit.key, want.before)
+            return Entry(fit.key, found, renew=fit.cost > RENEW_ABOVE)
+        pool.discard(fit.key)
+    return None

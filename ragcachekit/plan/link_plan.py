@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -11,20 +11,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ragcachekit.model.encoding import Encoding
-from ragcachekit.model.kv import ChunkKV
-from ragcachekit.plan.encodings import VariantPool, Wanted
-from ragcachekit.plan.lookup import Fetch, PrefixMatch, keys_for
-from ragcachekit.policies.base import ExactPolicy, PlacedChunk, SelectionPolicy
-from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
+from ragcachekit.model.encoding import Encoding, InPromptEncoding
+from ragcachekit.model.kv import PER_TOKEN, ChunkKV
+from ragcachekit.plan.encodings import Entry, Fetch, Wanted, find_entry
+from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
+from ragcachekit.plan.prefix_match import TURN, PrefixMatch
+from ragcachekit.plan.variants import VariantPool
+from ragcachekit.policies.base import (
+    ExactPolicy,
+    GuidedPolicy,
+    LayerwisePolicy,
+    PlacedChunk,
+    SelectionPolicy,
+)
 from ragcachekit.prefix_tree.nodes import BLOCK, Root, Step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
-from ragcachekit.store.base import KVStore, NullStore
+from ragcachekit.store.base import NullStore
 from ragcachekit.store.loader import AnyKV, LoadingKV
-from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey
-
-log = logging.getLogger(__name__)
+from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, whole_id
 
 COMPUTED = "computed"
 """Source of chunks that are not cached."""
@@ -74,44 +79,6 @@ class PromptRequest:
         if not self.reads_cache or not isinstance(self.policy, ExactPolicy):
             return self.reads_cache
         return want.exact and (self.place is None or want.encoding.name == ENCODING_PREFIX)
-
-
-class Estimator:
-    """What a request that was not looked up yet would reuse, by the keys in memory.
-
-    No tensor is read and no access counted. Entries in slow tiers count as not cached. Tokens that a policy
-    recomputes count as cached.
-    """
-
-    def __init__(
-        self, request: PromptRequest, store: KVStore, variants: VariantPool, tree: KnowledgeTree | None
-    ) -> None:
-        self.tokens = sum(len(segment.token_ids) for segment in request.segments)
-        self._store, self._variants, self._tree = store, variants, tree
-        self._place = request.place if request.reads_cache else None
-        self._wanted = [want for want in request.wanted if request.may_reuse(want)]
-
-    def rows(self) -> tuple[int, int]:
-        """Prompt tokens with cached KV, and the others, at least one."""
-        known = self._tree.known(*self._place) if self._tree and self._place else 0
-        cached = known + sum(
-            len(want.token_ids)
-            for want in self._wanted
-            if want.start >= known and any(map(self._in_memory, keys_for(want, self._variants)))
-        )
-        return cached, max(1, self.tokens - cached)
-
-    def to_load(self) -> list[KVKey]:
-        """Keys to look up in slow tiers."""
-        every = [keys_for(want, self._variants) for want in self._wanted]
-        return [key for keys in every if not any(map(self._in_memory, keys)) for key in keys]
-
-    def _in_memory(self, key: KVKey) -> bool:
-        try:
-            return self._store.in_memory(key)
-        except Exception:  # a user's own store
-            log.warning("a store failed to report what is in memory", exc_info=True)
-            return False
 
 
 @dataclass(frozen=True)
@@ -182,9 +149,6 @@ class LinkPlan:
 
     def __repr__(self) -> str:
         return f"LinkPlan({self.report})"
-
-    def _repr_html_(self) -> str:
-        return self.report._repr_html_()
 
     @property
     def chunks(self) -> tuple[PlacedChunk, ...]:
@@ -257,16 +221,14 @@ def apply_selection(
     picked[-1:] = cached[-1:]
     kept, total, recomputed = cached & ~picked, int(cached.sum()), int(picked.sum())
     spent = sum(per_layer) / layers if per_layer is not None else recomputed
-    remaining = iter(placed)
-    uses = [
-        use
-        if use.source == COMPUTED
-        else replace(
-            use, recomputed=int(sum(picked[c.start : c.stop].sum() for c in chunks_of(use, remaining)))
-        )
-        for use in plan.report.uses
-    ]
-    prefix = uses.pop(0) if plan.report.prefix is not None else None
+    remaining, prefix = iter(placed), plan.report.prefix
+
+    def counted(use: ChunkUse) -> ChunkUse:
+        if use.source == COMPUTED:
+            return use
+        again = sum(picked[chunk.start : chunk.stop].sum() for chunk in chunks_of(use, remaining))
+        return replace(use, recomputed=int(again))
+
     report = replace(
         plan.report,
         exact_tokens=int((kept & exact).sum()),
@@ -275,8 +237,8 @@ def apply_selection(
         computed_tokens=length - total,
         recompute_ratio=spent / total if total else 0.0,
         miss_reason="" if kept.any() else RECOMPUTED if placed else plan.report.miss_reason,
-        prefix=prefix,
-        chunks=tuple(uses),
+        prefix=None if prefix is None else counted(prefix),
+        chunks=tuple(map(counted, plan.report.chunks)),
     )
     return replace(plan, rows=tuple(np.flatnonzero(~kept).tolist()), report=report, policy=None)
 
@@ -329,3 +291,128 @@ def plain_plan(request: PromptRequest) -> LinkPlan:
         miss_reason=miss_reason(request),
     )
     return LinkPlan(ids, (), tuple(range(len(ids))), (), report, request=request)
+
+
+# -- a plan from the entries that are found -------------------------------------------------------------
+
+
+def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:
+    """Look up every cacheable segment, decide what to load, and let the policy select among cached rows.
+
+    ``variants`` are entries to use in other contexts. Entries in ``without`` count as not found, as an
+    earlier plan waited for them in vain.
+    """
+    if not request.reads_cache:
+        return plain_plan(request)
+    started_at, wanted = time.perf_counter(), request.wanted
+    lost, length = frozenset(without), len(request.token_ids)
+    fetch = request.fetch.without(lost)
+    found = [find_entry(want, fetch, variants) if request.may_reuse(want) else None for want in wanted]
+    known = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
+    known += request.prefix_match.tokens if request.prefix_match is not None else 0
+
+    def recomputed(number: int) -> int:
+        want, entry = wanted[number], found[number]
+        assert entry is not None, "only what was found is used"
+        return recomputed_rows(request.policy, _placed(want, entry), entry.found.kv.layers)
+
+    tokens = [len(want.token_ids) for want in wanted]
+    skipped = fetch.decide(found, tokens, recomputed, length, length - known)
+    plan = _laid_out(request, found, skipped)
+    ms = (time.perf_counter() - started_at) * 1e3 + plan.report.load_ms
+    wait = request.waited_ms + (ms if plan.report.loaded_bytes else 0.0)
+    report = replace(plan.report, load_ms=ms, wait_ms=wait)
+    return _selected(replace(plan, report=report, without=lost, skipped=skipped), request)
+
+
+def _laid_out(request: PromptRequest, found: Sequence[Entry | None], skipped: Collection[KVKey]) -> LinkPlan:
+    """The plan before any selection; what was ``found`` and ``skipped`` is computed, and not missing."""
+    match, ids = request.prefix_match, request.token_ids
+    parts, uses = ([], []) if match is None else (match.parts, match.uses)
+    pieces = [Piece(kv.start or 0, kv) for _, kv, _ in parts]
+    placed, tiers, cold = (
+        [chunk for chunk, _, _ in parts],
+        [tier for _, _, tier in parts],
+        list[PlacedChunk](),
+    )
+    missing: dict[KVKey, Missing] = {}
+    for want, stored in zip(request.wanted, found, strict=True):
+        entry = None if stored is None or stored.key in skipped else stored
+        if request.may_reuse(want) and (stored is None or (entry is not None and entry.renew)):
+            item = _missing(request, want, ids, is_renewed=entry is not None)
+            missing[item.key] = item
+        if entry is None:
+            chunk, tier = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False), COMPUTED
+            cold.append(chunk)
+        else:
+            chunk, tier = _placed(want, entry), entry.found.tier
+            placed.append(chunk)
+            tiers.append(tier)
+            keep = None if entry.want is None else len(want.token_ids)
+            pieces.append(Piece(want.start, entry.found.kv, keep, entry.first))
+        uses.append(ChunkUse(whole_id(chunk.chunk_id), chunk.tokens, tier, exact=chunk.is_exact))
+    slow = {
+        id(piece.kv): piece.kv.nbytes
+        for piece, tier in zip(pieces, tiers, strict=True)
+        if tier.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
+    }
+    first = next((segment for segment in request.segments if segment.token_ids), None)
+    begins_with_text = first is not None and not first.is_chunk and uses and uses[0].source != TURN
+    report = LinkReport(
+        request.label or request.policy.name,
+        request.encoder,
+        request.namespace,
+        prompt_tokens=len(ids),
+        chunks=tuple(uses[bool(begins_with_text) :]),
+        prefix=uses[0] if begins_with_text else None,
+        load_ms=match.ms if match is not None else 0.0,
+        loaded_bytes=sum(slow.values()),
+        tree_tokens=match.match.tokens if match is not None else 0,
+        notes=request.notes,
+        miss_reason=miss_reason(request),
+    )
+    todo = tuple(missing.values())
+    return LinkPlan(ids, tuple(pieces), (), todo, report, tuple(placed), cold=tuple(cold), request=request)
+
+
+def _missing(request: PromptRequest, want: Wanted, ids: Ids, *, is_renewed: bool) -> Missing:
+    item, key = want.to_encode, want.in_place
+    if key is None or is_renewed:  # rows made here of all chunks would take memory for nothing
+        return Missing(item.key, item.token_ids, item.encoding, request.epoch)
+    lengths = tuple(len(segment.token_ids) for segment in request.segments if segment.token_ids)
+    encoding = InPromptEncoding(key.encoding, ids[: want.start], segments=lengths[: len(want.before)])
+    return Missing(key, want.token_ids, encoding, request.epoch)
+
+
+def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
+    kv, served, sums = entry.found.kv, want, entry.found.kv.sums
+    if entry.want is not None:
+        served, rows = entry.want, slice(entry.first, entry.first + len(want.token_ids))
+        sums = {name: t[..., rows] if name in PER_TOKEN else t for name, t in sums.items()}
+    return PlacedChunk(
+        want.key.chunk_id,
+        want.start,
+        len(want.token_ids),
+        served.exact and entry.key == served.key and not kv.quantised,
+        attended=sums.get("attended"),
+        before=want.before,
+        context=entry.key.context,
+        sums=sums,
+    )
+
+
+def _selected(plan: LinkPlan, request: PromptRequest) -> LinkPlan:
+    """The plan with its rows, and with the policy if that selects during the forward."""
+    length, policy, at, end = len(plan.token_ids), request.policy, 0, 0
+    for segment in request.segments:
+        at += len(segment.token_ids)
+        end = at if segment.is_chunk else end
+    # A past turn may hold the start of the question: those rows do not run again.
+    question = tuple(range(max([end, *(piece.stop for piece in plan.pieces)]), length)) or (length - 1,)
+    if isinstance(policy, GuidedPolicy) and any(not chunk.is_exact for chunk in plan.placed):
+        return replace(apply_selection(plan, ()), policy=policy, question=question)
+    chosen = policy.select(plan.placed)
+    selected = apply_selection(plan, chosen)
+    if not (isinstance(policy, LayerwisePolicy) and chosen):
+        return selected
+    return replace(selected, policy=policy, question=question)

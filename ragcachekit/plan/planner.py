@@ -3,54 +3,76 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.identity import ModelGuard
-from ragcachekit.model.kv import PER_TOKEN, SENSITIVITY, ChunkKV, KVLayout
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.companions import Companions, LastPrompts, Neighbours
-from ragcachekit.plan.encodings import IN_PROMPT, SHARE, Encodings, VariantPool, Wanted, is_variant
-from ragcachekit.plan.link_plan import (
-    COMPUTED,
-    Estimator,
-    LinkPlan,
-    Missing,
-    Piece,
-    PromptRequest,
-    apply_selection,
-    miss_reason,
-    plain_plan,
-)
-from ragcachekit.plan.load_planner import MEMORY_TIERS, RowCost, row_cost_of
-from ragcachekit.plan.lookup import (
-    TURN,
-    Entry,
-    Fetch,
-    find_entry,
-    keys_for,
-    match_prefix,
-    path_of,
-)
-from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
+from ragcachekit.plan.companions import Companions, Neighbours
+from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS, Encodings, Fetch, Wanted, keys_for
+from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan
+from ragcachekit.plan.prefix_match import match_prefix, path_of
+from ragcachekit.plan.variants import IN_PROMPT, SHARE, VariantPool, is_variant
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
 from ragcachekit.prompt.segments import TokenSegment
-from ragcachekit.reports import ChunkUse, LinkReport
 from ragcachekit.store.base import ForgottenTexts, KVStore
 from ragcachekit.types import Ids, KVKey, whole_id
 
 log = logging.getLogger(__name__)
 
+MAX_NAMESPACES = 1024  # whose last system text is known
+WINDOW = 16  # prompts of a namespace that :meth:`LastPrompts.changing` is about
 MODEL_CHANGED = (
     "the model changed since this RagCache was made (weights, adapter, dtype or attention "
     "implementation); make a new RagCache around it"
 )
+
+
+class LastPrompts:
+    """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`. Thread safe."""
+
+    def __init__(self) -> None:
+        # The text; hashes of the last ones, and whether each was new then.
+        self._known: dict[str, tuple[Ids, deque[tuple[int, bool]]]] = {}
+        self._lock = threading.Lock()
+
+    def observe(self, namespace: str, system: Ids) -> None:
+        """Record the system text of a prompt with chunks."""
+        with self._lock:
+            _, seen = self._known.pop(namespace, ((), deque(maxlen=WINDOW)))
+            seen.append((hash(system), all(hash(system) != known for known, _ in seen)))
+            self._known[namespace] = system, seen
+            if len(self._known) > MAX_NAMESPACES:
+                del self._known[next(iter(self._known))]
+
+    def suggest(self, namespace: str, system: Ids) -> None:
+        """Take a system text for the last one where no prompt was observed."""
+        with self._lock:
+            self._known.setdefault(namespace, (system, deque(maxlen=WINDOW)))
+
+    def last(self, namespace: str) -> Ids | None:
+        """Token ids of the system text; None before any prompt."""
+        known = self._known.get(namespace)
+        return None if known is None else known[0]
+
+    def changing(self, namespace: str) -> bool:
+        """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
+        with self._lock:
+            _, seen = self._known.get(namespace, ((), ()))
+            return sum(new for _, new in seen) > WINDOW // 2
+
+    def forget(self, namespace: str) -> None:
+        """Forget the namespace's system text."""
+        with self._lock:
+            self._known.pop(namespace, None)
 
 
 class Planner:
@@ -84,6 +106,7 @@ class Planner:
         )
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder, self._layout = fingerprint, encoder, layout
+        self._pairs_chunks = encoder is None or encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
         self._guard = ModelGuard(model)
@@ -130,7 +153,8 @@ class Planner:
             )
         if parsed.has_chunks:
             self.last_prompts.observe(namespace, Encodings.system_of(segments))
-        self.companions.observe(namespace, list(parsed.texts.values()))
+        if self._pairs_chunks:
+            self.companions.observe(namespace, list(parsed.texts.values()))
         notes, wanted, place = list[str](), tuple[Wanted, ...](), None
         encodings = self.encodings(policy, lambda ids: self._near(parsed.texts.get(ids), namespace, notes))
         if parsed.fallback is None and policy.reads_cache:
@@ -264,9 +288,8 @@ class Planner:
             self.variants.add(key, kv)
         known = self.variants.average(key)
         if known not in (None, key) and SENSITIVITY not in kv.sums and known in self._store:
-            self._store.discard(
-                key, damaged=False
-            )  # a prompt's own rows, that came after a mean or other rows
+            # A prompt's own rows, that came after a mean or other rows.
+            self._store.discard(key, damaged=False)
         elif (replaced := self.variants.add_average(key)) is not None:
             self._store.discard(replaced, damaged=False)
 
@@ -297,122 +320,39 @@ class Planner:
             return ()
 
 
-def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:
-    """Look up every cacheable segment, decide what to load, and let the policy select among cached rows.
+class Estimator:
+    """What a request that was not looked up yet would reuse, by the keys in memory.
 
-    ``variants`` are entries to use in other contexts. Entries in ``without`` count as not found, as an
-    earlier plan waited for them in vain.
+    No tensor is read and no access counted. Entries in slow tiers count as not cached. Tokens that a policy
+    recomputes count as cached.
     """
-    if not request.reads_cache:
-        return plain_plan(request)
-    started_at, wanted = time.perf_counter(), request.wanted
-    lost, length = frozenset(without), len(request.token_ids)
-    fetch = request.fetch.without(lost)
-    found = [find_entry(want, fetch, variants) if request.may_reuse(want) else None for want in wanted]
-    known = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
-    known += request.prefix_match.tokens if request.prefix_match is not None else 0
 
-    def use(number: int) -> RowCost:
-        want, entry = wanted[number], found[number]
-        assert entry is not None, "only what was found is used"
-        return row_cost_of(request.policy, _placed(want, entry), entry.found.kv.layers)
+    def __init__(
+        self, request: PromptRequest, store: KVStore, variants: VariantPool, tree: KnowledgeTree | None
+    ) -> None:
+        self.tokens = sum(len(segment.token_ids) for segment in request.segments)
+        self._store, self._variants, self._tree = store, variants, tree
+        self._place = request.place if request.reads_cache else None
+        self._wanted = [want for want in request.wanted if request.may_reuse(want)]
 
-    skipped = fetch.decide(found, use, length, length - known)
-    plan = _laid_out(request, found, skipped)
-    ms = (time.perf_counter() - started_at) * 1e3 + plan.report.load_ms
-    wait = request.waited_ms + (ms if plan.report.loaded_bytes else 0.0)
-    report = replace(plan.report, load_ms=ms, wait_ms=wait)
-    return _selected(replace(plan, report=report, without=lost, skipped=skipped), request)
+    def rows(self) -> tuple[int, int]:
+        """Prompt tokens with cached KV, and the others, at least one."""
+        known = self._tree.known(*self._place) if self._tree and self._place else 0
+        cached = known + sum(
+            len(want.token_ids)
+            for want in self._wanted
+            if want.start >= known and any(map(self._in_memory, keys_for(want, self._variants)))
+        )
+        return cached, max(1, self.tokens - cached)
 
+    def to_load(self) -> list[KVKey]:
+        """Keys to look up in slow tiers."""
+        every = [keys_for(want, self._variants) for want in self._wanted]
+        return [key for keys in every if not any(map(self._in_memory, keys)) for key in keys]
 
-def _laid_out(request: PromptRequest, found: Sequence[Entry | None], skipped: Collection[KVKey]) -> LinkPlan:
-    """The plan before any selection; what was ``found`` and ``skipped`` is computed, and not missing."""
-    match, ids = request.prefix_match, request.token_ids
-    parts, uses = ([], []) if match is None else (match.parts, match.uses)
-    pieces = [Piece(kv.start or 0, kv) for _, kv, _ in parts]
-    placed, tiers, cold = (
-        [chunk for chunk, _, _ in parts],
-        [tier for _, _, tier in parts],
-        list[PlacedChunk](),
-    )
-    missing: dict[KVKey, Missing] = {}
-    for want, stored in zip(request.wanted, found, strict=True):
-        entry = None if stored is None or stored.key in skipped else stored
-        if request.may_reuse(want) and (stored is None or (entry is not None and entry.renew)):
-            item = _missing(request, want, ids, is_renewed=entry is not None)
-            missing[item.key] = item
-        if entry is None:
-            chunk, tier = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False), COMPUTED
-            cold.append(chunk)
-        else:
-            chunk, tier = _placed(want, entry), entry.found.tier
-            placed.append(chunk)
-            tiers.append(tier)
-            keep = None if entry.want is None else len(want.token_ids)
-            pieces.append(Piece(want.start, entry.found.kv, keep, entry.first))
-        uses.append(ChunkUse(whole_id(chunk.chunk_id), chunk.tokens, tier, exact=chunk.is_exact))
-    slow = {
-        id(piece.kv): piece.kv.nbytes
-        for piece, tier in zip(pieces, tiers, strict=True)
-        if tier.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
-    }
-    first = next((segment for segment in request.segments if segment.token_ids), None)
-    begins_with_text = first is not None and not first.is_chunk and uses and uses[0].source != TURN
-    report = LinkReport(
-        request.label or request.policy.name,
-        request.encoder,
-        request.namespace,
-        prompt_tokens=len(ids),
-        chunks=tuple(uses[bool(begins_with_text) :]),
-        prefix=uses[0] if begins_with_text else None,
-        load_ms=match.ms if match is not None else 0.0,
-        loaded_bytes=sum(slow.values()),
-        tree_tokens=match.match.tokens if match is not None else 0,
-        notes=request.notes,
-        miss_reason=miss_reason(request),
-    )
-    todo = tuple(missing.values())
-    return LinkPlan(ids, tuple(pieces), (), todo, report, tuple(placed), cold=tuple(cold), request=request)
-
-
-def _missing(request: PromptRequest, want: Wanted, ids: Ids, *, is_renewed: bool) -> Missing:
-    item, key = want.to_encode, want.in_place
-    if key is None or is_renewed:  # rows made here of all chunks would take memory for nothing
-        return Missing(item.key, item.token_ids, item.encoding, request.epoch)
-    lengths = tuple(len(segment.token_ids) for segment in request.segments if segment.token_ids)
-    encoding = InPromptEncoding(key.encoding, ids[: want.start], segments=lengths[: len(want.before)])
-    return Missing(key, want.token_ids, encoding, request.epoch)
-
-
-def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
-    kv, served, sums = entry.found.kv, want, entry.found.kv.sums
-    if entry.want is not None:
-        served, rows = entry.want, slice(entry.first, entry.first + len(want.token_ids))
-        sums = {name: t[..., rows] if name in PER_TOKEN else t for name, t in sums.items()}
-    return PlacedChunk(
-        want.key.chunk_id,
-        want.start,
-        len(want.token_ids),
-        served.exact and entry.key == served.key and not kv.quantised,
-        attended=sums.get("attended"),
-        before=want.before,
-        context=entry.key.context,
-        sums=sums,
-    )
-
-
-def _selected(plan: LinkPlan, request: PromptRequest) -> LinkPlan:
-    """The plan with its rows, and with the policy if that selects during the forward."""
-    length, policy, at, end = len(plan.token_ids), request.policy, 0, 0
-    for segment in request.segments:
-        at += len(segment.token_ids)
-        end = at if segment.is_chunk else end
-    # A past turn may hold the start of the question: those rows do not run again.
-    question = tuple(range(max([end, *(piece.stop for piece in plan.pieces)]), length)) or (length - 1,)
-    if isinstance(policy, GuidedPolicy) and any(not chunk.is_exact for chunk in plan.placed):
-        return replace(apply_selection(plan, ()), policy=policy, question=question)
-    chosen = policy.select(plan.placed)
-    selected = apply_selection(plan, chosen)
-    if not (isinstance(policy, LayerwisePolicy) and chosen):
-        return selected
-    return replace(selected, policy=policy, question=question)
+    def _in_memory(self, key: KVKey) -> bool:
+        try:
+            return self._store.in_memory(key)
+        except Exception:  # a user's own store
+            log.warning("a store failed to report what is in memory", exc_info=True)
+            return False

@@ -27,7 +27,6 @@ from ragcachekit.prefix_tree.nodes import (
     Node,
     Path,
     Root,
-    documents_first,
     fault,
     key_of,
 )
@@ -73,7 +72,7 @@ class Turns:
             raise ValueError(f"turns_bytes must be >= 0, got {budget}")
         self.budget = budget
         self.epoch = 0  # number of ``forget`` calls; a turn begun before one is not kept after it
-        self._turns: OrderedDict[int, tuple[Turn, _Tokens]] = OrderedDict()
+        self.kept: OrderedDict[int, tuple[Turn, _Tokens]] = OrderedDict()
         self._nbytes = 0
         self._number = 0
         self._lock = Lock()
@@ -88,13 +87,13 @@ class Turns:
             return None
         asked = np.array(token_ids, np.int64)
         with self._lock:
-            turns = ((n, known) for n, (turn, known) in self._turns.items() if turn.root == root)
+            turns = ((n, known) for n, (turn, known) in self.kept.items() if turn.root == root)
             tokens, best = max(((_common(known, asked), n) for n, known in turns), default=(0, 0))
             self._counters.count("hits" if tokens >= MIN_TOKENS else "misses")
             if tokens < MIN_TOKENS:
                 return None
-            self._turns.move_to_end(best)
-            return self._turns[best][0], tokens
+            self.kept.move_to_end(best)
+            return self.kept[best][0], tokens
 
     def keep(self, turn: Turn, epoch: int) -> bool:
         """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
@@ -105,14 +104,14 @@ class Turns:
             if turn.kv.nbytes > self.budget:
                 self._counters.count("failed_writes")
                 return False
-            for number, (other, known) in list(self._turns.items()):
+            for number, (other, known) in list(self.kept.items()):
                 if other.root == turn.root and _common(known, tokens) == len(known):
                     self._remove(number)
             while self._nbytes + turn.kv.nbytes > self.budget:
-                self._remove(next(iter(self._turns)))
+                self._remove(next(iter(self.kept)))
                 self._counters.count("evictions")
             self._number += 1
-            self._turns[self._number] = (turn, tokens)
+            self.kept[self._number] = (turn, tokens)
             self._nbytes += turn.kv.nbytes
             return True
 
@@ -125,31 +124,31 @@ class Turns:
         """Drop turns whose prompt had one of these segments or texts; no ids drop the namespace's."""
         with self._lock:
             self.epoch += 1
-            before = len(self._turns)
-            for number, (turn, _) in list(self._turns.items()):
+            before = len(self.kept)
+            for number, (turn, _) in list(self.kept.items()):
                 named = chunk_ids is None or not chunk_ids.isdisjoint(turn.members)
                 if turn.root.namespace == namespace and (
                     named or (texts is not None and texts.begin_in(turn.token_ids))
                 ):
                     self._remove(number)
-            return before - len(self._turns)
+            return before - len(self.kept)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record; none where no turns are kept."""
         if not self.budget:
             return ()
         with self._lock:
-            entries, nbytes = len(self._turns), self._nbytes
+            entries, nbytes = len(self.kept), self._nbytes
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self.budget),)
 
     def clear(self) -> None:
         """Drop all turns."""
         with self._lock:
-            self._turns.clear()
+            self.kept.clear()
             self._nbytes = 0
 
     def _remove(self, number: int) -> None:
-        self._nbytes -= self._turns.pop(number)[0].kv.nbytes
+        self._nbytes -= self.kept.pop(number)[0].kv.nbytes
 
 
 def _common(one: _Tokens, other: _Tokens) -> int:
@@ -172,7 +171,6 @@ class KnowledgeTree:
       folder, also in other processes, apply to this one too.
     - ``policy``: Makes one eviction policy per tier.
     - ``cost``: Estimated seconds of a prefill of (cached, new) tokens; default: the number of new ones.
-    - ``keep_first``: Keep only so many documents of each prompt: later ones rarely recur in the same order.
     - ``turns_bytes``: Budget of :attr:`turns`, the last turns of conversations, which :meth:`match` never
     finds.
     """
@@ -186,22 +184,20 @@ class KnowledgeTree:
         disk: KVStore | None = None,
         policy: Callable[[], EvictionPolicy] = Lru,
         cost: Cost | None = None,
-        keep_first: int | None = None,
         turns_bytes: int = 0,
     ) -> None:
-        if min(gpu_bytes, host_bytes, keep_first or 0) < 0:
-            raise ValueError("gpu_bytes, host_bytes and keep_first must not be negative")
+        if min(gpu_bytes, host_bytes) < 0:
+            raise ValueError("gpu_bytes and host_bytes must not be negative")
         gpu = MemoryTier("gpu", gpu_bytes, policy(), device) if gpu_bytes else None
         host = MemoryTier("host", host_bytes, policy(), "cpu") if host_bytes else None
         self.turns = Turns(turns_bytes)
         self._cost = cost
-        self._keep_first = keep_first
         self._epochs: Counter[str] = Counter()
         # Nodes of collected matches; a finalizer may run anywhere, so it takes no lock.
         self._released: deque[tuple[Node, ...]] = deque()
         self._lock = RLock()
-        self._disk = TreeDisk(disk, self._lock, self._drop)
-        self._levels = Levels(gpu, host, self._disk.add)
+        self.disk = TreeDisk(disk, self._lock, self._drop)
+        self.levels = Levels(gpu, host, self.disk.add)
         refuse_after_fork(self)
 
     def match(self, root: Root, path: Path) -> Match:
@@ -210,17 +206,16 @@ class KnowledgeTree:
         Counts an access to each of its nodes.
         """
         path = tuple(path)
-        most = documents_first(path, self._keep_first)
         with self._lock:
             self._unpin_released()
-            self._disk.apply_forgets(root.namespace)
+            self.disk.apply_forgets(root.namespace)
             epoch = self._epochs[root.namespace]
-            nodes = list(self._levels.walk(root, path, most))
+            nodes = list(self.levels.walk(root, path))
             for node in nodes:
-                self._levels.pin(node)
-            found = [self._levels.use(node) for node in nodes]
-            self._levels.count(len(path), found)
-        found += self._disk.read(root, path[:most], len(found))
+                self.levels.pin(node)
+            found = [self.levels.use(node) for node in nodes]
+            self.levels.count(len(path), found)
+        found += self.disk.read(root, path, len(found))
         match = Match(root, path, tuple(found), epoch)
         if nodes:
             weakref.finalize(match, self._released.append, tuple(nodes)).atexit = False
@@ -229,7 +224,7 @@ class KnowledgeTree:
     def known(self, root: Root, path: Path) -> int:
         """Tokens of the longest beginning of ``path`` in memory; counts no access."""
         with self._lock:
-            return sum(node.step.tokens for node in self._levels.walk(root, path, len(path)))
+            return sum(node.step.tokens for node in self.levels.walk(root, path))
 
     def insert(self, match: Match, kvs: Sequence[ChunkKV] = (), *, new: int = 0) -> int:
         """Insert what a request computed after its ``match``: once per request, after the answer.
@@ -253,18 +248,17 @@ class KnowledgeTree:
             self._unpin_released()
             if match.epoch != self._epochs[match.root.namespace]:
                 return 0
-            most = max(0, documents_first(match.path, self._keep_first) - len(match))
-            added = self._levels.insert(match, list(kvs)[:most], missed)
-        self._disk.write()
+            added = self.levels.insert(match, kvs, missed)
+        self.disk.write()
         return added
 
     def discard(self, root: Root, path: Path) -> None:
         """Drop the node at ``path``, whose KV cannot be used, from all tiers, and its subtree from memory."""
         with self._lock:
-            nodes = list(self._levels.walk(root, path, len(path)))
+            nodes = list(self.levels.walk(root, path))
             if nodes and len(nodes) == len(path):
-                self._levels.drop(nodes[-1])
-            self._disk.discard(root, path)
+                self.levels.drop(nodes[-1])
+            self.disk.discard(root, path)
 
     def forget(
         self,
@@ -280,26 +274,26 @@ class KnowledgeTree:
         disk folder follow at their next look-up, and write nothing of it until then: they drop the whole
         namespace from memory.
         """
-        return self._disk.forget(namespace, chunk_ids, texts)
+        return self.disk.forget(namespace, chunk_ids, texts)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier, named ``tree:gpu``, ``tree:host``, ``tree:disk``, ``tree:turns``."""
         with self._lock:
-            records = [tier.stats() for tier in self._levels.tiers]
-        return (*records, *self._disk.stats(), *self.turns.stats())
+            records = [tier.stats() for tier in self.levels.tiers]
+        return (*records, *self.disk.stats(), *self.turns.stats())
 
     def close(self) -> None:
         """Write what is in memory to the disk, if there is one, and drop everything."""
         with suppress(Closed):
             with self._lock:
-                self._levels.clear()
+                self.levels.clear()
             self.turns.clear()
-            self._disk.close()
+            self.disk.close()
 
     def _unpin_released(self) -> None:
         while self._released:
             for node in self._released.popleft():
-                self._levels.pin(node, -1)
+                self.levels.pin(node, -1)
 
     def _drop(
         self, namespace: str, chunk_ids: frozenset[str] | None, texts: ForgottenTexts | None = None
@@ -308,13 +302,13 @@ class KnowledgeTree:
         with self._lock:  # turns too, or a request could miss them and still match the nodes
             turns = self.turns.forget(namespace, chunk_ids, texts)
             if chunk_ids is not None and texts is not None:
-                chunk_ids |= self._levels.holding(namespace, texts)
+                chunk_ids |= self.levels.holding(namespace, texts)
             self._epochs[namespace] += 1
-            tops = self._levels.about(namespace, chunk_ids)
+            tops = self.levels.about(namespace, chunk_ids)
             keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
             for node in tops:
-                self._levels.drop(node)
-            self._disk.drop_pending(namespace, chunk_ids, texts)
+                self.levels.drop(node)
+            self.disk.drop_pending(namespace, chunk_ids, texts)
         return Dropped(keys, turns, chunk_ids)
 
 
@@ -341,6 +335,5 @@ def open_tree(
         disk=disk,
         policy=policy,
         cost=cost,
-        keep_first=config.keep_first,
         turns_bytes=config.turns_bytes,
     )

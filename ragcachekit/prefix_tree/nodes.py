@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import torch
 
@@ -44,7 +44,7 @@ class Step:
 
     ids: tuple[str, ...]  # of the segments, in order; the chunk's is the last. They identify the tokens
     tokens: int  # rows of all of them
-    document: bool = True  # False for text alone, which ``keep_first`` does not count
+    document: bool = True  # False for text alone
     token_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)  # for ``forget``; () if unknown
 
 
@@ -77,16 +77,6 @@ class Match:
     def tokens(self) -> int:
         """Rows of the prompt that need not be computed."""
         return sum(reused.step.tokens for reused in self.found)
-
-
-def documents_first(path: Path, most: int | None) -> int:
-    """Number of steps of a path up to its first ``most`` documents; None: all of them."""
-    documents = 0
-    for number, step in enumerate(path):
-        documents += step.document
-        if most is not None and documents > most:
-            return number
-    return len(path)
 
 
 def blocks_of(token_ids: Sequence[int], namespace: str) -> list[Step]:
@@ -259,12 +249,12 @@ class Levels:
         self.gpu, self.host = gpu, host
         self.tiers = [tier for tier in (gpu, host) if tier is not None]
         self._evicted = evicted
-        self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
+        self.roots: dict[Root, dict[tuple[str, ...], Node]] = {}
 
-    def walk(self, root: Root, path: Path, most: int) -> Iterator[Node]:
-        """Nodes along a path, as far as they exist and at most ``most``."""
-        children = self._roots.get(root, {})
-        for step in islice(path, most):
+    def walk(self, root: Root, path: Path) -> Iterator[Node]:
+        """Nodes along a path, as far as they exist."""
+        children = self.roots.get(root, {})
+        for step in path:
             node = children.get(step.ids)
             if node is None:
                 return
@@ -273,7 +263,7 @@ class Levels:
 
     def about(self, namespace: str, chunk_ids: frozenset[str] | None) -> list[Node]:
         """Uppermost nodes of a namespace with one of these ids (None: all)."""
-        roots = [children for root, children in self._roots.items() if root.namespace == namespace]
+        roots = [children for root, children in self.roots.items() if root.namespace == namespace]
         stack, out = [node for children in roots for node in children.values()], []
         while stack:
             node = stack.pop()
@@ -363,7 +353,7 @@ class Levels:
                 for other in self.tiers:
                     if other is not tier:
                         other.use(node, access)
-                siblings = self._roots.setdefault(root, {}) if parent is None else parent.children
+                siblings = self.roots.setdefault(root, {}) if parent is None else parent.children
                 siblings[step.ids] = node
                 return node
         return None
@@ -382,7 +372,7 @@ class Levels:
 
     def clear(self) -> None:
         """Evict all nodes."""
-        for top in [node for children in self._roots.values() for node in children.values()]:
+        for top in [node for children in self.roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
 
     def _copy(self, node: Node) -> ChunkKV:
@@ -418,7 +408,7 @@ class Levels:
         siblings = self._siblings(node.root, node.parent)
         del siblings[node.step.ids]
         if node.parent is None and not siblings:
-            del self._roots[node.root]
+            del self.roots[node.root]
 
     def _siblings(self, root: Root, parent: Node | None) -> dict[tuple[str, ...], Node]:
-        return parent.children if parent is not None else self._roots.get(root, {})
+        return parent.children if parent is not None else self.roots.get(root, {})

@@ -13,9 +13,9 @@ from typing import Any
 
 from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import ModelChanged, RagCacheError
-from ragcachekit.plan.encodings import IN_PROMPT
 from ragcachekit.plan.link_plan import PromptRequest
 from ragcachekit.plan.planner import MODEL_CHANGED, Planner
+from ragcachekit.plan.variants import IN_PROMPT
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy

@@ -17,9 +17,9 @@ from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import link_ahead
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.encodings import VariantPool
-from ragcachekit.plan.link_plan import Missing
-from ragcachekit.plan.planner import Planner, make_plan
+from ragcachekit.plan.link_plan import Missing, make_plan
+from ragcachekit.plan.planner import Planner
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.prompt.segments import TokenSegment

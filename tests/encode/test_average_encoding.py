@@ -12,8 +12,9 @@ from families import off, plain, prefill, tokens
 from link_kit import described
 from ragcachekit.encode import in_prompt
 from ragcachekit.model.encoding import AverageEncoding
-from ragcachekit.plan.encodings import Encodings, VariantPool
+from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import KVKey, chunk_id
@@ -179,7 +180,7 @@ def test_stored_means_are_found_whatever_is_behind_them():
 
 
 def test_stored_means_are_bounded(monkeypatch):
-    monkeypatch.setattr("ragcachekit.plan.encodings.MAX_AVERAGES", 2)
+    monkeypatch.setattr("ragcachekit.plan.variants.MAX_AVERAGES", 2)
     keys = [KVKey("model", "space", chunk, "average:3", ("s",)) for chunk in "abc"]
     averages = VariantPool()
     averages.add_average(keys[0])

@@ -14,10 +14,9 @@ from link_kit import BOS, described, planned, request_of, segments
 from loading_kit import WAIT
 from ragcachekit.encode.background import BackgroundEncoder, MissCounts
 from ragcachekit.model.encoding import Encoding, InPromptEncoding
-from ragcachekit.plan.encodings import Encodings, VariantPool
-from ragcachekit.plan.link_plan import Missing
-from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.planner import make_plan
+from ragcachekit.plan.encodings import Encodings, Fetch
+from ragcachekit.plan.link_plan import Missing, make_plan
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import ForgetEpochs
 from ragcachekit.store.memory import HostStore

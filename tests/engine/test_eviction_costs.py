@@ -36,7 +36,7 @@ def test_the_chunk_store_keeps_what_is_dear(eviction, source, tmp_path):
     """Under ``gdsf`` the oldest of three entries leaves, which is the short one."""
     store = StoreConfig(host_bytes=int(93 * token_bytes()), eviction=eviction)  # with what is summed beside
     with engine(tmp_path, store=store) as rag:
-        rag.components.loads.cost.profile = FLAT
+        rag.components.cost.profile = FLAT
         for tokens, seed in ((10, 1), (40, 2), (45, 3)):
             rag.generate(asked(tokens, seed), max_new_tokens=1)
         assert rag.stats()[0].evictions == 1

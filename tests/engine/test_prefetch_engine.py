@@ -51,7 +51,7 @@ def test_what_is_quicker_to_compute_is_not_loaded(per_token, source):
     assert rag.flush(WAIT)
     for _ in range(10):
         rag.components.loads.planner.observe_read("disk", 1000, 0.01)
-    rag.components.loads.planner.profile = PrefillProfile(0.0, per_token)
+    rag.components.cost.profile = PrefillProfile(0.0, per_token)
     del store.log[:], store.sources[:]
     answer = rag.generate(PROMPT, **ASKED)
     assert {use.source for use in answer.report.link.uses} == {source}

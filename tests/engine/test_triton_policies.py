@@ -11,7 +11,7 @@ import torch
 from engine_kit import RecordingStore, chunk, rag_for, text
 from ragcachekit import Prompt
 from ragcachekit.forward import prefill
-from ragcachekit.plan import planner
+from ragcachekit.plan import link_plan
 from ragcachekit_kernels import scores
 
 BODY = [chunk(13, 2), chunk(9, 3), chunk(11, 5)]
@@ -36,9 +36,9 @@ def outcome(monkeypatch, name, policy, kernels):
     with monkeypatch.context() as patch:
         patch.setenv("RAGCACHEKIT_KERNELS", kernels)
         function = KERNELS[policy]
-        real, apply = getattr(scores, function), planner.apply_selection
+        real, apply = getattr(scores, function), link_plan.apply_selection
         patch.setattr(scores, function, lambda *a, **k: calls.append(1) or real(*a, **k))
-        for user in (prefill, planner):
+        for user in (prefill, link_plan):
             patch.setattr(
                 user, "apply_selection", lambda p, c, *a: chosen.append(set(c := list(c))) or apply(p, c, *a)
             )

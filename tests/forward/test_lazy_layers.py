@@ -15,8 +15,7 @@ from loading_kit import Gate, SlowStore, Spoil
 from ragcachekit import LoadConfig, Prompt
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward.linker import link
-from ragcachekit.plan.encodings import Encodings
-from ragcachekit.plan.lookup import Fetch
+from ragcachekit.plan.encodings import Encodings, Fetch
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry import EntryDamaged

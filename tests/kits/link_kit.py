@@ -16,10 +16,9 @@ from ragcachekit.forward.attention import install
 from ragcachekit.forward.linker import link
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope, describe_rope
-from ragcachekit.plan.encodings import Encodings, VariantPool
-from ragcachekit.plan.link_plan import LinkPlan, Piece, PromptRequest
-from ragcachekit.plan.lookup import Fetch
-from ragcachekit.plan.planner import make_plan
+from ragcachekit.plan.encodings import Encodings, Fetch
+from ragcachekit.plan.link_plan import LinkPlan, Piece, PromptRequest, make_plan
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.segments import TokenSegment

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.plan import encodings
-from ragcachekit.plan.encodings import VariantPool, Wanted
-from ragcachekit.plan.lookup import Fetch, find_entry
+from ragcachekit.plan import variants
+from ragcachekit.plan.encodings import Fetch, Wanted, find_entry
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.craft import Impact
 from ragcachekit.store.base import concerns
 from ragcachekit.store.memory import HostStore
@@ -86,7 +86,7 @@ def test_what_a_store_holds_is_recalled_as_far_as_there_is_room():
 
 
 def test_a_use_counts_by_what_it_saved(monkeypatch):
-    monkeypatch.setattr(encodings, "HALF_LIFE", 10**9)
+    monkeypatch.setattr(variants, "HALF_LIFE", 10**9)
     pool = filled(("x", "sa"))
     pool.used(key("x", "sa"), tuple("sa"))
     assert pool.weight(key("x", "sa")) == pytest.approx(1 + 20)  # cost 0 counts as 0.05
@@ -157,10 +157,10 @@ class Pool(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.pool, self.model, self.budget = VariantPool(budget=600), {}, 600
-        self.half_life, encodings.HALF_LIFE = encodings.HALF_LIFE, 3
+        self.half_life, variants.HALF_LIFE = variants.HALF_LIFE, 3
 
     def teardown(self):
-        encodings.HALF_LIFE = self.half_life
+        variants.HALF_LIFE = self.half_life
 
     def of(self, namespace):
         return {k: v for k, v in self.model.items() if k.namespace == namespace}

@@ -21,7 +21,8 @@ from ragcachekit.forward.attention import install
 from ragcachekit.forward.prefill import link_ahead
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.rope import describe_rope
-from ragcachekit.plan.encodings import Encodings, VariantPool
+from ragcachekit.plan.encodings import Encodings
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.base import ForgetEpochs

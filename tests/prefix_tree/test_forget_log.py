@@ -173,8 +173,8 @@ def test_a_failing_medium_stops_no_forget_and_writes_nothing(tmp_path: Path, cap
     (tmp_path / "forgets" / "lock").symlink_to(tmp_path)
     request(tree, path_of("c9"))  # pushes all of it out
     assert tree.forget("acme", frozenset({"c9"})) == 1
-    assert tree._disk is not None
-    assert tree._disk.stats()[0].entries == 0
+    assert tree.disk is not None
+    assert tree.disk.stats()[0].entries == 0
     assert {"the tree is not writte", "other processes do not"} == {
         r.getMessage()[:22] for r in caplog.records
     }
@@ -187,14 +187,14 @@ def test_what_is_found_while_it_is_being_deleted_is_not_kept(tmp_path: Path, mon
     one.close()
     one = tree_on(tmp_path)
     reader = tree_on(tmp_path) if theirs else one
-    assert one._disk.store is not None
-    forget, matches = one._disk.store.forget, []
+    assert one.disk.store is not None
+    forget, matches = one.disk.store.forget, []
 
     def slow(*what):  # type: ignore[no-untyped-def]
         matches.append(reader.match(ROOT, PATH))
         return forget(*what)
 
-    monkeypatch.setattr(one._disk.store, "forget", slow)
+    monkeypatch.setattr(one.disk.store, "forget", slow)
     one.forget("acme", frozenset({"a3"}))
     (match,) = matches
     assert len(match) == 3

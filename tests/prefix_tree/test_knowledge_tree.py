@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tree_check import check
 
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import open_eviction
 from ragcachekit.store.memory import HostStore
-from tree_kit import ROOT, ROW, check, kv_of, nodes, path_of, request, same, tiers
+from tree_kit import ROOT, ROW, kv_of, nodes, path_of, request, same, tiers
 
 
 def host_tree(rows: int = 1000, **options) -> KnowledgeTree:
@@ -84,14 +85,6 @@ def test_kv_of_another_length_or_too_much_of_it_is_refused() -> None:
         tree.insert(match, [kv_of(ROOT, path)] * 2)
 
 
-def test_only_the_first_documents_are_kept() -> None:
-    tree = host_tree(keep_first=2)
-    request(tree, path_of("s3", "a4", "b5", "c6"))
-    assert known(tree, "s3", "a4", "b5", "c6") == 3, "the system text is no document"
-    request(tree, path_of("a4", "b5", "c6"))
-    assert known(tree, "a4", "b5", "c6") == 2
-
-
 # -- eviction --------------------------------------------------------------------------------------
 
 
@@ -148,9 +141,9 @@ def test_swapped_out_once_and_later_only_let_go() -> None:
     request(tree, path_of("a4"))
     request(tree, path_of("b8"))  # a4 is swapped out
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["host"]
-    host = tree._levels.host
+    host = tree.levels.host
     assert host is not None
-    copy = host.get(next(iter(tree._levels.walk(ROOT, path_of("a4"), 1))))
+    copy = host.get(next(iter(tree.levels.walk(ROOT, path_of("a4")))))
     request(tree, path_of("a4"))  # comes up again, b8 is swapped out
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["gpu"]
     request(tree, path_of("b8"))  # a4 leaves a second time
@@ -248,7 +241,7 @@ def test_what_waits_to_be_written_is_forgotten_too() -> None:
     tree = two_tiers(8, 100, disk=disk)
     request(tree, path_of("a8", "b4"))
     with tree._lock:
-        tree._levels.clear()  # queued to be written with the next request
+        tree.levels.clear()  # queued to be written with the next request
     tree.forget("acme", frozenset({"a8"}))
     request(tree, path_of("c4"))
     assert disk.stats()[0].entries == 0

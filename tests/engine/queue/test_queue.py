@@ -134,15 +134,13 @@ def test_a_request_may_be_cancelled_before_and_after_its_turn():
             waiting.cancel()
             assert (waiting.state, waiting.cancelled()) == ("done", True)
             assert waiting.result().token_ids == ()
-        seen = []
-        for piece in iter(lambda: other._tokens._queue.get(), None):
-            seen += piece
-            if len(seen) == 3:
-                other.cancel()
+        pieces = other.stream()
+        next(pieces)
+        other.cancel()
         answer = other.result(LONG)
         assert answer.report.finish_reason == "cancelled"
         assert answer.token_ids == want[: len(answer.token_ids)]
-        assert 3 <= len(answer.token_ids) < 40
+        assert 1 <= len(answer.token_ids) < 40
         other.cancel()  # may be repeated
         assert rag.submit(PROMPT, **LONG_ANSWER).result(LONG).token_ids == want
         stats = rag.queue.stats()
