@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ from ragcachekit.prefix_tree.disk import ForgetLog
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, Turn
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.disk_folder import FolderLock
 from tree_kit import ROOT, ROW, kv_of, path_of, request
 
 PATH = path_of("s2", "a3", "b4")
@@ -118,17 +116,6 @@ def test_the_log_tells_others_and_not_oneself(tmp_path: Path, monkeypatch) -> No
     assert one.changed("acme"), "what is lost counts as a forget"
 
 
-def test_a_child_forked_while_somebody_writes_keeps_no_forget_waiting(tmp_path: Path) -> None:
-    log = ForgetLog(tmp_path)
-    with log.writing():
-        wanted = (tmp_path / "lock").stat()
-        (fd,) = (int(fd) for fd in os.listdir("/dev/fd") if same_file(int(fd), wanted))
-        inherited = os.dup(fd)  # shares the lock, as a child's copy does
-    with FolderLock(tmp_path / "lock").held(0.0):
-        pass
-    os.close(inherited)
-
-
 def test_a_stopped_forgetter_keeps_no_writer_waiting_for_ever(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(forgets, "_SECONDS_TO_WRITE", 0.0)
     log, other = ForgetLog(tmp_path), ForgetLog(tmp_path)
@@ -157,13 +144,6 @@ def test_a_stopped_writer_keeps_no_forget_waiting_for_ever(tmp_path: Path, monke
     with log.forgetting("acme"):
         done.append(True)
     assert len(done) == 2
-
-
-def same_file(fd: int, wanted: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), wanted)
-    except OSError:  # the one that lists them
-        return False
 
 
 def test_a_failing_medium_stops_no_forget_and_writes_nothing(tmp_path: Path, caplog) -> None:

@@ -152,22 +152,6 @@ def test_swapped_out_once_and_later_only_let_go() -> None:
     assert evictions(tree, "gpu") == 3
 
 
-def test_gpu_parents_stand_above_host_children() -> None:
-    tree = two_tiers(8, 100)
-    request(tree, path_of("s3", "a4", "b5", "c6"))
-    assert tiers(tree.match(ROOT, path_of("s3", "a4", "b5", "c6"))) == ["gpu", "gpu", "host", "host"]
-    check(tree)
-
-
-def test_what_stands_below_a_node_that_the_host_has_no_room_for_leaves_with_it() -> None:
-    tree = two_tiers(10, 4)
-    request(tree, path_of("a6", "b4", "c3"))
-    assert tiers(tree.match(ROOT, path_of("a6", "b4", "c3"))) == ["gpu", "gpu", "host"]
-    request(tree, path_of("d8"))  # b4 is swapped out for it, and a6 has no place to go to
-    assert (known(tree, "a6", "b4"), known(tree, "d8"), len(nodes(tree))) == (0, 1, 1)
-    check(tree)
-
-
 def test_what_leaves_memory_is_found_on_the_disk_also_after_a_restart(tmp_path: Path) -> None:
     path = path_of("s3", "a4", "b5")
     tree = host_tree(12, disk=DiskStore(tmp_path, 1 << 20))
