@@ -62,13 +62,13 @@ def test_a_result_is_cached_only_if_the_partition_is_the_same_after_the_search(
     after: Partition | None,
 ) -> None:
     cache = made()
-    assert finished(cache.retrieve(call(partitions=[PLACE, after]))).documents == ("found",)
+    assert finished(cache.retrieve(call(partitions=[PLACE, after])))[0] == ("found",)
     assert cache.stats().entries == 0
     finished(cache.retrieve(call()))
-    answer = finished(cache.retrieve(call(search=lambda embedding: pytest.fail("searched"))))
-    assert answer.documents == ("found",)
-    assert answer.result is not None
-    assert answer.result.hit
+    found, result = finished(cache.retrieve(call(search=lambda embedding: pytest.fail("searched"))))
+    assert found == ("found",)
+    assert result is not None
+    assert result.hit
 
 
 @pytest.mark.parametrize("failing", [None, ["text"], "raises"])
@@ -99,8 +99,8 @@ def test_asynchronous_functions_go_the_same_way() -> None:
         return ["found"]
 
     async def both() -> list[bool]:
-        answers = [await cache.retrieve(call(search=search)) for _ in range(2)]
-        return [answer.result is not None and answer.result.hit for answer in answers]
+        results = [(await cache.retrieve(call(search=search)))[1] for _ in range(2)]
+        return [result is not None and result.hit for result in results]
 
     assert asyncio.run(both()) == [False, True]
     cache.clear()
@@ -141,7 +141,7 @@ def test_a_guard_of_ones_own_is_asked_with_both_questions() -> None:
 
     def ask(question: str) -> bool | str | None:
         made_call = Call("acme", question, lambda: PLACE, lambda: (1.0, 0.0), lambda embedding: ["found"])
-        result = finished(cache.retrieve(made_call)).result
+        _, result = finished(cache.retrieve(made_call))
         assert result is not None
         return result.refused or result.hit
 
