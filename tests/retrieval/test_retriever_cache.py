@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ragcachekit.retrieval.plumbing import (
@@ -89,6 +91,50 @@ def test_without_a_partition_or_an_embedding_the_search_answers(failing: object)
         assert answer == (("found",), None)
     assert seen == [None, None]
     assert (cache.stats().misses, cache.stats().entries) == (0, 0)
+
+
+GOOD = [1.0] * 4
+BAD = {
+    "zeros": [0.0] * 4,
+    "tiny": [1e-30] * 4,
+    "one NaN": [math.nan, *GOOD[1:]],
+    "minus infinity": [-math.inf, *GOOD[1:]],
+    "huge": [1e30] * 4,
+    "too huge for float32": [1e300] * 4,
+    "another width": [1.0] * 3,
+    "one number": 1.0,
+    "nothing": [],
+    "None": None,
+    "strings": ["a"] * 4,
+    "a string": "embedding",
+    "two of them": [GOOD] * 2,
+    "ragged": [[1.0], [1.0, 2.0]],
+    "complex": [1j] * 4,
+    "a dict": {"data": GOOD},
+    "objects": [object()] * 4,
+    "a masked array": np.ma.masked_all(4),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_embeddings_cost_no_answer(kind: str) -> None:
+    cache, searched = made(), list[str]()
+    for name, embedding in (("good", GOOD), ("bad", BAD[kind]), ("other", BAD[kind]), ("good", GOOD)):
+
+        def search(_: Any, name: str = name) -> list[str]:
+            searched.append(name)
+            return ["found"]
+
+        assert finished(cache.retrieve(call(embedding, search=search)))[0] == ("found",)
+    assert searched.count("good") == 1
+    assert {"bad", "other"} <= set(searched)
+
+
+def test_a_failing_engine_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.register = None  # type: ignore[assignment,method-assign]
+    assert finished(made(engine).retrieve(call()))[0] == ("found",)
+    assert "could not register" in caplog.text
 
 
 def test_asynchronous_functions_go_the_same_way() -> None:
