@@ -46,7 +46,7 @@ def query_cache(
     count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 131,
     wordings: Annotated[int, typer.Option(min=1, max=10, help="Of each question of the dataset.")] = 4,
     vectors: Annotated[int, typer.Option(min=0, help="Fill the index up to these with noisy copies.")] = 0,
-    index: Annotated[str, typer.Option(help="faiss-flat, faiss-hnsw or brute.")] = "faiss-flat",
+    index: Annotated[str, typer.Option(help="faiss-flat or faiss-hnsw.")] = "faiss-flat",
     capacities: Annotated[
         str | None, typer.Option(help="With commas; default: a tenth, half, all of the questions.")
     ] = None,

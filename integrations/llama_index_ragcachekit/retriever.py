@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any, Self, Unpack
@@ -28,10 +28,10 @@ from llama_index_ragcachekit.search import (
 )
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.retrieval.plumbing import (
-    Answer,
     Call,
     OwnSearch,
     Partition,
+    Retrieved,
     RetrieverCache,
     RetrieverSettings,
     finished,
@@ -73,9 +73,9 @@ class RagCacheRetriever(BaseRetriever):
 
     A result is found again only for the same namespace and fields of the wrapped retriever. What your own
     classes and functions find is not cached unless ``partition``, or their method ``cache_key_parts()``,
-    names what counts. Changes of indexes and stores through their methods are seen; call :meth:`clear` after
-    others. ``cache.forget`` drops results that name a forgotten text. ``aretrieve`` searches a retriever
-    that has no ``_aretrieve`` of its own in a thread.
+    names what counts. Changes of indexes and stores through their methods are seen; call
+    ``query_cache.clear()`` after others. ``cache.forget`` drops results that name a forgotten text.
+    ``aretrieve`` searches a retriever that has no ``_aretrieve`` of its own in a thread.
 
     Parameters
     ----------
@@ -156,33 +156,15 @@ class RagCacheRetriever(BaseRetriever):
         found = getattr(self._retriever, "_index", None)
         return found if isinstance(found, VectorStoreIndex) else None
 
-    def invalidate(
-        self,
-        *,
-        ids: Iterable[str] | None = None,
-        texts: Iterable[str] | None = None,
-        filter: Callable[[NodeWithScore], bool] | None = None,
-    ) -> int:
-        """Forget cached results, all of them or those with one of these nodes; returns how many.
-
-        ``ids`` and ``texts`` name nodes, ``filter`` is a function of the node. Needed where an index was
-        changed past its methods; a node that is new there calls for :meth:`clear`.
-        """
-        return self.query_cache.invalidate(ids=ids, texts=texts, where=filter)
-
-    def clear(self) -> int:
-        """Forget all cached questions, of all namespaces; returns their number."""
-        return self.query_cache.clear()
-
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
         return self._retriever, self._embed_model, self._namespace, self._exact, self._custom
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return _handed_out(finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))
+        return _handed_out(*finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return _handed_out(await self.query_cache.retrieve(self._call(query_bundle, is_async=True)))
+        return _handed_out(*await self.query_cache.retrieve(self._call(query_bundle, is_async=True)))
 
     def _call(self, bundle: QueryBundle, is_async: bool) -> Call[NodeWithScore]:
         inner, model = self._retriever, self._embed_model
@@ -223,14 +205,15 @@ class RagCacheRetriever(BaseRetriever):
         )
 
 
-def _handed_out(answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
+def _handed_out(
+    found: tuple[NodeWithScore, ...], result: Retrieved[NodeWithScore] | None
+) -> list[NodeWithScore]:
     """Copies of the nodes, after an event of the lookup."""
-    result = answer.result
     if result is None:
-        return list(answer.documents)
+        return list(found)
     names = ("hit", "distance", "lookup_us", "note", "refused")
     dispatcher.event(QueryCacheEvent(**{name: getattr(result, name) for name in names}))
-    return [copied(item) for item in answer.documents]
+    return [copied(item) for item in found]
 
 
 def _others(bundle: QueryBundle) -> dict[str, object]:
