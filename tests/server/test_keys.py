@@ -78,10 +78,6 @@ def test_headers_of_other_clients(file, name):
         ApiKeys(file, EVERYBODY).tenant({name: f"{key} {key}"})
 
 
-def test_without_a_file_everybody_is_one_tenant():
-    assert asking(ApiKeys(None, EVERYBODY), None) == asking(ApiKeys(None, EVERYBODY), "x") == EVERYBODY
-
-
 def test_a_changed_file_is_read_again(file, caplog):
     key = add_key(file, "ada")
     keys = ApiKeys(file, EVERYBODY)
