@@ -101,7 +101,6 @@ HASH = "0" * 64
     "content",
     [
         "",
-        "{}",
         "[" * 100_000,
         '{"keys": [{"name": "a"}]}',
         f'{{"keys": [{{"name": "a/b", "namespace": "a", "sha256": "{HASH}"}}]}}',
@@ -109,7 +108,6 @@ HASH = "0" * 64
         '{"keys": [{"name": "a", "namespace": "a", "sha256": "secret"}]}',
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limits": {{"paralel": 3}}}}]}}',
         f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limits": {{"parallel": 0}}}}]}}',
-        f'{{"keys": [{{"name": "a", "namespace": "a", "sha256": "{HASH}", "limit": {{}}}}]}}',
     ],
 )
 def test_files_that_cannot_be(file, content):
