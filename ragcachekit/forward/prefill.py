@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ragcachekit.errors import LinkedPromptUsed, ModelNotSupported
@@ -135,7 +136,7 @@ class LinkedPrompt:
 
     def __init__(self, inputs: dict[str, Any], report: LinkReport) -> None:
         self._inputs: dict[str, Any] | None = inputs
-        self.input_ids: torch.Tensor = inputs["input_ids"]
+        self.input_ids: Tensor = inputs["input_ids"]
         self.report = report
 
     def __repr__(self) -> str:
@@ -221,15 +222,10 @@ class _Watcher:
 
     def __init__(self, wanted: Sequence[int], spans: Spans | None, question: Sequence[int]) -> None:
         self._wanted, self._spans, self._question = wanted, spans, Rows(tuple(question))
-        self._sums: dict[int, torch.Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
 
     def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
     ) -> None:
         if layer in self._wanted:
             rows = query[:, -len(self._question) :]  # the question comes last
@@ -237,7 +233,7 @@ class _Watcher:
         if layer == max(self._wanted):
             raise _Done
 
-    def attention(self) -> list[torch.Tensor]:
+    def attention(self) -> list[Tensor]:
         return list(torch.stack([self._sums[layer] for layer in self._wanted]).cpu())
 
 
@@ -332,7 +328,7 @@ class Narrowing:
         for later in self._cache.layers[layer:]:
             later.narrow(rows)
 
-    def _deviation(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
+    def _deviation(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Tensor:
         linked: LinkedLayer = self._cache.layers[layer]
         at = torch.tensor(self._chosen, device=linked.values.device)
         before = linked.values[0].index_select(1, at)
@@ -379,13 +375,13 @@ def _before(layer: int, module: torch.nn.Module, args: Any, kwargs: Any = None) 
     return None
 
 
-def _cut(value: Any, rows: int, index: torch.Tensor) -> Any:
+def _cut(value: Any, rows: int, index: Tensor) -> Any:
     """Rows ``index`` of all tensors with ``rows`` rows: hidden states, position ids, cosines and sines."""
     if isinstance(value, dict):
         return {name: _cut(item, rows, index) for name, item in value.items()}
     if isinstance(value, tuple):
         return tuple(_cut(item, rows, index) for item in value)
-    if isinstance(value, torch.Tensor) and 1 <= value.dim() <= 3:
+    if isinstance(value, Tensor) and 1 <= value.dim() <= 3:
         axis = 0 if value.dim() == 1 else 1
         if value.shape[axis] == rows:
             return value.index_select(axis, index.to(value.device))

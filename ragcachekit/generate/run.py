@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -50,10 +51,10 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, wanted: bool = True) -> None:
         self._wanted = wanted
-        self.log_probs: torch.Tensor | None = None
+        self.log_probs: Tensor | None = None
         self.at: float | None = None
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.at is None:
             scores[:, :1].tolist()  # waits for the device: nothing is there before that
             self.at = time.perf_counter()
@@ -73,7 +74,7 @@ class FirstTokenTimer(StoppingCriteria):  # type: ignore[misc]
         self.cancelled = False
         self._scope = scope
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self.first_token is None:
             input_ids[:, -1].tolist()  # waits for the device: the token is not there before that
             self.first_token = time.perf_counter()
@@ -93,7 +94,7 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]
         # A character is at most four byte tokens; the rest is slack for tokens without text.
         self._window = 4 * max(map(len, self._stop), default=0) + 8
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         start = max(self._prompt, input_ids.shape[1] - self._window)
         done = [self.end(row) for row in input_ids[:, start:].tolist()]
         return torch.tensor(done, device=input_ids.device)
@@ -124,7 +125,7 @@ class DecodingLoop:
     def __call__(
         self,
         model: Any,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -137,7 +138,7 @@ class DecodingLoop:
             self._streamer.put(prompt)
         in_order, columns = prompt.to(input_ids.device), input_ids.shape[1]
 
-        def ordered(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def ordered(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda ids, scores: call(torch.cat([in_order, ids[:, columns:]], -1), scores)
 
         end: Any = MaxLengthCriteria(columns + 1) if self._one_token else ordered(stopping_criteria)

@@ -43,11 +43,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(
-    model: nn.Module,
-    tokenizer: Any = None,
-    *,
-    source: Path | str | None = None,
-    cache: Path | None = None,
+    model: nn.Module, tokenizer: Any = None, *, source: Path | str | None = None, cache: Path | None = None
 ) -> Fingerprint:
     """Digest everything that changes the model's KV values.
 

@@ -259,10 +259,7 @@ class Fetch:
     """
 
     def __init__(
-        self,
-        store: KVStore | Loader,
-        planner: LoadPlanner | None = None,
-        layout: KVLayout | None = None,
+        self, store: KVStore | Loader, planner: LoadPlanner | None = None, layout: KVLayout | None = None
     ) -> None:
         self._store, self._planner, self._layout = store, planner, layout
         self._known: dict[KVKey, Hit | None] = {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, Look, PlacedChunk, SelectionPolicy
@@ -95,7 +95,7 @@ class GuidedUnion(Union):
 
     look: Look
 
-    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[Tensor]) -> list[int]:
         """What any part chooses."""
         chosen = (
             part.choose(chunks, attention) if isinstance(part, GuidedPolicy) else part.select(chunks)
