@@ -24,16 +24,17 @@ from rich.table import Table
 
 import ragcachekit
 from benchmarks.datasets import Sampling, draw_questions
+from benchmarks.output import Plot, written
 from benchmarks.world.questions import world_sample
 from benchmarks.world.reader_folder import ANSWER_TOKENS, READER, READER_NAME, one_thread
 from ragcachekit.commands import fidelity as shipped
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.console import INTERRUPTED, note, quiet_loading, show, written
+from ragcachekit.commands.console import INTERRUPTED, note, quiet_loading, show
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.engines import FULL
 from ragcachekit.commands.fidelity import ALL, QUALITY, REUSE, Measurement, Row, by_type, quality_rows
 from ragcachekit.commands.questions import SEPARATOR, PromptMaker, Question, Sample
-from ragcachekit.commands.report import BenchReport, Bootstrap, Statistic, table
+from ragcachekit.commands.report import RESAMPLES, BenchReport, Bootstrap, table
 from ragcachekit.commands.workspace import load_checked, needs_neighbours
 from ragcachekit.errors import RagCacheError
 from ragcachekit.plan.companions import PrecedingChunks, SimilarChunks
@@ -54,6 +55,9 @@ POLICIES = (
 
 ALONE = PolicyAndEncoder("reuse", "standalone")
 """Measured with a dataset: recovery is relative to ``full`` and to this."""
+
+Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""Sums per column ``[resamples, columns]`` -> the figure ``[resamples]``; NaN where it has none."""
 
 EMBEDDING, DOCUMENT = "embedding", "document"
 _FORMAT = 6
@@ -95,7 +99,7 @@ def fidelity(
         Path | None, typer.Option(help="Keep results here and go on from them; default: beside --json.")
     ] = None,
     json: opt.Json = None,
-    plot: opt.Plot = None,
+    plot: Plot = None,
 ) -> None:
     """What reuse does to answers about the sample world, or about a dataset."""
     quiet_loading()
@@ -216,6 +220,21 @@ def normalized_f1(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(sums[:, 2] - sums[:, 1] > 1e-9, recovery(sums), np.nan)
 
 
+def interval_of(
+    bootstrap: Bootstrap, columns: NDArray[np.float64], statistic: Statistic
+) -> tuple[float, float] | None:
+    """95 % interval of ``statistic`` of the sums over ``columns`` ``[n, columns]``.
+
+    None if the figure has no value in most of the resamples.
+    """
+    figures = statistic(bootstrap.counts @ columns)
+    figures = figures[~np.isnan(figures)]
+    if figures.size <= RESAMPLES // 2:
+        return None
+    low, high = np.quantile(figures, (0.025, 0.975))
+    return float(low), float(high)
+
+
 def add_recovery(
     rows: Sequence[Row],
     questions: Sequence[Question],
@@ -239,7 +258,7 @@ def add_recovery(
                 ]
             ).T
             value = float(statistic(columns.sum(axis=0, keepdims=True))[0])
-            interval = None if np.isnan(value) else bootstrap.interval(columns, statistic)
+            interval = None if np.isnan(value) else interval_of(bootstrap, columns, statistic)
             row[name] = None if np.isnan(value) else value
             row[f"{name}_low"], row[f"{name}_high"] = interval or (None, None)
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ragcachekit.retrieval.distances import Float32
-from ragcachekit.retrieval.faiss_index import FaissFlatIndex
-from ragcachekit.retrieval.index import Labels
+from ragcachekit.retrieval.index import Labels, VectorIndex
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +19,7 @@ class _Probes:
     distances: Float32
 
 
-class FaissIvfIndex(FaissFlatIndex):
+class FaissIvfIndex(VectorIndex):
     """``lists`` clusters, trained by the first add, of which a search scans the ``probes`` nearest.
 
     A search in stages goes through these lists part by part, the nearest first.
@@ -35,7 +34,7 @@ class FaissIvfIndex(FaissFlatIndex):
         self._index = self._faiss.IndexIVFFlat(flat, dim, lists, self._metric)
         self._index.set_direct_map_type(self._faiss.DirectMap.Hashtable)  # so that vectors are found by label
 
-    def _add(self, labels: Labels, rows: Float32) -> None:
+    def _add_rows(self, labels: Labels, rows: Float32) -> None:
         if not self._index.is_trained:
             self._index.train(rows)
         self._index.add_with_ids(rows, labels)

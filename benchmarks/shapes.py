@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.output import Plot, written
 from ragcachekit.commands import options as opt
 from ragcachekit.commands import ttft as shipped
-from ragcachekit.commands.console import show, written
+from ragcachekit.commands.console import show
+from ragcachekit.commands.report import BenchReport
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -107,10 +110,27 @@ def ttft(
     device: opt.DeviceOrCpu = "cpu",
     seed: opt.Seed = 0,
     json: opt.Json = None,
-    plot: opt.Plot = None,
+    plot: Plot = None,
 ) -> None:
     """``ragcachekit bench ttft`` of random weights: speed depends on the shape alone."""
     lists: dict[str, Any] = shipped.lists(prompt_tokens, policies, tiers, dtype)
     report = shipped.run(opt.settings_of(ShapeSettings, locals(), **lists), progress=True)
     show(report.table(f"Time to first token: {report.model}"))
-    written(report, json, plot, shipped.draw)
+    written(report, json, plot, draw)
+
+
+def draw(report: BenchReport, path: Path) -> None:
+    """Draw the rows as bars, with the range from least to greatest."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures in a global list
+
+    bars = report.rows
+    below = [r["ttft_ms"] - r["ttft_ms_min"] for r in bars]
+    above = [r["ttft_ms_max"] - r["ttft_ms"] for r in bars]
+    figure = Figure(figsize=(1.5 + 1.1 * len(bars), 4), layout="constrained")
+    axes = figure.add_subplot()
+    drawn = axes.bar(range(len(bars)), [r["ttft_ms"] for r in bars], yerr=[below, above], capsize=3)
+    axes.bar_label(drawn, [f"{r['speedup']:.1f}x" for r in bars], padding=2)
+    axes.set_xticks(range(len(bars)), [f"{r['policy']}\n{r['tier']}\n{r['dtype']}" for r in bars])
+    axes.set_ylabel("time to first token (ms)")
+    axes.set_title(f"{report.model}, {bars[0]['prompt_tokens']} prompt tokens", fontsize=9)
+    figure.savefig(path)

@@ -10,8 +10,9 @@ import typer
 from tqdm.auto import tqdm
 
 from benchmarks.cluster.route_simulation import ROUTERS, WORKLOADS, Setting, simulate
+from benchmarks.output import Plot, written
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.console import show, written
+from ragcachekit.commands.console import show
 from ragcachekit.commands.report import BenchReport
 
 FIGURES = ("hit_rate", "requests", "work", "ttft_s")
@@ -22,7 +23,7 @@ def routing(
     requests: Annotated[int, typer.Option(min=5)] = 20_000,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     json: opt.Json = None,
-    plot: opt.Plot = None,
+    plot: Plot = None,
 ) -> None:
     """Hit rate, load and time to first token of routers: a row per workload and router, means over seeds.
 

@@ -15,8 +15,9 @@ from tqdm.auto import tqdm
 from benchmarks.eviction.bounds import most_hits, most_token_hits
 from benchmarks.eviction.replay import CHUNKS, TREE, Outcome, Plan, plan, replay
 from benchmarks.eviction.traces import TRACES, Trace, TraceShape, open_trace, read_trace
-from ragcachekit.commands.console import show, written
-from ragcachekit.commands.options import Json, Plot, names, numbers
+from benchmarks.output import Plot, written
+from ragcachekit.commands.console import show
+from ragcachekit.commands.options import Json, names, numbers
 from ragcachekit.commands.report import BenchReport, table
 from ragcachekit.store.eviction import open_eviction
 

@@ -15,9 +15,10 @@ import typer
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from benchmarks.output import Plot, written
 from benchmarks.query_cache.workload import Workload, of_dataset
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.console import quiet_loading, show, written
+from ragcachekit.commands.console import quiet_loading, show
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.retrieval.index import open_index
@@ -45,7 +46,7 @@ def query_cache(
     count: Annotated[int, typer.Option(min=1, help="Questions drawn from the dataset.")] = 131,
     wordings: Annotated[int, typer.Option(min=1, max=10, help="Of each question of the dataset.")] = 4,
     vectors: Annotated[int, typer.Option(min=0, help="Fill the index up to these with noisy copies.")] = 0,
-    index: Annotated[str, typer.Option(help="faiss-flat, faiss-hnsw or brute.")] = "faiss-flat",
+    index: Annotated[str, typer.Option(help="faiss-flat or faiss-hnsw.")] = "faiss-flat",
     capacities: Annotated[
         str | None, typer.Option(help="With commas; default: a tenth, half, all of the questions.")
     ] = None,
@@ -54,7 +55,7 @@ def query_cache(
     reorder: Annotated[bool, typer.Option(help="Order candidates anew for each question.")] = True,
     seed: opt.Seed = 0,
     json: opt.Json = None,
-    plot: opt.Plot = None,
+    plot: Plot = None,
 ) -> None:
     """Hit rates, search time saved and recall of the query cache, over a dataset."""
     sizes = tuple(int(size) for size in opt.numbers("--capacities", capacities or ""))

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.output import Plot, written
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.console import quiet_loading, show, written
+from ragcachekit.commands.console import quiet_loading, show
 
 
 def serve(
@@ -57,7 +58,7 @@ def serve(
     device: opt.DeviceOrCpu = "cpu",
     seed: opt.Seed = 0,
     json: opt.Json = None,
-    plot: opt.Plot = None,
+    plot: Plot = None,
 ) -> None:
     """Many requests at once: latency and throughput over request rates, beside transformers' own batching.
 

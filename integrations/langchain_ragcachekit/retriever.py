@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -28,7 +28,6 @@ from langchain_ragcachekit.search import (
     DEFAULT_K,
     LANGCHAIN,
     Search,
-    metric_of,
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
@@ -60,7 +59,7 @@ class RagCacheRetriever(BaseRetriever):
     retriever and, unless that is a plain vector store retriever, ``configurable`` values of the run. What
     your own classes and functions find is not cached unless ``partition``, or their method
     ``cache_key_parts()``, names what counts. Changes of stores through their methods are seen; call
-    :meth:`clear` after others. ``cache.forget`` drops results that name a forgotten text.
+    ``query_cache.clear()`` after others. ``cache.forget`` drops results that name a forgotten text.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
     callbacks: distance, microseconds, and why a cached question was not used.
@@ -74,8 +73,7 @@ class RagCacheRetriever(BaseRetriever):
         search uses the same vector and the question is embedded once.
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
-        overrides it, as it does other search arguments that the wrapped retriever takes;
-        ``invoke(question, use_cache=False)`` searches, and keeps nothing.
+        overrides it, as it does other search arguments that the wrapped retriever takes.
     cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
@@ -142,7 +140,7 @@ class RagCacheRetriever(BaseRetriever):
 
     @property
     def query_cache(self) -> RetrieverCache[Document]:
-        """The cached questions."""
+        """The cached questions: ``invalidate(ids=, texts=, where=)``, ``clear()``, ``stats()``."""
         return self._retrieval
 
     @property
@@ -160,8 +158,6 @@ class RagCacheRetriever(BaseRetriever):
         if self.embeddings is None and store is not None:
             self.embeddings = store.embeddings
         index = store.index if isinstance(store, RagCacheVectorStore) else None
-        if self.metric is None:
-            self.metric = metric_of(store) if index is None else index.metric
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.partition is not None and not callable(self.partition):
@@ -178,24 +174,6 @@ class RagCacheRetriever(BaseRetriever):
     @property
     def _namespace(self) -> str:
         return self._retrieval.namespace_of(self.namespace)
-
-    def invalidate(
-        self,
-        *,
-        ids: Iterable[str] | None = None,
-        texts: Iterable[str] | None = None,
-        filter: Callable[[Document], bool] | None = None,
-    ) -> int:
-        """Forget cached results, all of them or those with one of these documents; returns how many.
-
-        ``ids`` and ``texts`` name documents, ``filter`` is a function of the document. Needed where an index
-        was changed past its methods; a document that is new there calls for :meth:`clear`.
-        """
-        return self._retrieval.invalidate(ids=ids, texts=texts, where=filter)
-
-    def clear(self) -> int:
-        """Forget all cached questions, of all namespaces; returns their number."""
-        return self._retrieval.clear()
 
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
@@ -238,16 +216,15 @@ class RagCacheRetriever(BaseRetriever):
         retriever, config = self.retriever, given
         if isinstance(retriever, DynamicRunnable):
             retriever, config = retriever.prepare(given)
-        use_cache = kwargs.pop("use_cache", True)
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
         search = Search(retriever, self.embeddings, query, overrides, config, callbacks)
         embed = self.embeddings.aembed_query if is_async else self.embeddings.embed_query
         return Call(
             self._namespace,
             query,
-            lambda: self._partition(search) if use_cache else None,
+            lambda: self._partition(search),
             lambda: embed(query),
-            search.arun if is_async else search.run,
+            partial(search.run, is_async=is_async),
             search.own,
             partial(run_in_executor, None) if is_async else None,
         )

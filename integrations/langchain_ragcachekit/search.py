@@ -73,16 +73,6 @@ DEFAULT_K = 4
 """Of LangChain's vector stores."""
 
 
-def metric_of(store: VectorStore | None) -> str | None:
-    """The metric that a store says it searches by."""
-    strategy = getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
-    named = str(getattr(strategy, "value", strategy)).lower()
-    space = getattr(getattr(store, "_collection", None), "metadata", None) or {}
-    named = str(space.get("hnsw:space", named)) if isinstance(space, Mapping) else named
-    known = {"euclid": "l2", "l2": "l2", "inner": "ip", "ip": "ip", "cos": "cosine"}
-    return next((metric for word, metric in known.items() if named.startswith(word)), None)
-
-
 class Search:
     """The search of one question, with the lookup's vector where that is known to give the same.
 
@@ -104,22 +94,16 @@ class Search:
         self.store, self.arguments = _by_vector(retriever, embeddings, overrides)
         self.own = None if self.store is None else _in_own_index(self.store, self.arguments)
 
-    def run(self, embedding: Any) -> list[Document]:
-        """Search by vector where that is the same, else by text; by text without an embedding."""
+    def run(self, embedding: Any, is_async: bool = False) -> Any:
+        """Documents, or an awaitable of them; found by text without an embedding."""
         if self.store is not None and embedding is not None:
-            return self.store.similarity_search_by_vector(embedding, **self.arguments)
-        found: list[Document] = self._asked.invoke(self.query, self._child(), **self._kwargs)
-        return found
-
-    async def arun(self, embedding: Any) -> list[Document]:
-        """:meth:`run`, awaited."""
-        if self.store is not None and embedding is not None:
-            return await self.store.asimilarity_search_by_vector(embedding, **self.arguments)
-        found: list[Document] = await self._asked.ainvoke(self.query, self._child(), **self._kwargs)
-        return found
-
-    def _child(self) -> RunnableConfig:
-        return patch_config(self.config, callbacks=self._callbacks())
+            find: Any = self.store.similarity_search_by_vector
+            if is_async:
+                find = self.store.asimilarity_search_by_vector
+            return find(embedding, **self.arguments)
+        child = patch_config(self.config, callbacks=self._callbacks())
+        ask = self._asked.ainvoke if is_async else self._asked.invoke
+        return ask(self.query, child, **self._kwargs)
 
 
 def vector_store_of(retriever: Any) -> VectorStore | None:

@@ -32,8 +32,8 @@ class RagCacheVectorStore(VectorStore):
     embedding : Embeddings
         Embeds documents and questions.
     index, metric, path, **options
-        Those of :class:`ragcachekit.DocumentIndex`: ``faiss-flat``, ``faiss-hnsw``
-        (extra ``faiss``) or ``brute``. What the folder ``path`` holds already is opened.
+        Those of :class:`ragcachekit.DocumentIndex`: ``faiss-flat`` or ``faiss-hnsw`` (extra ``faiss``). What
+        the folder ``path`` holds already is opened.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any, Self, Unpack
@@ -73,9 +73,9 @@ class RagCacheRetriever(BaseRetriever):
 
     A result is found again only for the same namespace and fields of the wrapped retriever. What your own
     classes and functions find is not cached unless ``partition``, or their method ``cache_key_parts()``,
-    names what counts. Changes of indexes and stores through their methods are seen; call :meth:`clear` after
-    others. ``cache.forget`` drops results that name a forgotten text. ``aretrieve`` searches a retriever
-    that has no ``_aretrieve`` of its own in a thread.
+    names what counts. Changes of indexes and stores through their methods are seen; call
+    ``query_cache.clear()`` after others. ``cache.forget`` drops results that name a forgotten text.
+    ``aretrieve`` searches a retriever that has no ``_aretrieve`` of its own in a thread.
 
     Parameters
     ----------
@@ -155,24 +155,6 @@ class RagCacheRetriever(BaseRetriever):
         """The index that is searched, if a vector index's own retriever is wrapped."""
         found = getattr(self._retriever, "_index", None)
         return found if isinstance(found, VectorStoreIndex) else None
-
-    def invalidate(
-        self,
-        *,
-        ids: Iterable[str] | None = None,
-        texts: Iterable[str] | None = None,
-        filter: Callable[[NodeWithScore], bool] | None = None,
-    ) -> int:
-        """Forget cached results, all of them or those with one of these nodes; returns how many.
-
-        ``ids`` and ``texts`` name nodes, ``filter`` is a function of the node. Needed where an index was
-        changed past its methods; a node that is new there calls for :meth:`clear`.
-        """
-        return self.query_cache.invalidate(ids=ids, texts=texts, where=filter)
-
-    def clear(self) -> int:
-        """Forget all cached questions, of all namespaces; returns their number."""
-        return self.query_cache.clear()
 
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""

@@ -32,8 +32,8 @@ class RagCacheVectorStore(NotPickled, BasePydanticVectorStore):
     Every change is on disk when its method returns, and other processes on the folder see it at their next
     query. Similarities are ``1 - distance`` under ``cosine``, else ``-distance``.
 
-    Parameters and errors are those of :class:`ragcachekit.DocumentIndex`: ``index`` is ``faiss-flat``,
-    ``faiss-hnsw`` (extra ``faiss``) or ``brute``. What ``path`` holds already is opened.
+    Parameters and errors are those of :class:`ragcachekit.DocumentIndex`: ``index`` is ``faiss-flat``
+    or ``faiss-hnsw`` (extra ``faiss``). What ``path`` holds already is opened.
     """
 
     stores_text: bool = True

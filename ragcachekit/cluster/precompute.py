@@ -1,21 +1,18 @@
-"""Encoding chunks with Ray Data: one model per actor, checkpoints by chunk id, a shared tier."""
+"""Encoding chunks with Ray Data: one model per actor, a shared tier."""
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy
-from ray.data.checkpoint import CheckpointConfig
 
-from ragcachekit.cluster.slices import RowCount, Slices
+from ragcachekit.cluster.slices import Slices
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
@@ -52,7 +49,6 @@ def encode_chunks(
     chunks: Sequence[tuple[str, str]],
     *,
     actors: int,
-    checkpoint: str | Path | None = None,
     stored: Container[str] = (),
     progress: bool = False,
 ) -> int:
@@ -68,11 +64,8 @@ def encode_chunks(
         Ids, each once, and texts.
     actors : int
         Models that are loaded.
-    checkpoint : str or Path, optional
-        Folder for the ids of finished batches, or a url of pyarrow's file systems; all machines must see it.
-        A later run leaves them out, whether or not the tier still has them. A run that succeeds deletes it.
     stored : container of str
-        Ids of chunks that the tier has, instead of a checkpoint: batches of such chunks alone are left out.
+        Ids of chunks that the tier has: batches of such chunks alone are left out.
     progress : bool
         Whether to show Ray Data's progress bars.
 
@@ -89,8 +82,7 @@ def encode_chunks(
     todo = [part for part in slices if not all(one in stored for one, _ in part)]
     if not todo:
         return 0
-    sink = RowCount()
-    with _ray_data(checkpoint, progress):
+    with _ray_data(progress):
         data = ray.data.read_datasource(
             Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
         )
@@ -103,10 +95,9 @@ def encode_chunks(
             **_resources(actors),
         )
         try:
-            encoded.write_datasink(sink, ray_remote_args={"num_cpus": 0}, concurrency=1)
+            return int(encoded.materialize().count())
         except StoreError as error:
             raise StoreError(str(getattr(error, "cause", error))) from error
-    return sink.rows
 
 
 class EncodingActor:
@@ -148,25 +139,19 @@ def _resources(actors: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _ray_data(checkpoint: str | Path | None, progress: bool) -> Iterator[None]:
+def _ray_data(progress: bool) -> Iterator[None]:
     """Ray Data for one run, on the cluster that ``RAY_ADDRESS`` names or that runs, else on this machine."""
     starts = not ray.is_initialized()
     if starts:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     context, log = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
-    before = context.checkpoint_config, context.enable_progress_bars, log.level
-    if checkpoint is not None:
-        url = checkpoint.resolve().as_uri() if isinstance(checkpoint, Path) else checkpoint
-        context.checkpoint_config = CheckpointConfig("chunk_id", url, delete_checkpoint_on_success=True)
+    before = context.enable_progress_bars, log.level
     context.enable_progress_bars = progress
     log.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            # Ray warns of sinks that may get a row twice, which ours takes.
-            warnings.filterwarnings("ignore", message="Checkpointing with non-file datasink")
-            yield
+        yield
     finally:
-        context.checkpoint_config, context.enable_progress_bars = before[:2]
-        log.setLevel(before[2])
+        context.enable_progress_bars = before[0]
+        log.setLevel(before[1])
         if starts:
             ray.shutdown()

@@ -1,13 +1,13 @@
-"""Both ends of a run of Ray Data, apart from what needs torch: their workers start at once."""
+"""What a run of Ray Data reads, apart from what needs torch: its workers start at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-from ray.data import Datasink, Datasource
-from ray.data.block import Block, BlockMetadata
+from ray.data import Datasource
+from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 
@@ -31,15 +31,3 @@ class Slices(Datasource):
 def _task(block: pa.Table) -> ReadTask:
     about = BlockMetadata(block.num_rows, block.nbytes, None, None)
     return ReadTask(lambda: [block], about, schema=block.schema)
-
-
-class RowCount(Datasink[int]):
-    """Counts rows; what reaches it is stored already, and noted by the checkpoint."""
-
-    rows = 0
-
-    def write(self, blocks: Iterable[Block], ctx: Any) -> int:
-        return sum(int(block.num_rows) for block in blocks)
-
-    def on_write_complete(self, write_result: Any) -> None:
-        self.rows = sum(write_result.write_returns)

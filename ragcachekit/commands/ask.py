@@ -8,9 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from ragcachekit.commands.corpus import Corpus, CorpusChunk
     from ragcachekit.engine.rag_cache import RagCache
+    from ragcachekit.reports import Answer
     from ragcachekit.retrieval.cached_retrieval import ResultId, Retrieved
     from ragcachekit.retrieval.index import VectorIndex
 
@@ -63,21 +63,12 @@ def ask(
             show(_about(reply, session.keep()))
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One answer and how it came about.
+class Reply(NamedTuple):
+    """One answer, the chunks of its prompt and how they were found; ``retrieval_ms`` includes embedding."""
 
-    ``sources`` are ``file#number`` of the prompt's chunks, in order; ``hit`` is that of the query cache,
-    ``distance`` that of its nearest question; ``retrieval_ms`` includes embedding; ``report`` is
-    :class:`~ragcachekit.reports.GenerateReport` as plain data.
-    """
-
-    text: str
-    sources: tuple[str, ...]
-    hit: bool
-    distance: float | None
+    answer: Answer
+    found: Retrieved[CorpusChunk]
     retrieval_ms: float
-    report: dict[str, Any]
 
 
 class CorpusSearch:
@@ -125,9 +116,7 @@ class AskSession:
         with self.rag.stream(prompt, stop=list(self._prompt.stop) or None, **self._options) as pieces:
             for piece in pieces:
                 on_text(piece)
-            answer = pieces.answer
-        sources = tuple(f"{chunk.source}#{chunk.number}" for chunk in found.documents)
-        return Reply(answer.text, sources, found.hit, found.distance, retrieval_ms, answer.report.to_dict())
+            return Reply(pieces.answer, found, retrieval_ms)
 
     def keep(self) -> tuple[str, ...]:
         """Wait until missed KV is stored; returns the names of the tiers that refused some."""
@@ -192,23 +181,20 @@ def _typed() -> Iterator[str]:
 
 
 def _about(reply: Reply, refused: Sequence[str]) -> Table:
-    link = reply.report["link"]
-    reused = link["exact_tokens"] + link["approximate_tokens"]
-    uses = [*([link["prefix"]] if link["prefix"] else []), *link["chunks"]]
-    tiers = {use["source"] for use in uses if use["source"] != "computed"}
-    retrieval = f"query cache miss, index searched, {reply.retrieval_ms:.0f} ms"
-    if reply.hit:
-        retrieval = f"query cache hit at distance {reply.distance:.3f}, {reply.retrieval_ms:.0f} ms"
+    report, found = reply.answer.report, reply.found
+    link, reused = report.link, report.link.reused_tokens
+    tiers = {use.source for use in link.uses if use.source != "computed"}
+    how = f"hit at distance {found.distance:.3f}" if found.hit else "miss, index searched"
     rows = {
-        "sources": ", ".join(reply.sources),
-        "retrieval": retrieval,
-        "prompt": f"{link['prompt_tokens']} tokens: {reused} reused"
-        + (f" from {' and '.join(sorted(tiers))} ({link['exact_tokens']} exactly)" if reused else "")
-        + f", {link['recomputed_tokens']} recomputed, {link['computed_tokens']} computed",
-        "answer": f"first token after {reply.report['ttft_ms']:.0f} ms, "
-        f"{reply.report['output_tokens']} tokens in {reply.report['total_ms']:.0f} ms",
-        "fell back": link["fallback"] or "",
-        "notes": "; ".join(link["notes"]),
+        "sources": ", ".join(f"{chunk.source}#{chunk.number}" for chunk in found.documents),
+        "retrieval": f"query cache {how}, {reply.retrieval_ms:.0f} ms",
+        "prompt": f"{link.prompt_tokens} tokens: {reused} reused"
+        + (f" from {' and '.join(sorted(tiers))} ({link.exact_tokens} exactly)" if reused else "")
+        + f", {link.recomputed_tokens} recomputed, {link.computed_tokens} computed",
+        "answer": f"first token after {report.ttft_ms:.0f} ms, "
+        f"{report.output_tokens} tokens in {report.total_ms:.0f} ms",
+        "fell back": link.fallback or "",
+        "notes": "; ".join(link.notes),
     }
     if refused:
         rows["not kept"] = f"all of it by {' and '.join(refused)}: too small (--disk-gb), full or failing"

@@ -75,13 +75,13 @@ def upper_bound(losses: ArrayLike, worst: float, seed: int = 0) -> float:
     Without it, a sample would prove that losses too rare to be in it do not exist.
     """
     sample = np.append(losses, worst)
-    return _bootstrap(len(sample), seed).upper_of_mean(sample, CONFIDENCE)
+    return _bootstrap(len(sample), seed).quantile_of_mean(sample, CONFIDENCE)
 
 
 def lower_bound(losses: ArrayLike, seed: int = 0) -> float:
     """95 % lower bound of the mean loss."""
     sample = -np.asarray(losses, np.float64)
-    return -_bootstrap(len(sample), seed).upper_of_mean(sample, OVER_CONFIDENCE)
+    return -_bootstrap(len(sample), seed).quantile_of_mean(sample, OVER_CONFIDENCE)
 
 
 @cache

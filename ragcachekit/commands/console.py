@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,27 +41,18 @@ class Commands(TyperGroup):
 
 
 def show(renderable: Any) -> None:
-    """Print, wide enough for every word of a table; at least 140 columns when piped."""
+    """Print, at least as wide as a table needs to keep its words whole."""
     console = Console()
-    width, whole = console.width if console.is_terminal else 140, Console(width=1000)
-    if isinstance(renderable, Table) and whole.measure(renderable).maximum > width:
-        for column in renderable.columns:  # one word per line: rich would cut words before it breaks all
-            column.header = str(column.header).replace(" ", "\n")
-        width = max(width, whole.measure(renderable).minimum)
+    width = console.width if console.is_terminal else 140
+    if isinstance(renderable, Table):
+        width = max(width, Console(width=1000).measure(renderable).minimum)
     Console(width=width, highlight=False).print(renderable)
 
 
-def written(
-    report: BenchReport,
-    json: Path | None,
-    plot: Path | None = None,
-    draw: Callable[[BenchReport, Path], object] | None = None,
-) -> None:
-    """Write the report's JSON and its picture, if their paths are given."""
+def written(report: BenchReport, json: Path | None) -> None:
+    """Write the report's JSON, if its path is given."""
     if json is not None:
         report.write_json(json)
-    if plot is not None and draw is not None:
-        draw(report, plot)
 
 
 def errors() -> Console:

@@ -9,22 +9,21 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from ragcachekit.errors import CorpusError
 
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".html", ".htm")
-UNREAD = frozenset({".pdf", ".docx", ".doc", ".odt", ".pptx", ".xlsx", ".epub", ".rtf", ".ipynb", ".csv"})
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+UNREAD = frozenset(
+    ".html .htm .pdf .docx .doc .odt .pptx .xlsx .epub .rtf .ipynb .csv".split()  # noqa: SIM905
+)
 """Documents that have text and are not read; other kinds (pictures, archives) are left out unnamed."""
 CONVERT = "convert them to text first (pdftotext, pandoc, markitdown)"
 DEFAULT_CHUNK_TOKENS = 200
 """Below the 256 wordpieces that the embedding model reads."""
 
 _WORD = re.compile(r"\s*\S+")
-_BLOCK = re.compile("p|div|li|tr|br|h[1-6]|pre|table|[uo]l|section|article|d[td]|title")
-_UNSEEN = frozenset({"script", "style", "template"})
 
 Count = Callable[[Sequence[str]], list[int]]
 """Function giving the tokens of each word, including the white space before it."""
@@ -193,31 +192,4 @@ def _read(path: Path, root: Path, notes: list[str]) -> str | None:
     if why is not None:
         notes.append(f"skipped {path.relative_to(root).as_posix()}: {why}")
         return None
-    text = text.replace("\r\n", "\n")
-    return _html_text(text) if path.suffix.lower() in (".html", ".htm") else text
-
-
-class _Visible(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self._unseen = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._unseen += tag in _UNSEEN
-        self.parts.append("\n" * bool(_BLOCK.fullmatch(tag)))
-
-    def handle_endtag(self, tag: str) -> None:
-        self._unseen -= tag in _UNSEEN and self._unseen > 0
-        self.parts.append("\n" * bool(_BLOCK.fullmatch(tag)))
-
-    def handle_data(self, data: str) -> None:
-        self.parts.append(data if not self._unseen else "")
-
-
-def _html_text(text: str) -> str:
-    parser = _Visible()
-    parser.feed(text)
-    parser.close()
-    lines = (line.strip() for line in "".join(parser.parts).splitlines())
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    return text.replace("\r\n", "\n")

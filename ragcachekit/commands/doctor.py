@@ -1,8 +1,7 @@
-"""``ragcachekit doctor``: why was nothing reused? A prompt and its documents, from files or a function."""
+"""``ragcachekit doctor``: why was nothing reused? A prompt and its documents, from files."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterable, Sequence
 from json import JSONDecodeError, loads
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from ragcachekit.prompt.parser import PromptLike
 
 NO_MODEL = "the chat template was not looked at: give --model"
-_RETURNS = "it must return the prompt (a string or messages) and the list of documents"
 
 
 def doctor(
@@ -32,24 +30,16 @@ def doctor(
         list[Path] | None,
         typer.Option("--documents", "-d", help="What was retrieved: text files, .jsonl, a folder of them."),
     ] = None,
-    call: Annotated[
-        str | None, typer.Option(help="module:function that returns the prompt and its documents.")
-    ] = None,
-    question: Annotated[str | None, typer.Option(help="Given to the function of --call.")] = None,
     model: opt.OptionalModel = None,
 ) -> None:
     """Show which documents of a prompt are found as chunks, why others are not, and what to change.
 
     Ends with 1 if some are not found. Only the tokenizer and the chat template of --model are loaded.
     """
-    if bool(prompt) == (call is not None):
-        raise RagCacheError("give the prompt's file and --documents, or --call module:function")
-    if call is not None:
-        text_or_chat, found = called(call, question)
-    else:
-        text = sys.stdin.read() if prompt == "-" else _read(Path(prompt))
-        text_or_chat, found = read_prompt(text), list(read_documents(documents or []))
-    diagnosis = run(text_or_chat, found, model)
+    if not prompt:
+        raise RagCacheError("give the prompt's file, and --documents")
+    text = sys.stdin.read() if prompt == "-" else _read(Path(prompt))
+    diagnosis = run(read_prompt(text), read_documents(documents or []), model)
     typer.echo(str(diagnosis))
     if diagnosis.missing:
         raise typer.Exit(1)
@@ -98,24 +88,6 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
         else:
             documents.append(text)
     return documents
-
-
-def called(target: str, question: str | None) -> tuple[PromptLike, list[object]]:
-    """What ``module:function`` returns, called with the question if there is one."""
-    module, colon, name = target.partition(":")
-    if not colon:
-        raise RagCacheError(f"--call takes module:function, got {target!r}")
-    sys.path.insert(0, str(Path.cwd()))  # as python -m does
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise RagCacheError(f"--call {target}: {module} cannot be imported here: {error}") from error
-    if not callable(function):
-        raise RagCacheError(f"--call {target}: {module} has no function {name!r}")
-    found = function() if question is None else function(question)
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise RagCacheError(f"--call {target} returned a {type(found).__name__}; {_RETURNS}")
-    return found[0], list(found[1])
 
 
 def _read(path: Path) -> str:

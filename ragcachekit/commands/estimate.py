@@ -5,13 +5,10 @@ Only the tokenizer is loaded: the log is replayed over the ids of the chunks tha
 
 from __future__ import annotations
 
-import json as json_format
-import os
 import re
 import statistics
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +19,10 @@ from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
 from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
-from ragcachekit.errors import RagCacheError
 
 if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus
+    from ragcachekit.commands.questions import Question
     from ragcachekit.commands.report import BenchReport
 
 MIN_SHARE = 0.1  # of the prompt tokens that must come from the cache for it to be worth its memory
@@ -39,8 +36,9 @@ def estimate(
     log: Annotated[
         Path,
         typer.Option(
+            callback=opt.check_file,
             help='Questions, one per line: plain, or {"question": ..., "chunks": [...]}; '
-            "chunks are texts or file#number, what your retriever returned."
+            "chunks are texts or file#number, what your retriever returned.",
         ),
     ],
     corpus: opt.CorpusDir,
@@ -56,9 +54,10 @@ def estimate(
     The questions of --log are replayed in order over the documents of --corpus. No model runs; only the
     tokenizer of --model is loaded.
     """
-    questions = read_log(log)
     quiet_loading()
-    report = run(opt.settings_of(OwnFiles, locals()), questions)
+    from ragcachekit.commands.questions import read_questions
+
+    report = run(opt.settings_of(OwnFiles, locals()), read_questions(log, ["question"]))
     found = report.part(SUMMARY).rows[0]
     foreign = found["chunks_not_in_corpus"]
     rows = {
@@ -76,62 +75,12 @@ def estimate(
     written(report, json)
 
 
-@dataclass(frozen=True)
-class LoggedQuestion:
-    """One question; ``chunks`` are what the user's retriever returned, ``file#number`` or the text itself."""
-
-    line: int
-    question: str
-    chunks: tuple[str, ...] | None = None
-
-
-def read_log(path: str | os.PathLike[str]) -> tuple[LoggedQuestion, ...]:
-    """Read a log with one question per line, as plain text or as JSON.
-
-    A JSON object has ``question`` and optionally ``chunks``, a list of ``file#number`` or texts; other fields
-    are ignored, and so are empty lines. So a file of ``--questions`` is a log too.
-
-    Raises ValueError for a bad line, with its number, or a log without questions; RagCacheError if the file
-    cannot be read.
-    """
-    try:
-        lines = Path(path).expanduser().read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
-    except OSError as error:
-        raise RagCacheError(
-            f"cannot read the log {path}: {error.strerror}; give a file with one question per line (--log)"
-        ) from error
-    questions = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if text := line.decode().strip():
-                questions.append(_logged(number, text))
-        except ValueError as error:  # of JSON and UTF-8 as well
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    if not questions:
-        raise ValueError(f'{path} holds no question; write one per line, or {{"question": "..."}} per line')
-    return tuple(questions)
-
-
-def _logged(number: int, text: str) -> LoggedQuestion:
-    if not text.startswith("{"):
-        return LoggedQuestion(number, text)
-    found: dict[str, Any] = json_format.loads(text)
-    question, chunks = found.get("question"), found.get("chunks")
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError('"question" must be the question, a text that is not empty')
-    if chunks is None:
-        return LoggedQuestion(number, question)
-    if not isinstance(chunks, list) or not all(isinstance(chunk, str) and chunk.strip() for chunk in chunks):
-        raise ValueError('"chunks" must be a list of texts or of "file#number"')
-    return LoggedQuestion(number, question, tuple(chunks))
-
-
-def run(settings: OwnFiles, log: Sequence[LoggedQuestion]) -> BenchReport:
+def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
     """Replay a log; a row of the part ``summary``, and one per size of the cache.
 
     ``tokens_found`` is the share of all prompt tokens that come from a cache of that size, filled by the log
     alone; ``after_precompute`` the same where the corpus was encoded ahead, onto a disk. Raises ValueError
-    for a chunk that the corpus lacks, with the line's number; CorpusError, RetrievalError, RagCacheError.
+    for a chunk that the corpus lacks; CorpusError, RetrievalError, RagCacheError.
     """
     from ragcachekit.commands.questions import SEPARATOR, PromptMaker, bare_ids
     from ragcachekit.commands.report import BenchReport
@@ -148,8 +97,6 @@ def run(settings: OwnFiles, log: Sequence[LoggedQuestion]) -> BenchReport:
         prompts.append(list(dict.fromkeys(texts)))
         tokens.append(len(bare_ids(tokenizer, maker.filled(SEPARATOR.join(texts), question))))
         saved += hit
-    if not sizes:
-        raise ValueError("no question of the log has chunks, so there is nothing to reuse")
     known, total, used = set(corpus.texts), sum(tokens), sum(sizes.values())
     least = max(sum(sizes[text] for text in texts) for texts in prompts)  # of the largest prompt
     rows: list[dict[str, Any]] = [
@@ -181,29 +128,29 @@ def run(settings: OwnFiles, log: Sequence[LoggedQuestion]) -> BenchReport:
 
 
 def _retrieved(
-    settings: OwnFiles, log: Sequence[LoggedQuestion], corpus: Corpus
+    settings: OwnFiles, log: Sequence[Question], corpus: Corpus
 ) -> Iterator[tuple[str, Sequence[str], bool]]:
     """Each question, its chunks' texts, and whether the query cache saves its search."""
     named = {f"{chunk.source}#{chunk.number}": chunk.text for chunk in corpus.chunks}
     # Nothing is embedded where every line names its chunks and only equal questions are hits.
     search = None
-    if settings.tolerance or any(query.chunks is None for query in log):
+    if settings.tolerance or not all(query.chunks for query in log):
         search = CorpusSearch(settings, corpus)
     asked = set[str]()
     for query in log:
         found = None if search is None else search(query.question)
         hit = query.question in asked if found is None else found.hit
         asked.add(query.question)
-        if query.chunks is None and found is not None:
+        if not query.chunks and found is not None:
             yield query.question, [chunk.text for chunk in found.documents], hit
             continue
-        for name in query.chunks or ():
+        for name in query.chunks:
             if name not in named and _CHUNK_NAME.fullmatch(name):
                 raise ValueError(
-                    f"line {query.line} of the log: the corpus has no chunk {name}; numbers count a file's "
-                    "chunks from 0, as `ask` names its sources, and depend on --chunk-tokens"
+                    f"the corpus has no chunk {name} of the question {query.question!r}; numbers count a "
+                    "file's chunks from 0, as `ask` names its sources, and depend on --chunk-tokens"
                 )
-        yield query.question, [named.get(name, name) for name in query.chunks or ()], hit
+        yield query.question, [named.get(name, name) for name in query.chunks], hit
 
 
 def replay(
@@ -223,17 +170,16 @@ def replay(
 
 
 def kv_bytes_per_token(model: str) -> int:
-    """Bytes of one token's KV over all layers, from the model's configuration."""
-    from transformers import AutoConfig
+    """Bytes of one token's KV over all layers, of the model without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from ragcachekit.commands.sample_model import resolve_model
+    from ragcachekit.model.kv import KVLayout
 
-    config = AutoConfig.from_pretrained(resolve_model(model)).get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    numbers = 2 * config.num_hidden_layers * kv_heads * width
-    return int(numbers * getattr(config.dtype, "itemsize", 4))
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(resolve_model(model))
+        return KVLayout.of(AutoModelForCausalLM.from_config(config)).token_bytes
 
 
 def _verdict(found: float, ahead: float) -> str:

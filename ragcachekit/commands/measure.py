@@ -119,7 +119,6 @@ def ttft(
     device: opt.DeviceOrCpu = "cpu",
     seed: opt.Seed = 0,
     json: opt.Json = None,
-    plot: opt.Plot = None,
 ) -> None:
     """Time to first token of one long prompt, in every way, beside a check that the answers agree."""
     quiet_loading()
@@ -130,4 +129,4 @@ def ttft(
     )
     report = module.run(settings, progress=True)
     show(report.table(f"Time to first token: {report.model}"))
-    written(report, json, plot, module.draw)
+    written(report, json)

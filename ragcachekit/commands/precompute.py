@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +23,7 @@ from ragcachekit.commands.ask import corpus_index
 from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show
 from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
-from ragcachekit.errors import RagCacheError, StoreError, missing_extra
+from ragcachekit.errors import StoreError
 from ragcachekit.files import replace_file
 
 if TYPE_CHECKING:
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from ragcachekit.store.base import KVStore
 
 _SCHEMA = 1
+SCORE_BYTES = 4  # per token: the attention that it got, kept for policies
 _MANIFEST = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
 
 
@@ -107,9 +106,6 @@ class PrecomputeSettings(OwnFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ray and find_spec("ray") is None:
-            install = missing_extra("ray", "'ray[data,serve]'")
-            raise RagCacheError(f"--ray needs Ray: {install}")
         if self.ray and self.chunk_encoder.startswith(("average", "in-prompt")):
             raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
 
@@ -162,12 +158,13 @@ class PrecomputeRun:
 
     def __init__(self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, tier: KVStore) -> None:
         from ragcachekit.commands.questions import PromptMaker
+        from ragcachekit.model.kv import KVLayout
 
         self._settings, self._rag, self._tier, self.corpus = settings, rag, tier, corpus
         self._system = PromptMaker(rag.tokenizer).before
         self.chunks = self._missing()
         self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk)]
-        self.token_bytes = _token_bytes(rag.model)
+        self.token_bytes = KVLayout.of(rag.model).token_bytes + SCORE_BYTES
         self._manifest = Manifest(
             settings.lists,
             {
@@ -201,7 +198,7 @@ class PrecomputeRun:
         return f"{new} new, {len(self.chunks) - new} kept, {len(self.gone)} forgotten"
 
     def check_room(self) -> None:
-        """ValueError or StoreError if the KV does not fit into the budget or onto the disk."""
+        """ValueError if the KV does not fit into the budget."""
         needed = self.todo_bytes - sum(self.gone.values()) * self.token_bytes
         room = sum(record.budget - record.nbytes for record in self._tier.stats())
         if needed > room:
@@ -209,12 +206,6 @@ class PrecomputeRun:
                 f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB "
                 "left; raise --disk-gb, here and in `ask`, or clear what is not needed (ragcachekit cache "
                 "clear)"
-            )
-        folder = self._settings.folder
-        if self._settings.shared is None and needed > (free := shutil.disk_usage(folder.kv).free):
-            raise StoreError(
-                f"the KV takes {needed / 1e9:.2f} GB, {folder.path} has {free / 1e9:.2f} GB free; "
-                "free some space or choose another --cache"
             )
 
     def run(self, *, progress: bool = False) -> float:
@@ -338,18 +329,6 @@ def manifests(folder: Path, namespace: str | None = None) -> list[Path]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _token_bytes(model: Any) -> int:
-    """Bytes of one token's entry over all layers, with what is kept for policies."""
-    from ragcachekit.encode.encoders import ChunkEncoder
-    from ragcachekit.forward.rows import observed_cache
-    from ragcachekit.model.encoding import Encoding
-    from ragcachekit.model.rope import describe_rope
-
-    encoder = ChunkEncoder(model, describe_rope(model), observed_cache)
-    ((_, kv),) = encoder.encode([[1]], Encoding("standalone"))
-    return kv.nbytes
 
 
 def _show_amount(run: PrecomputeRun) -> None:

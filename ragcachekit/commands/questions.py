@@ -48,45 +48,50 @@ class Question:
     document: tuple[str, ...] = ()
 
 
-def read_questions(path: str | os.PathLike[str], *, answered: bool = True) -> list[Question]:
+def read_questions(
+    path: str | os.PathLike[str], needs: Sequence[str] = ("question", "chunks", "answer")
+) -> list[Question]:
     """Questions of a JSONL file: ``{"question", "chunks", "answer"}`` per line.
 
-    Not ``answered``: the answer may be missing. A line may have a ``"type"``, and as ``"document"`` the
-    chunks of the document that its chunks come from.
+    A line may have a ``"type"``, and as ``"document"`` the chunks of the document that its chunks come from.
+    Where it ``needs`` a ``question`` alone, it may be plain text, and has no chunks then.
 
     Raises ValueError for a bad line (with its number) or a file without questions; OSError.
     """
     out = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             try:
-                out.append(_question(json.loads(line), answered))
+                plain = len(needs) == 1 and not line.lstrip().startswith("{")
+                out.append(_question({"question": line.strip()} if plain else json.loads(line), needs))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not out:
-        raise ValueError(f'{path} has no questions; give {{"question", "chunks", "answer"}} per line')
+        raise ValueError(
+            f"{path} has no questions; give an object {{{', '.join(map(repr, needs))}}} per line"
+        )
     return out
 
 
-def _question(found: Any, answered: bool) -> Question:
+def _question(found: Any, needs: Sequence[str]) -> Question:
     if not isinstance(found, dict):
         raise TypeError(f'give an object {{"question", "chunks", "answer"}}, not a {type(found).__name__}')
-    if missing := [name for name in ("question", "chunks", "answer")[: 2 + answered] if name not in found]:
+    if missing := [name for name in needs if name not in found]:
         raise ValueError(f"{', '.join(map(repr, missing))} missing")
-    chunks, kind, document = found["chunks"], found.get("type", ""), found.get("document", [])
-    if not isinstance(chunks, list) or not chunks or not isinstance(document, list):
+    chunks, kind, document = found.get("chunks"), found.get("type", ""), found.get("document", [])
+    if not isinstance(document, list) or ("chunks" in found and (not isinstance(chunks, list) or not chunks)):
         raise TypeError(
             "'chunks' must be a list of texts, at least one, and 'document' the list of its chunks"
         )
     texts = {"question": found["question"], "answer": found.get("answer", "none")}
-    texts |= {f"chunk {number}": chunk for number, chunk in enumerate((*chunks, *document), 1)}
+    texts |= {f"chunk {number}": chunk for number, chunk in enumerate((*(chunks or ()), *document), 1)}
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise TypeError(f"{name} must be a text that is not empty")
     if not isinstance(kind, str) or kind == "all":
         raise TypeError("'type' must be a text other than 'all'")
     answers = (found["answer"],) if "answer" in found else ()
-    return Question(found["question"], tuple(chunks), answers, kind, tuple(document))
+    return Question(found["question"], tuple(chunks or ()), answers, kind, tuple(document))
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,8 @@ def read_sample(
         found = read_corpus(corpus, chunk_tokens=chunk_tokens, tokenizer=load_tokenizer(model))
         known += documents(found.chunks)
     if questions is not None:
-        asked, kind = tuple(read_questions(questions, answered=answered)), "questions"
+        needs = ("question", "chunks", "answer")[: 2 + answered]
+        asked, kind = tuple(read_questions(questions, needs)), "questions"
         known = known or list(dict.fromkeys(one.document for one in asked if one.document))
     elif known:
         asked, kind = _from_corpus(known, probes, seed), "probes"

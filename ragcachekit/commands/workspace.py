@@ -112,6 +112,15 @@ def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
         return load_model(name, device, dtype=dtype)
 
 
+def open_engine(model: str, **options: Any) -> RagCache:
+    """Load a model of a folder or hub id with its caches, for chunks that are meant to come again."""
+    from ragcachekit.commands.sample_model import resolve_model
+    from ragcachekit.engine.rag_cache import RagCache
+
+    with explained(model):
+        return RagCache.from_pretrained(resolve_model(model), encode_after=1, **options)
+
+
 @dataclass(frozen=True)
 class OwnFiles:
     """Settings of ``ask``, ``precompute`` and ``estimate``, checked before anything is loaded.
@@ -184,20 +193,15 @@ class OwnFiles:
         cold: Literal["background", "never"] = "background",
     ) -> RagCache:
         """Load the model over ``store``."""
-        from ragcachekit.commands.sample_model import resolve_model
-        from ragcachekit.engine.rag_cache import RagCache
-
-        with explained(self.model):
-            return RagCache.from_pretrained(
-                resolve_model(self.model),
-                device=self.device,
-                policy=self.policy,
-                encoder=self.chunk_encoder,
-                neighbours=self.neighbours(corpus),
-                store=store,
-                namespace=self.namespace,
-                cold=cold,
-                encode_after=1,  # the next question comes in another process
-                cache_dir=cache_dir or self.folder.path,
-                dtype=self.dtype,
-            )
+        return open_engine(
+            self.model,
+            device=self.device,
+            policy=self.policy,
+            encoder=self.chunk_encoder,
+            neighbours=self.neighbours(corpus),
+            store=store,
+            namespace=self.namespace,
+            cold=cold,
+            cache_dir=cache_dir or self.folder.path,
+            dtype=self.dtype,
+        )

@@ -208,7 +208,7 @@ class DocumentIndex:
     def vectors(self, ids: Sequence[DocumentId]) -> Float32:
         """Stored vectors ``[n, dim]`` (unit vectors under cosine); RetrievalError for an unknown id."""
         with self._session():
-            return (self._index or open_index("brute", 1)).vectors(ids)
+            return (self._index or open_index("faiss-flat", 1)).vectors(ids)
 
     def search(self, embedding: ArrayLike, k: int, where: Where | None = None) -> list[Hit]:
         """The k nearest documents that ``where`` accepts, nearest first; fewer if there are no more.

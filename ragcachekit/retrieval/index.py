@@ -1,4 +1,4 @@
-"""Vector indexes: one contract, a plain numpy implementation, all of them by name, and their files.
+"""Vector indexes of Faiss, the exact scan and the graph (HNSW), and their files.
 
 A saved index is one file: its SHA-256, a manifest with the ids, and the library's own data. Faiss loads data
 with a flipped bit without an error, so the file is verified first.
@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ragcachekit.errors import RetrievalError
+from ragcachekit.errors import RetrievalError, missing_extra
 from ragcachekit.files import parse_json, read_regular, replace_file
 from ragcachekit.retrieval.distances import Float32, as_rows, check_metric
 from ragcachekit.types import positive
@@ -30,11 +29,7 @@ Labels: TypeAlias = NDArray[np.int64]
 
 _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide which are among the k
 _FORMAT = 4
-_KINDS = {
-    "brute": ("ragcachekit.retrieval.index", "BruteIndex"),
-    "faiss-flat": ("ragcachekit.retrieval.faiss_index", "FaissFlatIndex"),
-    "faiss-hnsw": ("ragcachekit.retrieval.faiss_index", "FaissHnswIndex"),
-}
+_REMOVED_SHARE = 0.3  # of the graph's nodes, beyond which it is built anew
 
 
 class SearchResult(NamedTuple):
@@ -48,22 +43,22 @@ class SearchResult(NamedTuple):
     scores: tuple[float, ...]
 
 
-class VectorIndex(ABC):
-    """Vectors by id, over a library that has int64 labels only. All indexes promise:
+class VectorIndex:
+    """Vectors by id, in Faiss's exact scan. Needs the extra ``faiss``. This index and its subclasses promise:
 
     - ``search`` returns min(k, len) distinct ids of added and not removed vectors, nearest first;
-      an approximate index may miss some and return fewer, never an id it does not hold. An index that
-      scans (``brute``, ``faiss-flat``) is exact; of more than eight equal ones at the end it returns any.
+      an approximate index may miss some and return fewer, never an id it does not hold. The scan is
+      exact; of more than eight equal ones at the end it returns any.
     - A call that raises has changed nothing.
     - All methods are thread safe; calls run one after the other.
     - What ``save`` wrote loads as the same index or raises RetrievalError, if one bit was changed.
 
-    Labels count up and are never used twice. Subclasses hold the vectors and propose candidates; the
+    Faiss knows vectors by labels, which count up and are never used twice, and proposes candidates, whose
     distances are computed here. Under ``cosine`` unit vectors are stored.
     """
 
-    kind: ClassVar[str]
-    """Name in the registry."""
+    kind: ClassVar[str] = "faiss-flat"
+    """Name that :func:`open_index` takes."""
 
     scans: ClassVar[bool] = True
     """Whether candidates are the nearest of all rows in a scope, so that scopes can be merged."""
@@ -76,6 +71,12 @@ class VectorIndex(ABC):
         self._ids: dict[int, DocumentId] = {}
         self._next_label = 0
         self._version = 0
+        try:
+            self._faiss: Any = importlib.import_module("faiss")
+        except ImportError as error:
+            raise ImportError(f"this index needs faiss: {missing_extra('faiss', 'faiss-cpu')}") from error
+        self._metric = self._faiss.METRIC_L2 if metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
+        self._index = self._faiss.IndexIDMap2(self._make())
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -109,7 +110,7 @@ class VectorIndex(ABC):
             if held is not None:
                 raise ValueError(f"id {held!r} is in the index already; remove it first")
             labels = np.arange(self._next_label, self._next_label + len(frozen), dtype=np.int64)
-            self._add(labels, rows)
+            self._add_rows(labels, rows)
             self._next_label += len(frozen)
             self._version += 1
             self._name(zip(labels.tolist(), frozen, strict=True))
@@ -121,7 +122,7 @@ class VectorIndex(ABC):
         with self._lock:
             known = [one for one in dict.fromkeys(ids) if one in self._labels]
             if known:
-                self._remove(np.array([self._labels[one] for one in known], np.int64))
+                self._remove_rows(np.array([self._labels[one] for one in known], np.int64))
                 self._version += 1
             for one in known:
                 del self._ids[self._labels.pop(one)]
@@ -165,13 +166,14 @@ class VectorIndex(ABC):
                 "next_label": self._next_label,
                 "ids": list(self._ids.items()),
             }
-            body = b"\n".join([json.dumps(manifest).encode(), self._dump()])
+            data = memoryview(self._faiss.serialize_index(self._index))
+            body = b"\n".join([json.dumps(manifest).encode(), data])
         replace_file(Path(path), b"\n".join([hashlib.sha256(body).hexdigest().encode(), body]))
 
     def restore(self, data: memoryview, ids: Sequence[tuple[int, DocumentId]], next_label: int) -> None:
         """Take over verified data and its ids by label; called by :func:`load_index`."""
         with self._lock:
-            self._load(data, np.array([label for label, _ in ids], np.int64))
+            self._index = self._faiss.deserialize_index(np.frombuffer(data, np.uint8))
             self._next_label = next_label
             self._name(ids)
 
@@ -217,63 +219,100 @@ class VectorIndex(ABC):
         bounds = np.unique(np.linspace(0, len(self._labels), stages + 1).astype(int)).tolist()
         return list(pairwise(bounds))
 
-    @abstractmethod
-    def _add(self, labels: Labels, rows: Float32) -> None:
-        """Hold ``rows`` under ``labels``, or raise and hold none."""
+    def _make(self) -> Any:
+        return self._faiss.IndexFlat(self.dim, self._metric)
 
-    @abstractmethod
+    def _add_rows(self, labels: Labels, rows: Float32) -> None:
+        self._index.add_with_ids(rows, labels)
+
     def _candidates(self, query: Float32, count: int, scope: Any = None) -> Labels:
-        """Labels of about the ``count`` nearest to ``query`` ``[1, dim]`` in a scope."""
+        rows = self._faiss.IDSelectorRange(*(scope or (0, self._index.ntotal)))
+        return self._search_rows(query, count, self._faiss.SearchParameters(sel=rows))
 
-    @abstractmethod
+    def _search_rows(self, query: Float32, count: int, parameters: Any) -> Labels:
+        """Labels that the index within the id map finds; its selectors are of rows."""
+        rows: Labels = self._index.index.search(query, count, params=parameters)[1][0]
+        return self._row_labels()[rows[rows >= 0]]  # Faiss pads with -1
+
+    def _row_labels(self) -> Labels:
+        """A view: the labels by row, ascending."""
+        labels: Labels = self._faiss.rev_swig_ptr(self._index.id_map.data(), self._index.ntotal)
+        return labels
+
     def _vectors(self, labels: Labels) -> Float32:
-        """The stored rows ``[n, dim]`` of these labels."""
+        rows: Float32 = self._index.reconstruct_batch(labels)
+        return rows
 
-    @abstractmethod
-    def _remove(self, labels: Labels) -> None:
-        """Drop these labels."""
-
-    @abstractmethod
-    def _dump(self) -> bytes | memoryview:
-        """The vectors (and the graph)."""
-
-    @abstractmethod
-    def _load(self, data: memoryview, labels: Labels) -> None:
-        """Take over what ``_dump`` gave, and these labels."""
+    def _remove_rows(self, labels: Labels) -> None:
+        self._index.remove_ids(labels)
 
 
-class BruteIndex(VectorIndex):
-    """All distances, in float64, every time. Exact and slow; adds and removes copy everything."""
+class HnswIndex(VectorIndex):
+    """Faiss's HNSW. A search may find fewer than k.
 
-    kind: ClassVar[str] = "brute"
+    ``links`` are the neighbours of a node (M), the others the breadth while building and while searching.
 
-    def __init__(self, dim: int, metric: str = "cosine") -> None:
+    Removed vectors stay as nodes of the graph that no search returns. Once more than 30 % of the nodes are
+    such, :meth:`remove` builds the graph anew, which takes as long as adding what is left.
+    """
+
+    kind: ClassVar[str] = "faiss-hnsw"
+    scans: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        dim: int,
+        metric: str = "cosine",
+        *,
+        links: int = 32,
+        ef_construction: int = 200,
+        ef_search: int = 64,
+    ) -> None:
+        self._links, self._ef_search = positive("links", links), positive("ef_search", ef_search)
+        self._ef_construction = positive("ef_construction", ef_construction)
+        self._removed: Labels = np.empty(0, np.int64)
         super().__init__(dim, metric)
-        self._held: Labels = np.empty(0, np.int64)  # sorted: labels count up
-        self._rows: Float32 = np.empty((0, dim), np.float32)
 
-    def _add(self, labels: Labels, rows: Float32) -> None:
-        joined = np.concatenate([self._rows, rows])
-        self._held = np.concatenate([self._held, labels])
-        self._rows = joined
+    def _make(self) -> Any:
+        graph = self._faiss.IndexHNSWFlat(self.dim, self._links, self._metric)
+        graph.hnsw.efConstruction = self._ef_construction
+        return graph
+
+    def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
+        breadths = {max(count, self._ef_search >> step) for step in range(stages)}
+        return [*sorted(breadths)[:-1], None]  # doubling, and None for the full one
 
     def _candidates(self, query: Float32, count: int, scope: Any = None) -> Labels:
-        first, last = scope or (0, len(self._held))
-        order = np.argsort(distances(query[0], self._rows[first:last], self.metric), kind="stable")
-        return self._held[first:last][order[:count]]
+        breadth, nodes = scope or max(self._ef_search, count), self._index.ntotal
+        rows = np.searchsorted(self._row_labels(), self._removed)
+        kept = self._faiss.IDSelectorNot(self._faiss.IDSelectorBatch(rows)) if len(rows) else None
+        while True:
+            parameters = self._faiss.SearchParametersHNSW(efSearch=breadth, sel=kept)
+            found = self._search_rows(query, count, parameters)
+            if len(found) == count or breadth >= nodes:
+                return found
+            breadth = min(2 * breadth, nodes)
 
-    def _vectors(self, labels: Labels) -> Float32:
-        return self._rows[np.searchsorted(self._held, labels)]
+    def _remove_rows(self, labels: Labels) -> None:
+        removed = np.union1d(self._removed, labels)
+        if len(removed) > _REMOVED_SHARE * self._index.ntotal:
+            kept = np.setdiff1d(self._row_labels(), removed)
+            index = self._faiss.IndexIDMap2(self._make())
+            if len(kept):
+                index.add_with_ids(self._vectors(kept), kept)
+            self._index, removed = index, removed[:0]
+        self._removed = removed
 
-    def _remove(self, labels: Labels) -> None:
-        kept = ~np.isin(self._held, labels)
-        self._held, self._rows = self._held[kept], self._rows[kept]
+    def restore(self, data: memoryview, ids: Sequence[tuple[int, DocumentId]], next_label: int) -> None:
+        super().restore(data, ids, next_label)
+        self._removed = np.setdiff1d(self._row_labels(), [label for label, _ in ids])
 
-    def _dump(self) -> bytes:
-        return self._rows.tobytes()
+    def options(self) -> dict[str, Any]:
+        names = ("links", "ef_construction", "ef_search")
+        return {name: getattr(self, f"_{name}") for name in names}
 
-    def _load(self, data: memoryview, labels: Labels) -> None:
-        self._held, self._rows = labels, np.frombuffer(bytes(data), np.float32).reshape(-1, self.dim)
+
+_KINDS: dict[str, type[VectorIndex]] = {kind.kind: kind for kind in (VectorIndex, HnswIndex)}
 
 
 def index_names() -> tuple[str, ...]:
@@ -289,9 +328,7 @@ def open_index(name: str, dim: int, metric: str = "cosine", **options: Any) -> V
     """
     if name not in _KINDS:
         raise ValueError(f"unknown index {name!r}; known: {', '.join(index_names())}")
-    module, kind = _KINDS[name]
-    made: VectorIndex = getattr(importlib.import_module(module), kind)(dim, metric, **options)
-    return made
+    return _KINDS[name](dim, metric, **options)
 
 
 def load_index(path: str | os.PathLike[str]) -> VectorIndex:

@@ -1,5 +1,6 @@
 """python -m benchmarks: a help text for every command, and the timing of lookups."""
 
+import importlib.util
 import itertools
 import json
 
@@ -37,3 +38,15 @@ def test_every_command_has_a_help_text(proofs):
         result = proofs(name, "--help")
         assert result.exit_code == 0
         assert "Usage:" in result.stdout
+
+
+def test_a_missing_matplotlib_is_said_before_the_run(proofs, monkeypatch, tmp_path):
+    def find(name):
+        return None if name == "matplotlib" else real(name)
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr("benchmarks.output.importlib.util.find_spec", find)
+    monkeypatch.setattr("ragcachekit.commands.ttft.run", None)
+    result = proofs("ttft", "--plot", tmp_path / "plot.png")
+    assert result.exit_code == 2
+    assert "--plot needs matplotlib: pip install" in result.output

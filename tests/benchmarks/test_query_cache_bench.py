@@ -109,7 +109,7 @@ def squad(tmp_path):
 def test_a_dataset_of_questions_in_four_wordings(one_minilm, squad, tmp_path):
     found = of_dataset(f"squad:{squad}", 2, vectors=50)
     assert (len(found.texts), len(found.chunks), sorted(found.distinct)) == (8, 50, [0] * 4 + [1] * 4)
-    report = run(found, Sweep((8,), (0.0, 0.3)), "brute")
+    report = run(found, Sweep((8,), (0.0, 0.3)), "faiss-flat")
     exact, wide = report.part("sweep").rows
     assert (exact["hit_rate"], exact["result_recall"]) == (0.0, 1.0)
     assert wide["hit_rate"] >= 0.75

@@ -16,6 +16,7 @@ import ray
 from cluster_kit import actors, batches, begun, corpus, job, stored
 from ragcachekit.cluster.precompute import BATCH, EncodingActor, encode_chunks
 from ragcachekit.cluster.slices import Slices
+from ragcachekit.store.entry import read_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500), pytest.mark.filterwarnings("default")]
 
@@ -29,7 +30,7 @@ from cluster_kit import corpus, job
 from ragcachekit.cluster.precompute import encode_chunks
 folder = Path(sys.argv[1])
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-encode_chunks(job(folder, folder / "notes", 0.3), corpus(400), actors=2, checkpoint=folder / "checkpoint")
+encode_chunks(job(folder, folder / "notes", 0.3), corpus(400), actors=2)
 ray.shutdown()
 """
 
@@ -84,9 +85,7 @@ def test_ten_killed_actors_lose_nothing(tmp_path):
     with local_ray():
         killer.start()
         begin = time.perf_counter()
-        encoded = encode_chunks(
-            job(tmp_path, notes, 0.8), chunks, actors=2, checkpoint=tmp_path / "checkpoint"
-        )
+        encoded = encode_chunks(job(tmp_path, notes, 0.8), chunks, actors=2)
         seconds = time.perf_counter() - begin
         killer.done.set()
         killer.join()
@@ -98,7 +97,6 @@ def test_ten_killed_actors_lose_nothing(tmp_path):
     sys.stdout.write(f"{KILLS} kills: {repeated} batches of {BATCH} done again, {seconds:.0f} s\n")
     assert repeated <= KILLS
     assert stored(tmp_path) == undisturbed(tmp_path / "undisturbed", chunks)
-    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_a_run_whose_driver_was_killed_goes_on(tmp_path):
@@ -114,12 +112,10 @@ def test_a_run_whose_driver_was_killed_goes_on(tmp_path):
     while actors(notes):
         assert time.monotonic() < limit
         time.sleep(0.2)
-    before = len(stored(tmp_path))
-    assert 0 < before < 400
-    kept = len(list((tmp_path / "checkpoint").glob("*.parquet")))
+    before = {read_key(path).chunk_id for path in (tmp_path / "kv").glob("*.safetensors")}
+    assert 0 < len(before) < 400
     with local_ray():
-        encode_chunks(job(tmp_path, notes), chunks, actors=2, checkpoint=tmp_path / "checkpoint")
+        encode_chunks(job(tmp_path, notes), chunks, actors=2, stored=before)
     repeated = done_again(notes, chunks)
-    sys.stdout.write(f"killed with {before} stored, {kept} checkpoint files: {repeated} batches done again\n")
+    sys.stdout.write(f"killed with {len(before)} stored: {repeated} batches done again\n")
     assert stored(tmp_path) == undisturbed(tmp_path / "undisturbed", chunks)
-    assert not (tmp_path / "checkpoint").exists()

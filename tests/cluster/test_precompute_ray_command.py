@@ -7,8 +7,6 @@ import pytest
 import ray
 
 from benchmarks.world.reader_folder import READER
-from ragcachekit.commands.precompute import PrecomputeSettings
-from ragcachekit.errors import RagCacheError
 
 KEY = "TEST_SHARED_KEY"
 
@@ -74,13 +72,6 @@ def test_encoders_that_need_the_whole_corpus_are_refused(precompute, encoder):
     result = precompute("--ray", "--encoder", encoder)
     assert result.exit_code == 2
     assert f"--ray cannot encode by {encoder}" in result.output
-
-
-def test_without_ray_it_says_what_to_install(corpus, monkeypatch):
-    monkeypatch.setattr("ragcachekit.commands.precompute.find_spec", lambda _: None)
-    with pytest.raises(RagCacheError, match=r"pip install 'ray\[data,serve\]'"):
-        PrecomputeSettings(str(corpus), READER, ray=True)
-    PrecomputeSettings(str(corpus), READER)
 
 
 @pytest.mark.soak

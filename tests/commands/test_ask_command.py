@@ -141,10 +141,10 @@ def test_the_text_before_the_chunks_is_that_of_the_prompt(corpus, one_minilm, pr
     text = read_corpus(corpus, chunk_tokens=34, tokenizer=load_tokenizer(READER)).texts
     with open_session(settings) as session:
         session.rag.encode(text, system=PromptMaker(session.rag.tokenizer).before)
-        link = session.ask("Where is it?").report["link"]
-    first = next(chunk for chunk in link["chunks"] if chunk["source"] != "computed")
-    assert link["exact_tokens"] == first["tokens"] > 0
-    assert link["approximate_tokens"] > 0
+        link = session.ask("Where is it?").answer.report.link
+    first = next(chunk for chunk in link.chunks if chunk.source != "computed")
+    assert link.exact_tokens == first.tokens > 0
+    assert link.approximate_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -236,8 +236,6 @@ def test_the_check_of_the_cache_folder_leaves_nothing(tmp_path):
         ("ask", "--corpus", ".", "--model", READER, "--cache", __file__, "Why?"),
         ("estimate", "--log", "/no/where", "--corpus", ".", "--model", READER),
         ("calibrate", "--questions", "/no/where", "--model", READER),
-        ("bench", "ttft", "--plot", "x.xyz"),
-        ("bench", "ttft", "--plot", "/no/where/x.png"),
     ],
 )
 def test_what_can_be_checked_without_torch_is(arguments):
@@ -256,9 +254,9 @@ def test_what_can_be_checked_without_torch_is(arguments):
 
 @pytest.mark.parametrize("device", ["xpuu", "cuda:99"])
 def test_a_device_that_is_not_there_is_one_line(command, device):
-    result = command("bench", "ttft", "--device", device)
+    result = command("bench", "ttft", "--model", READER, "--device", device)
     assert result.exit_code == 2
-    assert f"--device {device}: this machine has no such device; it has cpu" in result.output
+    assert f"--device {device}: this machine has no such device (" in result.output
     assert "\n" not in result.output.strip()
 
 

@@ -66,15 +66,6 @@ def test_files_are_read_in_order_and_others_left_alone(tmp_path):
     assert read_corpus(tmp_path) == found
 
 
-def test_html_is_read_as_its_visible_text(tmp_path):
-    (tmp_path / "page.html").write_text(
-        "<html><head><title>T</title><style>p {}</style></head><body><p>Fish &amp; <b>chips</b></p>"
-        "<script>var x = '<p>no</p>';</script><ul><li>one</li><li>two</li></ul></body></html>"
-    )
-    (chunk,) = read_corpus(tmp_path).chunks
-    assert chunk.text.split("\n") == ["T", "", "Fish & chips", "", "one", "", "two"]
-
-
 def test_what_cannot_be_read_is_skipped_with_a_note(tmp_path, monkeypatch):
     (tmp_path / "good.txt").write_text("good text")
     (tmp_path / "latin.txt").write_bytes("Mühe".encode("latin-1"))

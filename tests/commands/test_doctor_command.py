@@ -9,13 +9,6 @@ from benchmarks.world.reader_folder import READER
 ONE = "Berlin is the capital of Germany. The river Spree flows & ends in Berlin."
 TWO = "Paris is the capital of France; the river Seine flows in Paris."
 CONTENT = f"Answer from the context.\n\n{ONE}\n\n{TWO}\n\nWhere?"
-CHAIN = f"""
-def rendered(question="Where?"):
-    return [{{"role": "user", "content": {CONTENT!r} + question}}], [{ONE!r}, {TWO!r}]
-
-def wrong():
-    return "only a prompt"
-"""
 
 
 @pytest.fixture
@@ -55,30 +48,15 @@ def test_what_is_missing_is_explained_and_the_exit_code_says_so(command, files):
     assert "autoescape" in result.output
 
 
-def test_a_function_of_the_users(command, files, monkeypatch):
-    (files / "my_chain_of_doctor.py").write_text(CHAIN)
-    monkeypatch.chdir(files)
-    monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    assert command("doctor", "--call", "my_chain_of_doctor:rendered", "--question", "Why?").exit_code == 0
-    for call, why in (
-        ("my_chain_of_doctor:wrong", "returned a str"),
-        ("my_chain_of_doctor:no", "no function"),
-    ):
-        result = command("doctor", "--call", call)
-        assert (result.exit_code, why in result.output) == (2, True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
         ([], "give the prompt's file"),
-        (["prompt.txt", "--call", "a:b"], "give the prompt's file"),
         (["prompt.txt"], "there are no documents"),
         (["nothing.txt", "-d", "folder"], "cannot be read"),
         (["prompt.txt", "-d", "nothing.txt"], "cannot be read"),
         (["prompt.txt", "-d", "bad.jsonl"], "line 2"),
         (["prompt.txt", "-d", "number.jsonl"], "page_content or text"),
-        (["--call", "nocolon"], "module:function"),
     ],
 )
 def test_bad_input(command, files, monkeypatch, arguments, why):

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.ask import open_session
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.commands.estimate import LoggedQuestion, kv_bytes_per_token, read_log, replay
+from ragcachekit.commands.estimate import kv_bytes_per_token, replay
 from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.weights import load_model
@@ -79,11 +79,11 @@ def test_the_share_is_that_of_a_session_of_ask(estimate, world, corpus, one_mini
         for question in asked:
             reply = session.ask(question)
             session.keep()
-            link = reply.report["link"]
-            reused += sum(use["tokens"] for use in link["chunks"] if use["source"] != "computed")
-            uses += len(link["chunks"])
-            total += link["prompt_tokens"]
-            hits += reply.hit
+            link = reply.answer.report.link
+            reused += sum(use.tokens for use in link.chunks if use.source != "computed")
+            uses += len(link.chunks)
+            total += link.prompt_tokens
+            hits += reply.found.hit
     assert summary["searches_saved"] == hits / len(asked) == 0.5
     assert reused / total <= sizes[-1]["tokens_found"] <= (reused + 2 * uses) / total
 
@@ -114,20 +114,10 @@ def test_no_embedding_where_the_log_names_all_chunks(estimate, chunks, monkeypat
     assert estimate(named)[1:] == estimate(given)[1:]
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (
-            [{"question": "Why?", "chunks": ["nowhere.txt#0"]}],
-            "line 1 of the log: the corpus has no chunk nowhere",
-        ),
-        ([{"question": "Why?", "chunks": []}], "nothing to reuse"),
-    ],
-)
-def test_bad_logs_are_one_line(estimate, lines, message):
-    result, *_ = estimate(lines)
+def test_a_chunk_that_the_corpus_lacks_is_one_line(estimate):
+    result, *_ = estimate([{"question": "Why?", "chunks": ["nowhere.txt#0"]}])
     assert result.exit_code == 2
-    assert message in result.output
+    assert "the corpus has no chunk nowhere.txt#0 of the question 'Why?'" in result.output
 
 
 def test_the_least_recently_used_chunk_goes_first():
@@ -139,34 +129,3 @@ def test_the_least_recently_used_chunk_goes_first():
 
 def test_bytes_of_a_token_are_those_of_the_model():
     assert kv_bytes_per_token(READER) == KVLayout.of(load_model(READER, "cpu")[0]).token_bytes
-
-
-# -- the log -----------------------------------------------------------------------------------------------
-
-
-def test_questions_as_objects_and_as_they_stand(log):
-    path = log({"question": "Where?", "chunks": ["a.txt#0", "Some text."], "user": "me"}, "", "Why?")
-    assert read_log(path) == (
-        LoggedQuestion(1, "Where?", ("a.txt#0", "Some text.")),
-        LoggedQuestion(3, "Why?"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"question": "a"', "Expecting"),
-        ({"query": "a"}, '"question" must be'),
-        ({"question": ""}, '"question" must be'),
-        ({"question": "a", "chunks": "b"}, '"chunks" must be'),
-        ({"question": "a", "chunks": [1]}, '"chunks" must be'),
-    ],
-)
-def test_a_bad_line_is_named(log, line, message):
-    with pytest.raises(ValueError, match=f"line 2: {message}"):
-        read_log(log("fine", line))
-
-
-def test_an_empty_log_says_what_to_write(log):
-    with pytest.raises(ValueError, match="holds no question; write one per line"):
-        read_log(log("", ""))

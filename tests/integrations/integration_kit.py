@@ -92,7 +92,7 @@ class Together:
 def deleted_elsewhere(path, name):
     """Another process deletes a document of the index."""
     code = "import sys\nfrom ragcachekit import DocumentIndex\n"
-    code += "DocumentIndex('brute', path=sys.argv[1]).delete([sys.argv[2]])"
+    code += "DocumentIndex(path=sys.argv[1]).delete([sys.argv[2]])"
     subprocess.run([sys.executable, "-c", code, str(path), name], check=True)
 
 

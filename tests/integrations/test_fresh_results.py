@@ -38,7 +38,6 @@ class LangChainOwn:
         self.retriever = RagCacheRetriever.from_documents(
             [],
             WordEmbeddings(),
-            index="brute",
             path=path,
             k=K,
             cache=engine,
@@ -69,7 +68,6 @@ class LlamaOwn:
         self.retriever = LlamaRetriever.from_nodes(
             [],
             Embedder(asked=[]),
-            index="brute",
             path=path,
             k=K,
             cache=engine,

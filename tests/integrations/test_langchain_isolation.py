@@ -94,7 +94,7 @@ def test_configurable_search_arguments_stay_each_users_own(per_user):
         assert users(invoke(QUESTION, run_of("a"))) == {"a"}
         assert users(invoke(QUESTION, run_of("b"))) == {"b"}
         assert users(invoke(QUESTION)) == {"a"}
-    per_user.clear()
+    per_user.query_cache.clear()
     assert users(chain.invoke(QUESTION, run_of("b"))) == {"b"}
     before = per_user.query_cache.stats().hits
     assert users(chain.invoke(QUESTION, run_of("b"))) == {"b"}

@@ -159,18 +159,6 @@ def test_k_filters_and_search_arguments_are_forwarded_and_keyed(store):
     assert len(store.by_text) + len(store.by_vector) == searched
 
 
-async def test_one_call_can_go_past_the_cache(store):
-    retriever = RagCacheRetriever.wrap(store, k=2)
-    events = Events()
-    expected = retriever.invoke(QUESTION)
-    config = {"callbacks": [events]}
-    assert retriever.invoke(QUESTION, config, use_cache=False) == expected
-    assert await retriever.ainvoke(QUESTION, config, use_cache=False) == expected
-    assert retriever.invoke("Where is Rome?", use_cache=False)
-    retriever.invoke("Where is Rome?", config)
-    assert [name for name, _ in events.seen] == ["miss"]
-
-
 @pytest.mark.parametrize("k", [0, -1, 2.5, True, "3"])
 def test_a_bad_k_is_refused(store, k):
     retriever = RagCacheRetriever.wrap(store)

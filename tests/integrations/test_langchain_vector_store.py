@@ -9,7 +9,7 @@ from langchain_ragcachekit import RagCacheVectorStore
 
 
 class TestStandard(VectorStoreIntegrationTests):
-    @pytest.fixture(params=["brute", "faiss-flat", "faiss-hnsw", "folder"])
+    @pytest.fixture(params=["faiss-flat", "faiss-hnsw", "folder"])
     def vectorstore(self, request, tmp_path):
         kind, path = request.param, None
         if kind == "folder":
@@ -38,7 +38,7 @@ def test_it_is_there_after_a_restart_and_nothing_is_embedded_again(tmp_path):
 
 
 def test_filters():
-    store = RagCacheVectorStore(WordEmbeddings(), index="brute")
+    store = RagCacheVectorStore(WordEmbeddings())
     store.add_documents([*facts("old"), *facts("new")])
     asked = "Where was Ada Lind born?"
     old = store.similarity_search(asked, k=6, filter={"source": "old"})
@@ -51,7 +51,7 @@ def test_filters():
 
 
 def test_wrong_input_changes_nothing():
-    store = RagCacheVectorStore(WordEmbeddings(), index="brute")
+    store = RagCacheVectorStore(WordEmbeddings())
     with pytest.raises(ValueError, match="1 ids for 6 documents"):
         store.add_documents(facts(), ids=["a"])
     with pytest.raises(TypeError, match="metadata"):

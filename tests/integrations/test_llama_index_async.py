@@ -56,7 +56,7 @@ async def test_one_call_can_bypass_the_query_cache(embeddings):
     engine, embedder = FakeEngine(), Embedder(asked=[])
     index = VectorStoreIndex(nodes, embed_model=embedder)
     wrapped = RagCacheRetriever(index.as_retriever(), embed_model=embedder, cache=engine)
-    own = RagCacheRetriever.from_nodes(nodes, embedder, index="brute")
+    own = RagCacheRetriever.from_nodes(nodes, embedder)
     for _ in range(2):
         with bypass_query_cache():
             langchain.invoke("Where?")

@@ -25,7 +25,7 @@ def texts(index, question=QUESTION, **settings):
     return [found.node.get_content() for found in index.as_retriever(**settings).retrieve(question)]
 
 
-@pytest.mark.parametrize("kind", ["brute", "faiss-flat", "faiss-hnsw"])
+@pytest.mark.parametrize("kind", ["faiss-flat", "faiss-hnsw"])
 def test_it_finds_what_the_default_store_finds(kind, embedder):
     plain = VectorStoreIndex.from_documents(documents(), embed_model=embedder)
     ours = over(RagCacheVectorStore(index=kind), embedder, documents())
@@ -49,7 +49,7 @@ def test_a_restart_finds_the_same_nodes(tmp_path, embedder):
 
 
 def test_filters_and_chosen_nodes(embedder):
-    store = RagCacheVectorStore(index="brute")
+    store = RagCacheVectorStore()
     index = over(store, embedder, documents())
     late = MetadataFilters(filters=[MetadataFilter(key="row", value=3, operator=FilterOperator.GTE)])
     found = index.as_retriever(similarity_top_k=6, filters=late).retrieve(QUESTION)
@@ -65,7 +65,7 @@ def test_filters_and_chosen_nodes(embedder):
 
 def test_nodes_of_other_classes_come_back_as_they_were(embedder):
     node = IndexNode(text="See the town.", index_id="towns", embedding=[1.0, 0.0])
-    store = RagCacheVectorStore(index="brute")
+    store = RagCacheVectorStore()
     store.add([node, TextNode(text="plain", id_="p", embedding=[0.0, 1.0])])
     (found,) = store.query(VectorStoreQuery(query_embedding=[1.0, 0.0], similarity_top_k=1)).nodes
     assert isinstance(found, IndexNode)
@@ -73,7 +73,7 @@ def test_nodes_of_other_classes_come_back_as_they_were(embedder):
 
 
 def test_other_modes_are_refused():
-    store = RagCacheVectorStore(index="brute")
+    store = RagCacheVectorStore()
     with pytest.raises(ValueError, match="default query mode"):
         store.query(VectorStoreQuery(query_embedding=[1.0], mode=VectorStoreQueryMode.SPARSE))
     with pytest.raises(ValueError, match="by embedding"):

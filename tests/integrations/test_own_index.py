@@ -19,10 +19,10 @@ QUESTION = "Where was Ada Lind born?"
 def test_a_restart_answers_from_the_cache(tmp_path):
     documents = [Document(text, metadata={"row": n}) for n, text in enumerate(FACTS)]
     path = tmp_path / "index"
-    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=2)
+    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=path, k=2)
     before = first.invoke(QUESTION)
     first.vectorstore.close()
-    again = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=2)
+    again = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=path, k=2)
     searched = again.vectorstore.index.search
     again.vectorstore.index.search = None
     assert again.invoke(QUESTION) == before
@@ -33,18 +33,18 @@ def test_a_restart_answers_from_the_cache(tmp_path):
 
 def test_what_changed_while_nobody_followed_is_forgotten(tmp_path):
     path, documents = tmp_path / "index", [Document(text) for text in FACTS]
-    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", path=path, k=1)
+    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=path, k=1)
     (gone,) = first.invoke(QUESTION)
     first.vectorstore.close()
     deleted_elsewhere(path, gone.id)
-    again = RagCacheRetriever.from_documents([], WordEmbeddings(), index="brute", path=path, k=1)
+    again = RagCacheRetriever.from_documents([], WordEmbeddings(), path=path, k=1)
     assert again.invoke(QUESTION)[0] != gone
 
 
 def test_another_process_is_seen_by_the_next_question(tmp_path):
     path = tmp_path / "index"
     retriever = RagCacheRetriever.from_documents(
-        [Document(text) for text in FACTS], WordEmbeddings(), index="brute", path=path, k=1
+        [Document(text) for text in FACTS], WordEmbeddings(), path=path, k=1
     )
     (gone,) = retriever.invoke(QUESTION)
     assert retriever.invoke(QUESTION) == [gone]
@@ -71,9 +71,7 @@ def test_a_near_question_gets_its_own_order_and_scores():
             return table[text]
 
     nodes = [TextNode(text=text, id_=text) for text in table]
-    retriever = LlamaRetriever.from_nodes(
-        nodes, Table(asked=[]), index="brute", k=5, tolerance=0.1, guard=False
-    )
+    retriever = LlamaRetriever.from_nodes(nodes, Table(asked=[]), k=5, tolerance=0.1, guard=False)
     plain = retriever.index.as_retriever(similarity_top_k=5)
     recall = []
     for question in asked:
@@ -88,9 +86,7 @@ def test_a_near_question_gets_its_own_order_and_scores():
 
 def test_a_failing_disk_of_the_questions_costs_no_change_and_nothing_stale(tmp_path, monkeypatch):
     documents = [Document(text) for text in FACTS]
-    retriever = RagCacheRetriever.from_documents(
-        documents, WordEmbeddings(), index="brute", path=tmp_path / "index", k=1
-    )
+    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=tmp_path / "index", k=1)
     (gone,) = retriever.invoke(QUESTION)
 
     def full(*_args, **_options):
@@ -104,35 +100,33 @@ def test_a_failing_disk_of_the_questions_costs_no_change_and_nothing_stale(tmp_p
     retriever.vectorstore.add_documents([gone])
     assert retriever.invoke(QUESTION) == [gone]
     retriever.vectorstore.close()
-    again = RagCacheRetriever.from_documents(
-        [], WordEmbeddings(), index="brute", path=tmp_path / "index", k=1
-    )
+    again = RagCacheRetriever.from_documents([], WordEmbeddings(), path=tmp_path / "index", k=1)
     again.vectorstore.delete([gone.id])
     assert again.invoke(QUESTION) == [next_best]
 
 
 def test_invalidate_by_id_text_and_filter_or_everything():
     documents = [Document(text, id=str(n), metadata={"row": n}) for n, text in enumerate(FACTS)]
-    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), index="brute", k=1)
+    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), k=1)
     held = retriever.query_cache.stats
     (found,) = retriever.invoke(QUESTION)
     row = found.metadata["row"]
-    assert retriever.invalidate(ids=["unknown"], texts=["unknown"], filter=lambda one: False) == 0
+    assert retriever.query_cache.invalidate(ids=["unknown"], texts=["unknown"], where=lambda one: False) == 0
     for named in (
         {"ids": [str(row)]},
         {"texts": [f" {found.page_content}\n"]},
-        {"filter": lambda one: one.metadata["row"] == row},
+        {"where": lambda one: one.metadata["row"] == row},
         {},
     ):
         assert held().entries == 1
-        assert retriever.invalidate(**named) == 1
+        assert retriever.query_cache.invalidate(**named) == 1
         assert held().entries == 0
         retriever.invoke(QUESTION)
 
 
 @pytest.mark.parametrize("partition", [None, lambda *_: "all"])
 def test_other_kinds_of_search_see_the_changes_of_other_processes(tmp_path, partition):
-    store = RagCacheVectorStore(WordEmbeddings(), index="brute", path=tmp_path)
+    store = RagCacheVectorStore(WordEmbeddings(), path=tmp_path)
     store.add_documents([Document(text) for text in FACTS])
     inner = store.as_retriever(
         search_type="similarity_score_threshold", search_kwargs={"k": 1, "score_threshold": 0.01}
@@ -148,9 +142,7 @@ def test_other_kinds_of_search_see_the_changes_of_other_processes(tmp_path, part
 def test_a_node_with_another_text_replaces_the_one_of_its_id(tmp_path):
     model = Embedder(asked=[])
     for text in ("Ada Lind was born in Bern.", "Ada Lind was born in Chur."):
-        retriever = LlamaRetriever.from_nodes(
-            [TextNode(text=text, id_="a")], model, index="brute", path=tmp_path
-        )
+        retriever = LlamaRetriever.from_nodes([TextNode(text=text, id_="a")], model, path=tmp_path)
         assert [one.node.text for one in retriever.retrieve(QUESTION)] == [text]
         retriever.index.vector_store.close()
 
@@ -163,7 +155,11 @@ async def test_the_event_says_why_a_near_question_was_refused():
             events.append((name, data))
 
     retriever = RagCacheRetriever.from_documents(
-        [Document(text) for text in FACTS], WordEmbeddings(), index="brute", tolerance=0.9, cache=FakeEngine()
+        [Document(text) for text in FACTS],
+        WordEmbeddings(),
+        index="faiss-flat",
+        tolerance=0.9,
+        cache=FakeEngine(),
     )
     for question in (QUESTION, "Where was Ada Lind not born?"):
         await retriever.ainvoke(question, {"callbacks": [Handler()]})

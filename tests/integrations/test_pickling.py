@@ -36,7 +36,7 @@ def test_langchain(rag):
 
 
 def test_llama_index(rag):
-    store = llama_index.RagCacheVectorStore(index="brute")
+    store = llama_index.RagCacheVectorStore()
     llm = llama_index.RagCacheLLM(cache=rag, max_tokens=3)
     for holder in (
         llm,

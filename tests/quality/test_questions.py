@@ -42,6 +42,7 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
         ("[1]", "line 2: give an object"),
         ('{"question": "Q?", "chunks": ["c"]}', "line 2: 'answer' missing"),
         ('{"question": "Q?", "chunks": "c", "answer": "A"}', "line 2: 'chunks' must be a list"),
+        ('{"question": "Q?", "chunks": [], "answer": "A"}', "line 2: 'chunks' must be a list"),
         ('{"question": "Q?", "chunks": ["c", " "], "answer": "A"}', "line 2: chunk 2 must be a text"),
         ('{"question": 3, "chunks": ["c"], "answer": "A"}', "line 2: question must be a text"),
         ('{"question": "Q?", "chunks": ["c"], "answer": "A", "type": "all"}', "line 2: 'type'"),
@@ -52,6 +53,19 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path.write_text('{"question": "Q?", "chunks": ["c"], "answer": "A"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):
         read_questions(path)
+
+
+def test_a_log_has_plain_questions_too(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    line = json.dumps({"question": "Where?", "chunks": ["a.txt#0", "Some text."], "user": "me"})
+    path.write_text(f"\ufeff{line}\n\nWhy?\n", encoding="utf-8")
+    assert read_questions(path, ["question"]) == [
+        Question("Where?", ("a.txt#0", "Some text.")),
+        Question("Why?", ()),
+    ]
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="has no questions; give"):
+        read_questions(path, ["question"])
 
 
 # -- prompts ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.index import VectorIndex, index_names, open_index
 
-EXACT = {"brute", "faiss-flat"}
+EXACT = {"faiss-flat"}
 Make = Callable[..., VectorIndex]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.retrieval.faiss_index import FaissFlatIndex
 from ragcachekit.retrieval.index import VectorIndex, index_names, load_index, open_index
 
 KEYS = np.random.default_rng(5).standard_normal((40, 8)).astype(np.float32)
@@ -133,12 +132,12 @@ def test_a_graph_skips_what_was_removed(metric: str, tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="known: brute, faiss-flat, faiss-hnsw"):
+    with pytest.raises(ValueError, match="known: faiss-flat, faiss-hnsw"):
         open_index("annoy", 8)
     with pytest.raises(ValueError, match="known: cosine, ip, l2"):
-        open_index("brute", 8, "hamming")
+        open_index("faiss-flat", 8, "hamming")
     with pytest.raises(ValueError, match="dim must be > 0"):
-        open_index("brute", 0)
+        open_index("faiss-flat", 0)
     with pytest.raises(TypeError, match="lnks"):
         open_index("faiss-hnsw", 8, lnks=4)
     with pytest.raises(ValueError, match="links must be > 0"):
@@ -151,4 +150,4 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ImportError, match="pip install faiss-cpu "):
-        FaissFlatIndex(4)
+        open_index("faiss-flat", 4)

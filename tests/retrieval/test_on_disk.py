@@ -18,7 +18,7 @@ from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.documents import DocumentIndex
 from ragcachekit.retrieval.index import VectorIndex
 
-KINDS = ["brute", "faiss-flat", "faiss-hnsw"]
+KINDS = ["faiss-flat", "faiss-hnsw"]
 
 
 def rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
@@ -123,7 +123,7 @@ def test_a_killed_process_loses_nothing_acknowledged(tmp_path: Path) -> None:
 
 
 def test_killed_within_the_first_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = DocumentIndex("brute", "l2", tmp_path)
+    index = DocumentIndex("faiss-flat", "l2", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(JsonStore, "put", lambda *args, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -131,7 +131,7 @@ def test_killed_within_the_first_add(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert vector_files(tmp_path) == ["index-1"]
     assert len(index) == 0
     abandon(index)
-    with DocumentIndex("brute", "l2", tmp_path) as again:
+    with DocumentIndex("faiss-flat", "l2", tmp_path) as again:
         assert (len(again), again.version) == (0, 0)
         fill(again, 0, 1_500)
         assert len(again) == 1_500

@@ -52,7 +52,7 @@ def test_stages_go_through_parts() -> None:
 
 
 def test_bad_arguments_are_refused_at_the_call() -> None:
-    index = opened("brute")
+    index = opened("faiss-flat")
     with pytest.raises(RetrievalError, match="index is empty"):
         index.search_stages(rows(1)[0], 3)
     index.add([1], rows(1))
