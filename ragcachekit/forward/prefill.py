@@ -50,15 +50,13 @@ _HOOKING = threading.Lock()
 class Prefill:
     """Arguments of generate that complete a linked prompt, and the plan as it runs.
 
-    ``own`` observes the missing entries that this prefill computes. ``plain``: generate's own prefill runs
-    just the rows of the plan, through all layers.
+    ``own`` observes the missing entries that this prefill computes.
     """
 
     inputs: dict[str, Any]
     plan: LinkPlan
     own: OwnRows | None = None
     narrowing: Narrowing | None = None
-    plain: bool = True
 
     def report(self) -> LinkReport:
         """The report, once the forward has run."""
@@ -79,7 +77,7 @@ def prepare(model: Any, rope: Rope, plan: LinkPlan, *, capture: bool = False, wh
     if _reuses(plan):
         linked = link(plan, rope, model.device, buffers=buffers, observer=own)
         narrowing = attach(model, plan, linked.cache)
-        return Prefill(linked.as_kwargs(), plan, own, narrowing, narrowing is None)
+        return Prefill(linked.as_kwargs(), plan, own, narrowing)
     inputs = _whole_prompt(plan, model.device)
     if own is not None or whole:
         inputs["past_key_values"] = own.cache() if own is not None else DynamicCache()
@@ -100,9 +98,7 @@ def prepare_ahead(
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
     arguments = _whole_prompt(plan, model.device)
     if not _reuses(ahead):
-        return Prefill(
-            {**arguments, **({"past_key_values": DynamicCache()} if whole else {})}, plan, plain=False
-        )
+        return Prefill(arguments | ({"past_key_values": DynamicCache()} if whole else {}), plan)
     inputs = link(ahead, rope, model.device, buffers=buffers)
     narrowing = attach(model, ahead, inputs.cache)
     if ahead.rows:
@@ -113,7 +109,7 @@ def prepare_ahead(
     if repeats > 1:
         inputs.cache.batch_repeat_interleave(repeats)
     plan = plan if narrowing is None else narrowing.link_plan()
-    return Prefill({**arguments, "past_key_values": inputs.cache}, plan, plain=False)
+    return Prefill({**arguments, "past_key_values": inputs.cache}, plan)
 
 
 def _reuses(plan: LinkPlan) -> bool:

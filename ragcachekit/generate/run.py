@@ -45,21 +45,14 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
     """A logits processor that records the first token's distribution and changes nothing.
 
     It runs after the requested processors (penalties), before temperature and the cuts of sampling.
-    ``log_probs`` is ``[vocab]`` float64 on the host, None before and where it is not ``wanted``; ``at`` is
-    when the prefill ended, None before.
+    ``log_probs`` is ``[vocab]`` float64 on the host, None before.
     """
 
-    def __init__(self, wanted: bool = True) -> None:
-        self._wanted = wanted
-        self.log_probs: Tensor | None = None
-        self.at: float | None = None
+    log_probs: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.at is None:
-            scores[:, :1].tolist()  # waits for the device: nothing is there before that
-            self.at = time.perf_counter()
-            if self._wanted:
-                self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
+        if self.log_probs is None:
+            self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
         return scores
 
 
@@ -167,7 +160,6 @@ class Generated:
     - ``first_token``, ``linked``: When the first token came, and when the cache would have been assembled,
       had it been before the forward; in seconds of :func:`time.perf_counter`.
     - ``plan``, ``report``: The plan that ran in the end, and its report.
-    - ``prefill``: Seconds of the forward alone, without loads, where known.
     - ``cache``: The prompt's cache, unless there are several beams.
     - ``own``: What was observed of entries that this prefill computed.
     - ``loop``: How to choose further tokens; None after several beams or a cancelled prefill.
@@ -180,7 +172,6 @@ class Generated:
     cancelled: bool
     plan: LinkPlan
     report: LinkReport
-    prefill: float | None = None
     cache: Any = None
     own: OwnRows | None = None
     loop: DecodingLoop | None = None
@@ -215,10 +206,11 @@ def run_generate(
     options = _with_stop_strings(without_refused_defaults(options, defaults), defaults)
     seed, streamer = options.pop("seed", None), options.pop("streamer", None)
     with CancelScope(cancel) as scope:
-        timer, first = FirstTokenTimer(scope), first or FirstScores(wanted=False)
+        timer = FirstTokenTimer(scope)
         loop = None if beams > 1 else DecodingLoop(plan.token_ids, timer, streamer, one_token)
         options["custom_generate"] = loop
-        options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
+        if first is not None:
+            options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
         own_criteria = [*(options.get("stopping_criteria") or ())]
         own_criteria += [timer] if loop is None else []
         while True:
@@ -256,7 +248,6 @@ def run_generate(
         timer.cancelled,
         prefill.plan,
         prefill.report(),
-        first.at - started_at - settling if prefill.plain and first.at is not None else None,
         cache if loop is not None else None,
         prefill.own,
         loop,
