@@ -69,8 +69,8 @@ class StoreConfig:
     - ``remote_deadline``, ``bulk_deadline``: Seconds after which an operation on Redis or the bulk tier is a
       miss.
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
-      docs/eviction.md), ``f_r``; ``pgdsf:600s`` counts uses within ten minutes. Disk and Redis evict the
-      least recently used, the bulk tier the oldest.
+      docs/eviction.md), ``f_r``; ``pgdsf:20000`` counts uses among the tier's last 20,000. Disk and
+      Redis evict the least recently used, the bulk tier the oldest.
     - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*`` stands for every other
       one.
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,
@@ -129,9 +129,8 @@ class TreeConfig:
     - ``gpu_bytes``, ``host_bytes``: Budgets in GPU memory (0, the default, or a model on a CPU: off) and in
       host memory.
     - ``disk_bytes``: Budget on the disk, in the folder ``tree`` of the store's ``disk_path``; 0: off.
-    - ``keep_first``: Keep only this many documents at the start of each prompt; None for all.
     - ``eviction``: Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window:
-      ``pgdsf:600s``), ``gdsf``, ``lfu``, ``lru``.
+      ``pgdsf:20000``), ``gdsf``, ``lfu``, ``lru``.
     - ``turns_bytes``: Host memory for the last turns of conversations, whose rows the next turn reuses: exact
       rows stay exact, approximate ones approximate. 0 (the default): off.
     """
@@ -139,15 +138,12 @@ class TreeConfig:
     host_bytes: int = 1 << 30
     gpu_bytes: int = 0
     disk_bytes: int = 0
-    keep_first: int | None = None
     eviction: str = "pgdsf"
     turns_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_fields(self)
         _check_numbers(self, ("host_bytes", "gpu_bytes", "disk_bytes", "turns_bytes"))
-        if self.keep_first is not None and self.keep_first < 0:
-            raise ValueError(f"keep_first must be >= 0 or None for all, got {self.keep_first}")
 
 
 @dataclass(frozen=True)

@@ -55,22 +55,15 @@ class OpenFile:
         self.close()
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> OpenFile:
-    """Open a regular file; OSError for a folder, FIFO, socket or device of that name."""
-    file = OpenFile(path, flags)
-    if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-        file.close()
-        raise OSError(f"{os.fspath(path)} is not a regular file; remove it")
-    return file
-
-
 def read_regular(path: str | os.PathLike[str], *, own: bool = False) -> bytes:
-    """All bytes of a regular file; OSError for anything else.
+    """All bytes of a regular file; OSError for a folder, FIFO, socket or device of that name.
 
     ``own``: ValueError if it belongs to another user, or others may write to it (POSIX only).
     """
-    with open_regular(path) as file:
+    with OpenFile(path, os.O_RDONLY) as file:
         status = os.fstat(file.fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{os.fspath(path)} is not a regular file; remove it")
         if own and (belongs_to_another(status) or others_may_write(status)):
             raise ValueError(f"{os.fspath(path)} belongs to or can be written by others")
         with os.fdopen(os.dup(file.fd), "rb") as reader:
@@ -87,16 +80,12 @@ def others_may_write(status: os.stat_result) -> bool:
     return hasattr(os, "geteuid") and bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
-def write_all(fd: int, parts: Iterable[bytes | bytearray | memoryview], offset: int = 0) -> int:
-    """Write all of ``parts`` in order, from ``offset``; returns where they end."""
-    os.lseek(fd, offset, os.SEEK_SET)
+def write_all(fd: int, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write all of ``parts`` in order."""
     for part in parts:
         view = memoryview(part).cast("B")
         while view.nbytes:  # the system may write less, from 2 GiB on
-            written = os.write(fd, view)
-            view = view[written:]
-            offset += written
-    return offset
+            view = view[os.write(fd, view) :]
 
 
 def read_into(fd: int, view: memoryview, offset: int) -> int:

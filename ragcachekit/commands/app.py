@@ -14,7 +14,7 @@ import typer
 import ragcachekit
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import ask
-from ragcachekit.commands.cache import clear, repair, stats, verify
+from ragcachekit.commands.cache import clear, stats
 from ragcachekit.commands.check_model import check_model
 from ragcachekit.commands.console import Commands, quiet_loading
 from ragcachekit.commands.doctor import doctor
@@ -67,7 +67,7 @@ for command in (ask, precompute, estimate, calibrate, check_model, serve, doctor
     app.command()(command)
 app.add_typer(_group("Measure on this machine; tables, JSON and plots.", ttft, fidelity), name="bench")
 app.add_typer(
-    _group("What a cache folder holds; check, repair or empty it.", stats, verify, repair, clear),
+    _group("What a cache folder holds; empty it.", stats, clear),
     name="cache",
 )
 app.add_typer(_group("API keys of the server.", add, remove), name="keys")

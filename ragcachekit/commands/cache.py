@@ -1,12 +1,12 @@
-"""``ragcachekit cache``: stats, verify, repair and clear of a folder's disk tiers and vector indexes."""
+"""``ragcachekit cache``: stats and clear of a folder's disk tiers and vector indexes."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 from threading import RLock
 from typing import Annotated
@@ -14,10 +14,9 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal as size
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
-from ragcachekit.commands.console import errors, show
+from ragcachekit.commands.console import show
 from ragcachekit.commands.precompute import manifests
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
@@ -49,38 +48,6 @@ def stats(cache: ContentDir = None) -> None:
         typer.echo(f"{_name(tier)}:")  # a title would be folded to the table's width
         show(table)
     typer.echo(f"vector indexes: {size(sum(path.stat().st_size for path in _indexes(folder)))}")
-
-
-def verify(cache: ContentDir = None) -> None:
-    """Read every entry and list the damaged ones; changes nothing. Ends with 1 if there are any."""
-    from ragcachekit.store import disk
-
-    damaged = bad = False
-    for tier in _content(cache)[1]:
-        with _reading() as progress:
-            found = disk.verify(tier, progress)
-        _list("damaged", found.damaged)
-        _list("unreadable", found.unreadable)
-        number = len(found.damaged) or "none"
-        typer.echo(f"{_name(tier)}: {found.entries} entries, {size(found.nbytes)}: {number} damaged")
-        damaged |= bool(found.damaged)
-        bad |= bool(found.damaged or found.unreadable)
-    if damaged:
-        typer.echo("`ragcachekit cache repair` drops them")
-    if bad:
-        raise typer.Exit(1)
-
-
-def repair(cache: ContentDir = None) -> None:
-    """Drop damaged entries and what interrupted writes left."""
-    from ragcachekit.store import disk
-
-    for tier in _content(cache)[1]:
-        with _reading() as progress:
-            found = disk.repair(tier, progress)
-        _list("dropped", found.damaged)
-        left = found.entries - len(found.damaged)
-        typer.echo(f"{_name(tier)}: dropped {len(found.damaged)} damaged entries; {left} are left")
 
 
 def clear(
@@ -155,13 +122,17 @@ def _content(cache: str | None) -> tuple[CacheFolder, list[Path]]:
 def _forget(tier: Path, namespaces: Collection[str]) -> int:
     """Delete the entries of these namespaces, damaged ones if DAMAGED is among them; returns their number."""
     from ragcachekit.prefix_tree.disk import Dropped, TreeDisk
-    from ragcachekit.store.disk import DiskStore, repair
+    from ragcachekit.store.disk import DiskStore
+    from ragcachekit.store.disk_folder import entry_files
 
     with closing(DiskStore(tier, sys.maxsize)) as store:  # any smaller budget would evict on opening
         # A tree informs processes that hold some of it in memory.
         tree = TreeDisk(store, RLock(), lambda *_: Dropped([], 0, None)) if _is_tree(tier) else None
         gone = sum((tree or store).forget(namespace, None) for namespace in namespaces)
-    return gone + (len(repair(tier).damaged) if DAMAGED in namespaces else 0)
+    for name in entry_files(tier) if DAMAGED in namespaces else ():  # what is left cannot be read
+        (tier / name).unlink(missing_ok=True)
+        gone += 1
+    return gone
 
 
 def _is_tree(tier: Path) -> bool:
@@ -172,18 +143,6 @@ def _is_tree(tier: Path) -> bool:
 
 def _name(tier: Path) -> str:
     return f"{'Knowledge tree' if _is_tree(tier) else 'Chunk KV'} in {tier}"
-
-
-@contextmanager
-def _reading() -> Iterator[Callable[[int, int], None]]:
-    with Progress(console=errors(), transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _list(what: str, found: Mapping[str, str]) -> None:
-    for name, reason in found.items():
-        typer.echo(f"{what}: {name}: {reason}")
 
 
 def _unreadable(path: Path, error: OSError) -> RagCacheError:

@@ -182,10 +182,13 @@ class ForgetLog:
     def writing(self) -> Iterator[bool]:
         """Exclude other writers and forgets; False if that fails, and nothing must be written."""
         with ExitStack() as held:
-            error = self._try(held, _SECONDS_TO_WRITE)
-            if error is not None:
+            try:
+                held.enter_context(self._lock.held(_SECONDS_TO_WRITE))
+            except LockFailed as error:
                 _LOG.warning("the tree is not written to the disk: %s", error)
-            yield error is None
+                yield False
+            else:
+                yield True
 
     @contextmanager
     def forgetting(self, namespace: str) -> Iterator[None]:
@@ -194,9 +197,12 @@ class ForgetLog:
         The note comes last, as others may still read entries while they are being deleted. StoreError, after
         all else, if the wait for a writer timed out: it may write forgotten entries again.
         """
+        busy = None
         with ExitStack() as held:
-            error = self._try(held, _SECONDS_TO_FORGET)
-            if error is not None and not error.busy:
+            try:
+                held.enter_context(self._lock.held(_SECONDS_TO_FORGET))
+            except LockFailed as error:
+                busy = error if error.busy else None
                 _LOG.warning("other processes do not wait while something is forgotten: %s", error)
             try:
                 yield
@@ -205,19 +211,8 @@ class ForgetLog:
                     self._note(namespace)
                 except OSError as failed:
                     _LOG.warning("other processes are not told what was forgotten: %s", failed)
-        if error is not None and error.busy:
-            raise StoreError(
-                "another process has been writing to the tree's folder all the time and may write what was "
-                f"forgotten; forget again when it goes on or has ended: {error}"
-            ) from error
-
-    def _try(self, held: ExitStack, seconds: float) -> LockFailed | None:
-        """Hold the folder's lock; why that failed."""
-        try:
-            held.enter_context(self._lock.held(seconds))
-        except LockFailed as error:
-            return error
-        return None
+        if busy is not None:
+            raise StoreError(f"another process may write what was forgotten; forget again: {busy}") from busy
 
     def _note(self, namespace: str) -> None:
         before, note = self._state(namespace), uuid4().hex

@@ -27,7 +27,6 @@ from ragcachekit.prefix_tree.nodes import (
     Node,
     Path,
     Root,
-    documents_first,
     fault,
     key_of,
 )
@@ -172,7 +171,6 @@ class KnowledgeTree:
       folder, also in other processes, apply to this one too.
     - ``policy``: Makes one eviction policy per tier.
     - ``cost``: Estimated seconds of a prefill of (cached, new) tokens; default: the number of new ones.
-    - ``keep_first``: Keep only so many documents of each prompt: later ones rarely recur in the same order.
     - ``turns_bytes``: Budget of :attr:`turns`, the last turns of conversations, which :meth:`match` never
     finds.
     """
@@ -186,16 +184,14 @@ class KnowledgeTree:
         disk: KVStore | None = None,
         policy: Callable[[], EvictionPolicy] = Lru,
         cost: Cost | None = None,
-        keep_first: int | None = None,
         turns_bytes: int = 0,
     ) -> None:
-        if min(gpu_bytes, host_bytes, keep_first or 0) < 0:
-            raise ValueError("gpu_bytes, host_bytes and keep_first must not be negative")
+        if min(gpu_bytes, host_bytes) < 0:
+            raise ValueError("gpu_bytes and host_bytes must not be negative")
         gpu = MemoryTier("gpu", gpu_bytes, policy(), device) if gpu_bytes else None
         host = MemoryTier("host", host_bytes, policy(), "cpu") if host_bytes else None
         self.turns = Turns(turns_bytes)
         self._cost = cost
-        self._keep_first = keep_first
         self._epochs: Counter[str] = Counter()
         # Nodes of collected matches; a finalizer may run anywhere, so it takes no lock.
         self._released: deque[tuple[Node, ...]] = deque()
@@ -210,17 +206,16 @@ class KnowledgeTree:
         Counts an access to each of its nodes.
         """
         path = tuple(path)
-        most = documents_first(path, self._keep_first)
         with self._lock:
             self._unpin_released()
             self._disk.apply_forgets(root.namespace)
             epoch = self._epochs[root.namespace]
-            nodes = list(self._levels.walk(root, path, most))
+            nodes = list(self._levels.walk(root, path))
             for node in nodes:
                 self._levels.pin(node)
             found = [self._levels.use(node) for node in nodes]
             self._levels.count(len(path), found)
-        found += self._disk.read(root, path[:most], len(found))
+        found += self._disk.read(root, path, len(found))
         match = Match(root, path, tuple(found), epoch)
         if nodes:
             weakref.finalize(match, self._released.append, tuple(nodes)).atexit = False
@@ -229,7 +224,7 @@ class KnowledgeTree:
     def known(self, root: Root, path: Path) -> int:
         """Tokens of the longest beginning of ``path`` in memory; counts no access."""
         with self._lock:
-            return sum(node.step.tokens for node in self._levels.walk(root, path, len(path)))
+            return sum(node.step.tokens for node in self._levels.walk(root, path))
 
     def insert(self, match: Match, kvs: Sequence[ChunkKV] = (), *, new: int = 0) -> int:
         """Insert what a request computed after its ``match``: once per request, after the answer.
@@ -253,15 +248,14 @@ class KnowledgeTree:
             self._unpin_released()
             if match.epoch != self._epochs[match.root.namespace]:
                 return 0
-            most = max(0, documents_first(match.path, self._keep_first) - len(match))
-            added = self._levels.insert(match, list(kvs)[:most], missed)
+            added = self._levels.insert(match, kvs, missed)
         self._disk.write()
         return added
 
     def discard(self, root: Root, path: Path) -> None:
         """Drop the node at ``path``, whose KV cannot be used, from all tiers, and its subtree from memory."""
         with self._lock:
-            nodes = list(self._levels.walk(root, path, len(path)))
+            nodes = list(self._levels.walk(root, path))
             if nodes and len(nodes) == len(path):
                 self._levels.drop(nodes[-1])
             self._disk.discard(root, path)
@@ -341,6 +335,5 @@ def open_tree(
         disk=disk,
         policy=policy,
         cost=cost,
-        keep_first=config.keep_first,
         turns_bytes=config.turns_bytes,
     )

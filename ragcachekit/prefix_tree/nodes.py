@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import torch
 
@@ -44,7 +44,7 @@ class Step:
 
     ids: tuple[str, ...]  # of the segments, in order; the chunk's is the last. They identify the tokens
     tokens: int  # rows of all of them
-    document: bool = True  # False for text alone, which ``keep_first`` does not count
+    document: bool = True  # False for text alone
     token_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)  # for ``forget``; () if unknown
 
 
@@ -77,16 +77,6 @@ class Match:
     def tokens(self) -> int:
         """Rows of the prompt that need not be computed."""
         return sum(reused.step.tokens for reused in self.found)
-
-
-def documents_first(path: Path, most: int | None) -> int:
-    """Number of steps of a path up to its first ``most`` documents; None: all of them."""
-    documents = 0
-    for number, step in enumerate(path):
-        documents += step.document
-        if most is not None and documents > most:
-            return number
-    return len(path)
 
 
 def blocks_of(token_ids: Sequence[int], namespace: str) -> list[Step]:
@@ -261,10 +251,10 @@ class Levels:
         self._evicted = evicted
         self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
 
-    def walk(self, root: Root, path: Path, most: int) -> Iterator[Node]:
-        """Nodes along a path, as far as they exist and at most ``most``."""
+    def walk(self, root: Root, path: Path) -> Iterator[Node]:
+        """Nodes along a path, as far as they exist."""
         children = self._roots.get(root, {})
-        for step in islice(path, most):
+        for step in path:
             node = children.get(step.ids)
             if node is None:
                 return

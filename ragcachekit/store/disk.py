@@ -1,12 +1,11 @@
-"""The disk tier: one immutable file per entry, eviction by least recent use; how a folder is verified."""
+"""The disk tier: one immutable file per entry, eviction by least recent use."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ragcachekit.config import DEFAULT_DISK_BYTES
@@ -36,7 +35,6 @@ from ragcachekit.store.entry import (
 from ragcachekit.types import KVKey
 
 _SHARE_OF_FREE = 2
-_UNLIMITED = 1 << 62
 
 
 def default_disk_bytes(folder: Path) -> int:
@@ -78,7 +76,6 @@ class DiskStore(KVStore):
         self._counters = Counters("disk")
         self._files = EntryFolder(self.folder, budget, quotas or {}, self._counters)
         self._writable = self._closed = False
-        self._undeleted: set[str] = set()  # names of forgotten entries whose files could not be deleted
         claim_folder(self.folder)
         try:
             self._prepare(SECONDS_TO_OPEN)
@@ -109,7 +106,7 @@ class DiskStore(KVStore):
         """
         name, file, seen = entry_name(key), None, None
         try:
-            if not self._is_served(name):
+            if self._closed:
                 raise FileNotFoundError(name)
             file = open_file(self._files.path(name))
             seen = os.fstat(file.fd)
@@ -162,8 +159,7 @@ class DiskStore(KVStore):
         return kept
 
     def __contains__(self, key: KVKey) -> bool:
-        name = entry_name(key)
-        return self._is_served(name) and os.path.exists(self._files.path(name))
+        return not self._closed and os.path.exists(self._files.path(entry_name(key)))
 
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
         if key in self and self._files.remove(entry_name(key)):
@@ -178,7 +174,7 @@ class DiskStore(KVStore):
                 yield read_key(self.folder / name)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """Delete entries; StoreError if some may be left, which are not served in this process.
+        """Delete entries; StoreError if some may be left.
 
         Waits for puts under way in other processes, and goes on after a while.
         """
@@ -227,9 +223,6 @@ class DiskStore(KVStore):
         self._files.prepare(seconds)
         self._writable = True
 
-    def _is_served(self, name: str) -> bool:
-        return not self._closed and name not in self._undeleted
-
     def _ended(self, name: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None) -> None:
         """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
         if error is None:
@@ -254,7 +247,6 @@ class DiskStore(KVStore):
             )
             return False
         self._files.put(name, parts)
-        self._undeleted.discard(name)
         return True
 
     def _drops(self, name: str, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
@@ -267,71 +259,10 @@ class DiskStore(KVStore):
         except FileNotFoundError:  # another process evicted it just now
             return False
         if not self._files.remove(name):
-            self._undeleted.add(name)
             raise OSError(f"cannot delete {self._files.path(name)}")
-        self._undeleted.discard(name)
         return True
-
-
-# -- verification and repair, while other processes may use the folder ----------------------------------
-
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and all bytes to read."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Result of reading all ``entries`` files, of ``nbytes`` together.
-
-    ``damaged`` names those that no read would return, with the reason: files of other versions of this
-    library are among them. ``unreadable`` ones could not be read now.
-    """
-
-    entries: int
-    nbytes: int
-    damaged: dict[str, str]
-    unreadable: dict[str, str]
 
 
 def is_disk_tier(folder: Path) -> bool:
     """Whether a folder holds entries of a disk tier."""
     return folder.is_dir() and bool(entry_files(folder))
-
-
-def verify(folder: Path, progress: Progress | None = None) -> Verified:
-    """Read every entry whole; changes nothing. OSError if the folder cannot be listed."""
-    files = entry_files(folder)
-    total, done = sum(files.values()), 0
-    damaged, unreadable, gone = dict[str, str](), dict[str, str](), 0
-    for name, nbytes in files.items():
-        try:
-            read_key(folder / name, whole=True)
-        except EntryDamaged as error:
-            damaged[name] = str(error)
-        except FileNotFoundError:  # another process evicted it just now
-            gone += 1
-        except OSError as error:
-            unreadable[name] = str(error)
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-    return Verified(len(files) - gone, total, damaged, unreadable)
-
-
-def repair(folder: Path, progress: Progress | None = None) -> Verified:
-    """Delete what :func:`verify` finds damaged, and what killed writers left; returns what it found.
-
-    StoreError if the folder cannot be used.
-    """
-    claim_folder(folder)
-    try:
-        found = verify(folder, progress)
-        files = EntryFolder(folder, _UNLIMITED, {}, Counters("disk"))
-        files.wait_for_writers(SECONDS_TO_OPEN)
-        left = [name for name in found.damaged if not files.remove(name)]
-    except (OSError, LockFailed) as error:
-        raise StoreError(f"cannot repair the cache folder {folder}: {error}") from error
-    if left:
-        raise StoreError(f"{len(left)} damaged entries in {folder} cannot be deleted")
-    return found

@@ -41,12 +41,13 @@ class DeadlineExecutor:
     """Runs operations in threads and waits for each until ``deadline`` seconds have passed. Thread safe.
 
     After :data:`FAILURES` in a row operations are refused; after :data:`COOLDOWN` seconds one may try. While
-    all :data:`THREADS` hang, they are refused as well. ``failure`` is why the last one that was tried failed.
+    all :data:`THREADS` hang, they are refused as well. ``failure`` is why the last one that was tried failed,
+    empty if it did not.
     """
 
     def __init__(self, name: str, deadline: float) -> None:
         self.deadline = deadline
-        self.failure: str | None = None
+        self.failure = ""
         self._name = name
         self._failed = 0  # in a row
         self._retry_at = 0.0  # monotonic seconds
@@ -56,15 +57,21 @@ class DeadlineExecutor:
 
     def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
         """What ``operation`` returns, or ``default`` if it raises, is late or is refused."""
+        deadline = deadline or self.deadline
         if self._pool.closed.is_set() or not self._may_try():
             return default
-        job = Job(operation)
-        failure: str | None = "interrupted"
+        job, failure = Job(operation), "interrupted"
         try:
-            failure = self._outcome(job, deadline or self.deadline)
+            if not self._pool.submit(job):
+                failure = "every thread hangs"
+            elif not self._pool.wait(job, deadline):
+                failure = f"no answer within {deadline:g} s"
+            else:
+                failure = "" if job.error is None else f"{type(job.error).__name__}: {job.error}"
         finally:
+            self._pool.give_up(job)  # also if interrupted: then it must not start later
             self._record(failure)
-        return default if failure is not None else job.result
+        return default if failure else job.result
 
     def close(self) -> None:
         """Refuse further operations; does not wait."""
@@ -78,25 +85,13 @@ class DeadlineExecutor:
                 self._retry_at = math.inf  # the others wait until this trial ends
             return True
 
-    def _record(self, failure: str | None) -> None:
+    def _record(self, failure: str) -> None:
         with self._lock:
             self.failure = failure
-            self._failed = 0 if failure is None else self._failed + 1
+            self._failed = self._failed + 1 if failure else 0
             self._retry_at = time.monotonic() + COOLDOWN
             if self._failed == FAILURES:
                 log.warning("%s tier: not used for a while after too many failures: %s", self._name, failure)
-
-    def _outcome(self, job: Job, deadline: float) -> str | None:
-        """Run the job; why it failed, or None if it did not."""
-        try:
-            if not self._pool.submit(job):
-                return "every thread hangs"
-            self._pool.wait(job, deadline)
-        finally:
-            late = self._pool.give_up(job)  # also if interrupted: then it must not start later
-        if late:
-            return f"no answer within {deadline:g} s"
-        return None if job.error is None else f"{type(job.error).__name__}: {job.error}"
 
 
 _MAGIC = b"rck-seal"

@@ -84,14 +84,6 @@ def test_kv_of_another_length_or_too_much_of_it_is_refused() -> None:
         tree.insert(match, [kv_of(ROOT, path)] * 2)
 
 
-def test_only_the_first_documents_are_kept() -> None:
-    tree = host_tree(keep_first=2)
-    request(tree, path_of("s3", "a4", "b5", "c6"))
-    assert known(tree, "s3", "a4", "b5", "c6") == 3, "the system text is no document"
-    request(tree, path_of("a4", "b5", "c6"))
-    assert known(tree, "a4", "b5", "c6") == 2
-
-
 # -- eviction --------------------------------------------------------------------------------------
 
 
@@ -150,7 +142,7 @@ def test_swapped_out_once_and_later_only_let_go() -> None:
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["host"]
     host = tree._levels.host
     assert host is not None
-    copy = host.get(next(iter(tree._levels.walk(ROOT, path_of("a4"), 1))))
+    copy = host.get(next(iter(tree._levels.walk(ROOT, path_of("a4")))))
     request(tree, path_of("a4"))  # comes up again, b8 is swapped out
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["gpu"]
     request(tree, path_of("b8"))  # a4 leaves a second time

@@ -207,5 +207,3 @@ def test_bad_configurations_say_what_to_do() -> None:
         rag_for("llama", tree=TreeConfig(disk_bytes=1))
     with pytest.raises(ValueError, match="unknown eviction policy 'mru'"):
         rag_for("llama", tree=TreeConfig(eviction="mru"))
-    with pytest.raises(ValueError, match="keep_first"):
-        TreeConfig(keep_first=-1)

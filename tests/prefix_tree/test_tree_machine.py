@@ -156,16 +156,7 @@ class OnDisk(TreeMachine):
         self.tree = self.open()
 
 
-class FirstTwo(TreeMachine):
-    options = {"host_bytes": BUDGETS["host"], "keep_first": 2}  # noqa: RUF012
-
-    def looked_up(self, root: Root, path: tuple[Step, ...]) -> Match:
-        match = super().looked_up(root, path)
-        assert sum(reused.step.document for reused in match.found) <= 2
-        return match
-
-
-MACHINES = [TreeMachine, HostOnly, SmallHost, OnDisk, FirstTwo]
+MACHINES = [TreeMachine, HostOnly, SmallHost, OnDisk]
 
 
 def run(machine: type[TreeMachine], examples: int, steps: int) -> None:

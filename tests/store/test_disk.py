@@ -13,8 +13,7 @@ from faults import Faults, injected
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import LayerSource
-from ragcachekit.store.disk import repair, verify
-from ragcachekit.store.entry import EntryDamaged, encode_entry
+from ragcachekit.store.entry import EntryDamaged
 from store_kit import KEY, agrees_with_files, contents, entry_size, file_of, filled, holds, key_of, kv_of
 
 
@@ -252,20 +251,3 @@ def test_a_damaged_file_goes_only_if_it_was_not_replaced(tmp_path, opened):
     source.close()
     assert store.stats()[0].damaged == 1
     assert holds(other, 1)
-
-
-def test_verify_finds_and_repair_drops_what_is_damaged(tmp_path, opened):
-    filled(tmp_path)
-    file_of(tmp_path, key_of(2)).write_bytes(b"".join(encode_entry(key_of(2), kv_of(2)))[:-1])
-    (tmp_path / f"1-{'0' * 16}.tmp").write_bytes(b"left by a killed writer")
-    seen = list[tuple[int, int]]()
-    found = verify(tmp_path, lambda done, total: seen.append((done, total)))
-    assert (found.entries, list(found.damaged)) == (4, [file_of(tmp_path, key_of(2)).name])
-    assert found.unreadable == {}
-    assert seen[-1] == (found.nbytes, found.nbytes)
-    assert repair(tmp_path) == found
-    assert verify(tmp_path).damaged == {}
-    assert list(tmp_path.glob("*.tmp")) == []
-    store = opened(tmp_path)
-    assert [holds(store, n) for n in range(4)] == [True, True, False, True]
-    assert agrees_with_files(store, tmp_path)

@@ -1,20 +1,15 @@
 """One entry as bytes: any safetensors reader opens it, and no altered byte gets through."""
 
-import copy
 import json
 import os
 import random
-from typing import Any
 
 import google_crc32c
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.disk import verify
 from ragcachekit.store.entry import SCHEMA, EntryDamaged, decode_entry, encode_entry, entry_name, read_key
 from ragcachekit.types import KVKey
 from store_kit import KEY, contents, file_of, holds, key_of, kv_of, opened, read_entry
@@ -182,12 +177,6 @@ def crafted(text, body):
     return len(header).to_bytes(8, "little") + header + body
 
 
-def sealed(entry, tensors, body, schema=SCHEMA):
-    text = entry if isinstance(entry, str) else json.dumps(entry, separators=(",", ":"))
-    fields = {"__metadata__": {"crc32c": "0" * 8, "schema": schema, "entry": text}, **tensors}
-    return crafted(json.dumps(fields, separators=(",", ":")), body)
-
-
 def is_a_miss(folder, image, key):
     """Through every method that reads headers, with an entry beside it that must not be touched."""
     store, path = opened(folder), file_of(folder, key)
@@ -197,77 +186,11 @@ def is_a_miss(folder, image, key):
         assert ask(key) is None
         assert not path.exists()
     path.write_bytes(image)
-    assert list(verify(folder).damaged) == [path.name]
     assert store.forget(key.namespace, frozenset({"nothing"})) == 1
     assert not path.exists()
     assert holds(store, 7)
     store.close()
     assert decoded(image, key) is None
-
-
-def tensor(shape, start=0, end=256, dtype="F32"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-BODY = bytes(512)
-CRC = f"{google_crc32c.value(BODY):08x}"
-KEY_LIST = ["weights-1", "acme/docs", "chunk-1", "standalone"]
-ENTRY = {"key": KEY_LIST, "start": None, "quantised": "", "crcs": CRC}
-VALUES_OF_0 = {"v.0": tensor([2, 4, 8], 256, 512)}
-TENSORS = {"k.0": tensor([2, 4, 8]), **VALUES_OF_0}
-"""Two tensors ``[2, 4, 8]`` of zeros in float32."""
-
-
-def keys_of(shape):
-    return {"k.0": tensor(shape), **VALUES_OF_0}
-
-
-def with_sums(*shapes, names="ab"):
-    sums = {f"sums.{name}": tensor(shape, 512, 512) for name, shape in zip(names, shapes, strict=False)}
-    return {**ENTRY, "crcs": CRC + "0" * 8 * len(sums)}, {**TENSORS, **sums}, BODY
-
-
-HUGE = 2**31 - 1
-CASES: dict[str, tuple[Any, Any, bytes]] = {
-    "float dims": (ENTRY, keys_of([2.0, 4, 8]), BODY),
-    "bool dims": (ENTRY, {"k.0": tensor([True, 4, 8], 0, 128), "v.0": tensor([3, 4, 8], 128, 512)}, BODY),
-    "negative dims": (ENTRY, keys_of([-2, 4, -8]), BODY),
-    "string shape": (ENTRY, keys_of("abc"), BODY),
-    "infinite dims": (ENTRY, keys_of([float("inf"), 4, 8]), BODY),
-    "two dims": (ENTRY, {"k.0": tensor([8, 8]), "v.0": tensor([8, 8], 256, 512)}, BODY),
-    "tokens differ": (ENTRY, {"k.0": tensor([2, 4, 8]), "v.0": tensor([1, 8, 8], 256, 512)}, BODY),
-    "sizes that overflow": (
-        {**ENTRY, "crcs": "0" * 8},
-        {"k.0": tensor([HUGE, 0, HUGE], 0, 0), "v.0": tensor([HUGE, 0, HUGE], 0, 0)},
-        b"",
-    ),
-    "sums that overflow": with_sums([HUGE] * 4 + [0]),
-    "no layers": ({**ENTRY, "crcs": ""}, {}, b""),
-    "no values": (ENTRY, {"k.0": TENSORS["k.0"]}, BODY[:256]),
-    "other offsets": (ENTRY, {"k.0": tensor([2, 4, 8], 0, 255), **VALUES_OF_0}, BODY),
-    "another order": (ENTRY, {"v.0": tensor([2, 4, 8]), "k.0": tensor([2, 4, 8], 256, 512)}, BODY),
-    "another tensor": (ENTRY, {**TENSORS, "x": tensor([0], 512, 512)}, BODY),
-    "a crc too few": ({**ENTRY, "crcs": ""}, TENSORS, BODY),
-    "crc a number": ({**ENTRY, "crcs": 7}, TENSORS, BODY),
-    "crc no hex": ({**ENTRY, "crcs": "x" * 8}, TENSORS, BODY),
-    "sums out of order": with_sums([0], [0], names="ba"),
-    "surrogate name": with_sums([0], names="\ud800"),
-    "unknown dtype": (ENTRY, {"k.0": tensor([2, 4, 8], dtype="F99"), **VALUES_OF_0}, BODY),
-    "deep": ("[" * 200_000, TENSORS, BODY),
-    "a list": ("[]", TENSORS, BODY),
-    "key of numbers": ({**ENTRY, "key": ["weights-1", 7, "chunk-1", "standalone"]}, TENSORS, BODY),
-    "short key": ({**ENTRY, "key": ["weights-1"]}, TENSORS, BODY),
-    "surrogate key": ({**ENTRY, "key": ["weights-1", "\ud800", "chunk-1", "standalone"]}, TENSORS, BODY),
-    "negative start": ({**ENTRY, "start": -1}, TENSORS, BODY),
-    "start false": ({**ENTRY, "start": False}, TENSORS, BODY),
-    "quantised a list": ({**ENTRY, "quantised": []}, TENSORS, BODY),
-}
-
-
-@pytest.mark.parametrize(("entry", "tensors", "body"), CASES.values(), ids=CASES)
-def test_a_crafted_header_is_a_miss(tmp_path, entry, tensors, body):
-    assert decoded(sealed(ENTRY, TENSORS, BODY), key_of(1)) is not None, "the frame itself is right"
-    is_a_miss(tmp_path, sealed(entry, tensors, body), key_of(1))
 
 
 @pytest.mark.parametrize(
@@ -279,60 +202,17 @@ def test_a_crafted_header_is_a_miss(tmp_path, entry, tensors, body):
     ],
 )
 def test_metadata_without_an_entry_is_a_miss(tmp_path, text):
-    is_a_miss(tmp_path, crafted(text, BODY), key_of(1))
+    is_a_miss(tmp_path, crafted(text, bytes(512)), key_of(1))
 
 
 def test_an_entry_of_another_schema_is_a_miss(tmp_path):
-    is_a_miss(tmp_path, sealed(ENTRY, TENSORS, BODY, "6"), key_of(1))
-
-
-def places(value, path=()):
-    """Where something stands in nested data."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for name, item in inside for place in places(item, (*path, name)))]
-
-
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-3, 9), st.floats(), st.text(max_size=4),
-    st.sampled_from(["\ud800", "F16", "F32", "NaN", "", "0", -1, 2**31, 2**63, 10**30]),
-)  # fmt: skip
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
-    max_leaves=6,
-)
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(data=st.data())
-def test_a_mutated_header_under_a_new_crc_is_a_miss_or_an_entry(tmp_path, data):
-    """Whoever makes a right CRC may write another entry, but never one that is read in another shape."""
-    image = image_of(KEY, KV)
+    image = image_of(key_of(1), kv_of(1))
     end = 8 + int.from_bytes(image[:8], "little")
-    tensors = json.loads(image[8:end])
-    entry = json.loads(tensors.pop("__metadata__")["entry"])
-    mutated = {"entry": copy.deepcopy(entry), "tensors": copy.deepcopy(tensors)}
-    place = data.draw(st.sampled_from([p for p in places(mutated) if len(p) > 1]), "place")
-    owner: Any = mutated
-    for step in place[:-1]:
-        owner = owner[step]
-    how = data.draw(st.sampled_from(["value", "nest", "remove", "double"]), "how")
-    if how == "nest":
-        owner[place[-1]] = [owner[place[-1]]]
-    elif how == "remove":
-        del owner[place[-1]]
-    elif how == "double" and isinstance(owner, list):
-        owner.insert(place[-1], owner[place[-1]])
-    else:
-        owner[place[-1]] = data.draw(VALUES, "value")
-    remade = sealed(mutated["entry"], mutated["tensors"], image[end:])
-    found = decoded(remade, KEY)
-    if found is not None:
-        assert contents(found)[1:] == contents(KV)[1:], "only start and kind can differ"
-    elif json.dumps({**mutated["entry"], "crcs": 0}) != json.dumps({**entry, "crcs": 0}):
-        is_a_miss(tmp_path, remade, KEY)
+    fields = json.loads(image[8:end])
+    assert fields["__metadata__"]["schema"] == SCHEMA
+    for schema, other in ((SCHEMA, False), ("6", True)):
+        fields["__metadata__"].update(crc32c="0" * 8, schema=schema)
+        made = crafted(json.dumps(fields, separators=(",", ":")), image[end:])
+        assert (decoded(made, key_of(1)) is None) == other
+        if other:
+            is_a_miss(tmp_path, made, key_of(1))
