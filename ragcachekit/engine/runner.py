@@ -356,7 +356,7 @@ class AfterAnswer:
         pending = _Pending(generated, plan.request.namespace, chunks, until)
         with self._changed:
             self._pending = (*self._pending, pending)
-        queued = self._jobs.submit(pending)
+        queued = self._jobs.add(pending)
         if not queued:
             self._discard(pending)
         return queued

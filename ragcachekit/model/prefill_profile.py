@@ -125,4 +125,4 @@ class PrefillCost:
     def measure_later(self) -> None:
         """As :meth:`measure`, in the background."""
         if self.profile is None and not self._tried:
-            self._jobs.submit(None)
+            self._jobs.add(None)
