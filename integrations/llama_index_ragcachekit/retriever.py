@@ -28,10 +28,10 @@ from llama_index_ragcachekit.search import (
 )
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.retrieval.plumbing import (
-    Answer,
     Call,
     OwnSearch,
     Partition,
+    Retrieved,
     RetrieverCache,
     RetrieverSettings,
     finished,
@@ -161,10 +161,10 @@ class RagCacheRetriever(BaseRetriever):
         return self._retriever, self._embed_model, self._namespace, self._exact, self._custom
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return _handed_out(finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))
+        return _handed_out(*finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return _handed_out(await self.query_cache.retrieve(self._call(query_bundle, is_async=True)))
+        return _handed_out(*await self.query_cache.retrieve(self._call(query_bundle, is_async=True)))
 
     def _call(self, bundle: QueryBundle, is_async: bool) -> Call[NodeWithScore]:
         inner, model = self._retriever, self._embed_model
@@ -205,14 +205,15 @@ class RagCacheRetriever(BaseRetriever):
         )
 
 
-def _handed_out(answer: Answer[NodeWithScore]) -> list[NodeWithScore]:
+def _handed_out(
+    found: tuple[NodeWithScore, ...], result: Retrieved[NodeWithScore] | None
+) -> list[NodeWithScore]:
     """Copies of the nodes, after an event of the lookup."""
-    result = answer.result
     if result is None:
-        return list(answer.documents)
+        return list(found)
     names = ("hit", "distance", "lookup_us", "note", "refused")
     dispatcher.event(QueryCacheEvent(**{name: getattr(result, name) for name in names}))
-    return [copied(item) for item in answer.documents]
+    return [copied(item) for item in found]
 
 
 def _others(bundle: QueryBundle) -> dict[str, object]:

@@ -43,7 +43,6 @@ from ragcachekit.retrieval.proximity import ProximityCache
 from ragcachekit.types import positive
 
 __all__ = [
-    "Answer",
     "Call",
     "Framework",
     "KeyRules",
@@ -186,13 +185,6 @@ class Call(Generic[Document]):
     in_thread: Callable[..., Awaitable[Any]] | None = None
 
 
-class Answer(NamedTuple, Generic[Document]):
-    """The documents as the cache holds them (hand out copies), and what the lookup gave, if there was one."""
-
-    documents: tuple[Document, ...]
-    result: Retrieved[Document] | None
-
-
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
@@ -284,8 +276,11 @@ class RetrieverCache(CachedRetrieval[Document]):
             )
             return None
 
-    async def retrieve(self, call: Call[Document]) -> Answer[Document]:
-        """Answer a question from the cache or by its search, and register the texts with the engine."""
+    async def retrieve(self, call: Call[Document]) -> tuple[tuple[Document, ...], Retrieved[Document] | None]:
+        """Answer a question from the cache or by its search, and register the texts with the engine.
+
+        The documents are the cache's own (hand out copies); the result is None if nothing was looked up.
+        """
         epoch = self.epoch
         partition = await self._aside(call, call.partition)
         embedding = await self._embedding(call)
@@ -304,7 +299,7 @@ class RetrieverCache(CachedRetrieval[Document]):
                 result = self._keep(call, lookup, [(self._framework.id(one), one) for one in found])
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
-        return Answer(documents, result)
+        return documents, result
 
     def invalidate(
         self,

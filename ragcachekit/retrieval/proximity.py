@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.distances import (
@@ -22,8 +22,6 @@ from ragcachekit.retrieval.distances import (
     distance,
 )
 from ragcachekit.types import check_number, positive
-
-EVICTIONS = ("fifo", "lru")
 
 _COUNTERS = ("hits", "misses", "inserts", "replacements", "evictions", "forgotten")
 _MIN_ROWS = 16
@@ -99,8 +97,8 @@ class ProximityCache:
         check_number("tolerance", tolerance, "a distance")
         self.capacity, self.tolerance = positive("capacity", capacity), float(tolerance)
         self.metric, self.eviction = check_metric(metric), eviction
-        if eviction not in EVICTIONS:
-            raise ValueError(f"unknown eviction {eviction!r}; known: {', '.join(EVICTIONS)}")
+        if eviction not in ("fifo", "lru"):
+            raise ValueError(f"unknown eviction {eviction!r}; known: fifo, lru")
         self._lock = threading.Lock()
         self._order: OrderedDict[_Stored, None] = OrderedDict()  # the one that leaves next comes first
         self._partitions: dict[Hashable, _Keys] = {}
@@ -235,8 +233,9 @@ class _Keys:
         """Add an entry; ``serial`` rises with each call."""
         row, key = len(self.stored), query.bytes
         if row == len(self.rows):
-            room = min(self._most, 2 * row)
-            self.rows, self._squares = _longer(self.rows, room), _longer(self._squares, room)
+            room = min(self._most, 2 * row)  # np.resize repeats what is there in the new rows
+            self.rows = np.resize(self.rows, (room, self.rows.shape[1]))
+            self._squares = np.resize(self._squares, room)
         self.rows[row], self._squares[row] = np.frombuffer(key, np.float32), query.squared
         self._largest = max(self._largest, query.squared)
         stored = _Stored(entry, self, row, serial, hash(key))
@@ -251,10 +250,3 @@ class _Keys:
         if last is not stored:
             self.rows[stored.row], self._squares[stored.row] = self.rows[last.row], self._squares[last.row]
             self.stored[stored.row], last.row = last, stored.row
-
-
-def _longer(rows: NDArray[Any], room: int) -> NDArray[Any]:
-    """A copy with room for more rows; the new ones are not initialised."""
-    out = np.empty((room, *rows.shape[1:]), rows.dtype)
-    out[: len(rows)] = rows
-    return out

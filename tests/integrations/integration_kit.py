@@ -7,7 +7,6 @@ import sys
 import threading
 import zlib
 
-import numpy as np
 from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import ChatPromptTemplate
@@ -94,30 +93,3 @@ def deleted_elsewhere(path, name):
     code = "import sys\nfrom ragcachekit import DocumentIndex\n"
     code += "DocumentIndex(path=sys.argv[1]).delete([sys.argv[2]])"
     subprocess.run([sys.executable, "-c", code, str(path), name], check=True)
-
-
-GOOD = [1.0] * 64
-BAD = {
-    "zeros": [0.0] * 64,
-    "tiny": [1e-30] * 64,
-    "NaN": [float("nan")] * 64,
-    "one NaN": [float("nan"), *GOOD[1:]],
-    "infinity": [float("inf")] * 64,
-    "minus infinity": [float("-inf"), *GOOD[1:]],
-    "huge": [1e30] * 64,
-    "too huge for float32": [1e300] * 64,
-    "another width": [1.0] * 3,
-    "one number": 1.0,
-    "nothing": [],
-    "None": None,
-    "strings": ["a"] * 64,
-    "a string": "embedding",
-    "nested": [[1.0] * 64],
-    "two of them": [[1.0] * 64] * 2,
-    "ragged": [[1.0], [1.0, 2.0]],
-    "complex": [1j] * 64,
-    "a dict": {"data": GOOD},
-    "objects": [object()] * 64,
-    "a masked array": np.ma.masked_all(64),
-}
-"""Embeddings that are of no use."""

@@ -1,10 +1,6 @@
 """LangChain's batches: decoded together, as alone, and ended by Ctrl-C, cancelled tasks and early ends."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -165,43 +161,3 @@ def test_a_chain_with_threads_of_its_own_ends_in_a_scope(chat, model, interrupt,
     with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
         CancelScope().run(whole.invoke, BATCHED[0])
     assert layers.most_after <= 1
-
-
-PROGRAM = """
-import signal, sys, threading
-from layer_kit import watched
-from speaking import byte_level, speaker
-from langchain_ragcachekit import ChatRagCache
-from ragcachekit import CancelScope, RagCache
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-model = speaker(num_hidden_layers=30, max_position_embeddings=1024)
-cancelled, cancel = threading.Event(), CancelScope.cancel
-CancelScope.cancel = lambda scope: (cancel(scope), cancelled.set())
-
-def compute():
-    print("computing", flush=True)
-    cancelled.wait(600)  # a machine that stands still for a while ends no wait
-
-rag = RagCache(model, byte_level(), cold="never", cache_dir=sys.argv[1])
-with watched(model, 2, compute) as layers:
-    try:
-        ChatRagCache(cache=rag, max_tokens=1).batch(["Where does the river flow?"] * 8)
-    except KeyboardInterrupt:
-        print("interrupted", layers.most_after, flush=True)
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="another process is interrupted by a signal")
-def test_a_process_that_is_interrupted_in_a_batch_ends(tmp_path):
-    arguments = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    environment, pipe = {**os.environ, "PYTHONPATH": paths}, subprocess.PIPE
-    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
-        assert process.stdout.readline() == "computing\n"
-        process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=120)
-    words = [word for line in out.splitlines() if line.startswith("interrupted") for word in line.split()]
-    assert words[:1] == ["interrupted"], (out, errors)
-    assert int(words[1]) <= 1, (out, errors)
-    assert process.returncode == 0, (out, errors)

@@ -37,22 +37,6 @@ def test_stuff_documents_and_retrieval_chain_reuse_on_the_second_question(retrie
     assert isinstance(second["answer"], str)
 
 
-def test_the_models_own_generate_gives_the_cold_answer(store, retriever, rag, tiny_model):
-    """The first answer has nothing to reuse, so it is that of the model's own generate."""
-    documents_chain = create_stuff_documents_chain(ChatRagCache(cache=rag, max_tokens=6), PROMPT)
-    answer = create_retrieval_chain(retriever, documents_chain).invoke({"input": FIRST})["answer"]
-    context = "\n\n".join(d.page_content for d in store.similarity_search(FIRST, k=3))
-    messages = [
-        {"role": "system", "content": f"Answer from the context only.\n\n{context}"},
-        {"role": "user", "content": FIRST},
-    ]
-    ids = rag.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    out = tiny_model.generate(**ids, max_new_tokens=6, do_sample=False)
-    assert rag.tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == answer
-
-
 def test_tenants_do_not_share_chunks(store, embeddings, rag):
     def chain(namespace):
         inner = RagCacheRetriever.wrap(store, cache=rag, namespace=namespace, k=3)

@@ -1,14 +1,11 @@
 """Nobody gets another user's documents: the ways in which a retriever learns who is asking."""
 
-import array
 import asyncio
 import contextvars
 import threading
-import types
 
 import pytest
-from fake_engine import FakeEngine
-from integration_kit import BAD, GOOD, Calls, WordEmbeddings
+from integration_kit import Calls, WordEmbeddings
 from langchain_classic.retrievers import EnsembleRetriever
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
@@ -224,44 +221,7 @@ def test_a_failing_partition_costs_no_answer(documents, caplog):
         RagCacheRetriever.wrap(Own(documents=documents), embeddings=WordEmbeddings(), partition="user")
 
 
-def test_a_result_found_after_a_switch_is_not_kept_for_the_user_before(documents):
-    class Switched(ByField):
-        def cache_key_parts(self):
-            return self.filter, self.documents
-
-        def _get_relevant_documents(self, query, *, run_manager):
-            if switch:
-                self.filter = {"user": switch.pop()}  # another thread serves its user just now
-            return super()._get_relevant_documents(query, run_manager=run_manager)
-
-    switch = Calls("b")
-    inner = Switched(documents=documents)
-    retriever = RagCacheRetriever.wrap(inner, embeddings=WordEmbeddings())
-    assert users(retriever.invoke(QUESTION)) == {"b"}  # as of the bare retriever
-    inner.filter = {"user": "a"}
-    assert users(retriever.invoke(QUESTION)) == {"a"}
-
-
 # -- the index -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "sibling", [array.array("I", [1]), types.MappingProxyType({"x": 1}), tuple(range(9000))]
-)
-def test_no_value_hides_its_neighbours(store, sibling):
-    class Loose(Namespaced):
-        __module__ = "langchain_core.vectorstores"
-
-        def similarity_search(self, query, k=4, namespace=None, allowed=None, **kwargs):
-            return super().similarity_search(query, k, namespace)
-
-    loose = Loose(store.embedding)
-    loose.store = store.store
-    inner = loose.as_retriever(search_kwargs={"namespace": "a", "allowed": sibling})
-    retriever = RagCacheRetriever.wrap(inner)
-    for user in "abab":
-        inner.search_kwargs["namespace"] = user
-        assert users(retriever.invoke(QUESTION)) == {user}
 
 
 def test_any_library_runnable_may_read_the_configurable_values(store):
@@ -311,40 +271,4 @@ def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
     assert [r.query_cache.stats().entries for r in (retriever, other)] == [1, 0]
 
 
-def test_a_result_of_before_a_forget_is_not_registered_after_it(documents):
-    class Forgetting(Own):
-        def _get_relevant_documents(self, query, *, run_manager):
-            found = self.documents[:1]
-            for cache in engine.query_caches:  # the forget ends while the search is under way
-                cache.forget_texts("default", lambda text: text == found[0].page_content)
-            return found
-
-    engine = FakeEngine()
-    retriever = RagCacheRetriever.wrap(
-        Forgetting(documents=documents),
-        embeddings=WordEmbeddings(),
-        cache=engine,
-        partition=lambda question, config: "all",
-    )
-    assert len(retriever.invoke(QUESTION)) == 1
-    assert engine.registered == []
-    assert retriever.query_cache.stats().entries == 0
-
-
 # -- embeddings that are of no use -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("metric", ["cosine", "l2"])
-@pytest.mark.parametrize("kind", BAD)
-async def test_bad_embeddings_cost_no_answer(documents, kind, metric):
-    class Odd(WordEmbeddings):
-        def embed_query(self, text):
-            return GOOD if text == "good" else BAD[kind]
-
-    inner = Own(documents=documents)
-    retriever = RagCacheRetriever.wrap(inner, embeddings=Odd(), metric=metric, partition=lambda *_: "all")
-    for question in ("good", "bad", "other", "good"):
-        assert users(retriever.invoke(question)) == {"a"}
-        assert users(await retriever.ainvoke(question)) == {"a"}
-    assert inner._calls.count("good") == 1
-    assert {"bad", "other"} <= set(inner._calls)

@@ -1,10 +1,8 @@
 """RagCacheRetriever: what is cached, what is not, and that a cache never costs an answer."""
 
-import logging
-
 import pytest
 from fake_engine import FakeEngine
-from integration_kit import Calls, WordEmbeddings
+from integration_kit import Calls
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
@@ -190,23 +188,6 @@ def test_namespaces_are_apart_and_default_to_the_engines(store):
     assert engine.prefetched == engine.registered
 
 
-def test_a_failing_engine_or_embedding_costs_no_answer(documents, caplog):
-    class Failing(WordEmbeddings):
-        def embed_query(self, text):
-            raise OSError("service away")
-
-        async def aembed_query(self, text):
-            raise OSError("service away")
-
-    engine = FakeEngine()
-    engine.register = None
-    with caplog.at_level(logging.WARNING):
-        retriever = RagCacheRetriever.wrap(Listed(documents=documents), embeddings=Failing(), cache=engine)
-        assert ids(retriever.invoke(QUESTION)) == ["doc-0", "doc-1"]
-    assert "searching without the query cache" in caplog.text
-    assert "could not register" in caplog.text
-
-
 def test_an_error_of_the_search_is_passed_on_once(embeddings):
     asked = []
 
@@ -218,9 +199,3 @@ def test_an_error_of_the_search_is_passed_on_once(embeddings):
     with pytest.raises(OSError, match="index away"):
         retriever.invoke(QUESTION)
     assert len(asked) == 1
-
-
-@pytest.mark.parametrize("engine", ["x", True, {}])
-def test_what_is_no_engine_is_refused_when_it_is_given(embeddings, documents, engine):
-    with pytest.raises(ValueError, match=r"RagCacheRetriever needs cache=RagCache\(\.\.\.\) or None, got"):
-        RagCacheRetriever.wrap(Listed(documents=documents), embeddings=embeddings, cache=engine)

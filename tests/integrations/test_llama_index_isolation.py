@@ -2,10 +2,9 @@
 
 import asyncio
 import contextvars
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from integration_kit import BAD, FACTS, GOOD, Calls
+from integration_kit import FACTS, Calls
 from llama_index.core import VectorStoreIndex
 from llama_index.core.indices.query.query_transform.base import IdentityQueryTransform
 from llama_index.core.llms import MockLLM
@@ -17,7 +16,6 @@ from llama_index.core.retrievers import (
 )
 from llama_index.core.schema import Document, NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import ExactMatchFilter, MetadataFilters
-from llama_kit import Embedder
 
 from llama_index_ragcachekit import RagCacheRetriever
 
@@ -142,26 +140,6 @@ def test_filters_of_an_inner_retriever_are_seen(index, embedder, wrap):
     assert users(retriever.retrieve(QUESTION)) == {"a"}
 
 
-def test_threads_of_two_users_get_their_own_and_memory_stays_bounded(nodes, embedder):
-    retriever = RagCacheRetriever(
-        ByContext(nodes), embed_model=embedder, partition=lambda bundle: USER.get(), capacity=8
-    )
-
-    def ask(job):
-        user, text = job
-        USER.set(user)
-        return user, users(retriever.retrieve(text)), retriever.query_cache.stats().entries
-
-    jobs = [(user, text) for _ in range(20) for text in FACTS[:5] for user in "ab"]
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda job: contextvars.copy_context().run(ask, job), jobs))
-    assert all(found == {user} for user, found, _ in answers)
-    assert max(entries for _, _, entries in answers) <= 8
-    stats = retriever.query_cache.stats()
-    assert stats.hits + stats.misses == len(jobs)
-    assert stats.hits > 0
-
-
 def test_changes_of_the_index_are_seen(index, embedder):
     inner = VectorIndexRetriever(index, similarity_top_k=1)  # as_retriever() fixes the nodes there are
     retriever = RagCacheRetriever(inner, embed_model=embedder)
@@ -184,36 +162,3 @@ def test_changes_of_the_index_are_seen(index, embedder):
 
 
 # -- forgetting and bad embeddings -----------------------------------------------------------------
-
-
-def test_a_forgotten_text_is_not_found_in_the_cache(index, embedder, rag):
-    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=2), embed_model=embedder, cache=rag)
-    found = retriever.retrieve(QUESTION)
-    retriever.retrieve(QUESTION)
-    assert retriever.query_cache.stats().hits == 1
-    text = found[0].node.get_content("none")
-    rag.forget(texts=[text])
-    assert retriever.query_cache.stats().entries == 0
-    assert text not in rag.components.parser.registry.texts("default")
-
-
-@pytest.mark.parametrize("metric", ["cosine", "l2"])
-@pytest.mark.parametrize("kind", BAD)
-async def test_bad_embeddings_cost_no_answer(nodes, embedder, kind, metric):
-    class Odd(Embedder):
-        def get_agg_embedding_from_queries(self, queries, agg_fn=None):
-            return GOOD if queries == ["good"] else BAD[kind]
-
-        async def aget_agg_embedding_from_queries(self, queries, agg_fn=None):
-            return self.get_agg_embedding_from_queries(queries)
-
-    inner = Own(nodes)
-    retriever = RagCacheRetriever(
-        inner, embed_model=Odd(asked=[]), metric=metric, partition=lambda bundle: "all"
-    )
-    for question in ("good", "bad", "other", "good"):
-        assert users(retriever.retrieve(question)) == {"a"}
-        assert users(await retriever.aretrieve(QueryBundle(question))) == {"a"}
-    asked = [bundle.query_str for bundle in inner.calls]
-    assert asked.count("good") == 1
-    assert {"bad", "other"} <= set(asked)

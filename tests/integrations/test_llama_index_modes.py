@@ -96,11 +96,6 @@ def test_every_response_mode_reuses_chunks_after_their_metadata(mode, retriever,
     assert any(f"file_name: 0.txt\n\n{FACTS[0]}" in prompt for prompt in prompts)
 
 
-def test_text_completion_prompts_reuse_chunks_too(retriever, rag):
-    plain = RagCacheLLM(cache=rag, max_tokens=6, is_chat_model=False)
-    reused(RetrieverQueryEngine.from_args(retriever, plain).query, rag)
-
-
 def chat_engine(kind, retriever, llm):
     memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
     if kind is CondenseQuestionChatEngine:
@@ -134,7 +129,7 @@ def windows(rag, embedder):
 def test_sentence_windows_are_reused_whole(windows, llm, rag):
     replace = MetadataReplacementPostProcessor("window")
     processors = [replace, RagCachePostprocessor(cache=rag)]
-    reused(RetrieverQueryEngine.from_args(windows, llm, node_postprocessors=processors).query, rag)
+    assert reused(RetrieverQueryEngine.from_args(windows, llm, node_postprocessors=processors).query, rag)
 
 
 @pytest.fixture
@@ -170,19 +165,29 @@ def test_merged_parents_are_reused(ours, family, rag, embedder, llm):
     assert {item.node.node_id for item in engine.query(FIRST).source_nodes} == {"parent-0", "parent-2"}
 
 
+def whole_nodes(mode):
+    def synthesizer(llm):
+        return get_response_synthesizer(llm, RagCachePromptHelper.from_llm(llm), response_mode=mode)
+
+    return synthesizer
+
+
 @pytest.mark.parametrize(
-    "postprocessor", [SimilarityPostprocessor(similarity_cutoff=0.2), LastFirst()], ids=["cut", "rerank"]
+    ("is_chat", "settings"),
+    [
+        pytest.param(False, {}, id="text completion"),
+        pytest.param(
+            True, {"node_postprocessors": [SimilarityPostprocessor(similarity_cutoff=0.2)]}, id="cut"
+        ),
+        pytest.param(True, {"node_postprocessors": [LastFirst()]}, id="rerank"),
+        pytest.param(True, {"response_synthesizer": whole_nodes("compact")}, id="helper, compact"),
+        pytest.param(True, {"response_synthesizer": whole_nodes("tree_summarize")}, id="helper, tree"),
+    ],
 )
-def test_cuts_and_rerankers_leave_chunks_to_be_found(postprocessor, retriever, llm, rag):
-    engine = RetrieverQueryEngine.from_args(retriever, llm, node_postprocessors=[postprocessor])
-    reused(engine.query, rag)
-
-
-@pytest.mark.parametrize("mode", ["compact", "tree_summarize"])
-def test_the_prompt_helper_serves_other_modes(mode, retriever, llm, rag):
-    helper = RagCachePromptHelper.from_llm(llm)
-    synthesizer = get_response_synthesizer(llm, helper, response_mode=mode)
-    reused(RetrieverQueryEngine.from_args(retriever, llm, synthesizer).query, rag)
+def test_other_engines_reuse_chunks_too(is_chat, settings, retriever, rag):
+    llm = RagCacheLLM(cache=rag, max_tokens=4, is_chat_model=is_chat)
+    made = {name: one(llm) if callable(one) else one for name, one in settings.items()}
+    assert reused(RetrieverQueryEngine.from_args(retriever, llm, **made).query, rag)
 
 
 async def test_the_synthesizer_answers_alike_async_and_streaming(retriever, llm):

@@ -1,7 +1,5 @@
 """LlamaIndex's RagCacheRetriever: copies, scores, namespaces, settings, failures."""
 
-import logging
-
 import pytest
 from fake_engine import FakeEngine
 from integration_kit import FACTS, Calls, WordEmbeddings
@@ -124,29 +122,9 @@ async def test_async_shares_the_cache(index, embedder):
     assert [event.hit for event in seen.events] == [False, True, True]
 
 
-async def test_failures_cost_no_answer(embedder, caplog):
-    class Failing(Embedder):
-        def _get_query_embedding(self, query):
-            raise OSError("service away")
-
-    engine = FakeEngine()
-    engine.register = None
-    inner = Listed([TextNode(text="some text")])
-    with caplog.at_level(logging.WARNING):
-        failing = RagCacheRetriever(inner, embed_model=Failing(asked=[]), cache=engine)
-        assert len(failing.retrieve(QUESTION)) == len(await failing.aretrieve(QUESTION)) == 1
-    assert caplog.text.count("searching without the query cache") == 2
-    assert caplog.text.count("could not register") == 2
-
-
 def test_bad_settings_are_clear_errors(embedder):
     inner = Listed([TextNode(text="some text")])
     with pytest.raises(TypeError, match="expected a LlamaIndex retriever, got str"):
         RagCacheRetriever("text", embed_model=embedder)
     with pytest.raises(ValueError, match="capacity"):
         RagCacheRetriever(inner, embed_model=embedder, capacity=0)
-
-
-def test_what_is_no_engine_is_refused_when_it_is_given(embedder):
-    with pytest.raises(TypeError, match=r"RagCacheRetriever needs cache=RagCache\(\.\.\.\) or None, got 'x'"):
-        RagCacheRetriever(Listed([]), embed_model=embedder, cache="x")

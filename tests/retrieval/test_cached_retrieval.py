@@ -107,16 +107,6 @@ def test_texts_are_forgotten_in_their_namespace_alone() -> None:
     assert retrieval.stats().entries == 1
 
 
-def test_what_is_handed_on_is_never_older_than_the_last_forget() -> None:
-    retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
-    handed: list[str] = []
-    epoch = retrieval.epoch
-    assert retrieval.while_current(epoch, lambda: handed.append("before"))
-    retrieval.forget_texts("one", lambda text: False)
-    assert not retrieval.while_current(epoch, lambda: handed.append("after"))
-    assert handed == ["before"]
-
-
 def test_a_forget_waits_for_what_is_being_handed_on() -> None:
     retrieval: CachedRetrieval[str] = CachedRetrieval(ProximityCache(9), text=str)
     began, order = threading.Event(), list[str]()

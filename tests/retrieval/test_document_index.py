@@ -13,7 +13,6 @@ import pytest
 
 from ragcachekit.errors import Closed, RetrievalError
 from ragcachekit.retrieval.documents import DocumentIndex
-from ragcachekit.retrieval.index import index_names
 
 Make = Callable[..., DocumentIndex]
 
@@ -206,17 +205,6 @@ def test_random_operations_beside_searches(make: Make) -> None:
         assert {r.id: int(r.text) for r in index.get(range(100))} == held  # type: ignore[arg-type]
         found = {hit.record.id: int(hit.record.text) for hit in index.search(vectors[0], 200)}
         assert found == held
-
-
-@pytest.mark.parametrize("kind", index_names())
-def test_stages_end_in_what_search_returns(make: Make, kind: str) -> None:
-    with make(kind) as index:
-        index.add(list(range(200)), rows(200), ["t"] * 200)
-        for query in rows(4, seed=2):
-            for k in (1, 6):
-                *earlier, last = index.search_stages(query, k)
-                assert earlier
-                assert last == index.search(query, k)
 
 
 def test_a_change_ends_the_stages_by_a_whole_search(make: Make) -> None:

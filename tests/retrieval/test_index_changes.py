@@ -156,14 +156,6 @@ def test_copies_are_counted_on_their_own(kind: Any, make: Any) -> None:
     assert changes_of(store) != before
 
 
-def test_models_stay_models() -> None:
-    store = ModelStore(texts=["a"])
-    before = store.model_dump()
-    changes_of(store)
-    assert store.model_dump() == before
-    assert repr(store) == "ModelStore(texts=['a'])"
-
-
 def test_a_version_never_comes_back() -> None:
     store, seen = Store(), list[int | None]()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -82,17 +81,6 @@ def test_ties_go_by_id(make: Make) -> None:
     assert index.search(key, 5).ids == (3, 7, "a", "b", "c")
 
 
-def test_remove(make: Make) -> None:
-    index, keys = make(), rows(50)
-    index.add([f"d{i}" for i in range(50)], keys)
-    assert index.remove([f"d{i}" for i in range(0, 40)] + ["unknown", "d1"]) == 40
-    assert len(index) == 10
-    assert set(index.search(keys[0], 50).ids) == {f"d{i}" for i in range(40, 50)}
-    index.add(["d0"], keys[:1])
-    assert "d0" in index.search(keys[0], 11).ids
-    assert len(index) == 11
-
-
 def test_what_it_holds(make: Make) -> None:
     index, keys = make(), rows(100)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)
@@ -119,16 +107,6 @@ def test_the_empty_index(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "error"), [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError)]
-)
-def test_k_must_be_a_positive_int(make: Make, k: Any, error: type[Exception]) -> None:
-    index = make()
-    index.add([1], rows(1))
-    with pytest.raises(error, match="k must be"):
-        index.search(rows(1)[0], k)
-
-
-@pytest.mark.parametrize(
     ("embedding", "error", "match"),
     [
         ([math.nan] * 4, RetrievalError, "NaN"),
@@ -146,31 +124,6 @@ def test_unusable_queries(make: Make, embedding: Any, error: type[Exception], ma
         index.search(embedding, 1)
 
 
-@pytest.mark.parametrize(
-    ("ids", "embeddings", "error", "match"),
-    [
-        (["b", "c"], [[1.0, 2.0], [math.nan, 1.0]], RetrievalError, "NaN"),
-        (["b"], [[1.0, 2.0, 3.0]], RetrievalError, r"\[n, 2\]"),
-        (["b"], [1.0, 2.0], RetrievalError, r"\[n, 2\]"),
-        (["b", "c"], [[1.0, 2.0]], ValueError, "2 ids for 1"),
-        ([], [[1.0, 2.0]], ValueError, "0 ids for 1"),
-        (["b", "b"], [[1.0, 2.0], [2.0, 1.0]], ValueError, "twice"),
-        (["b", "a"], [[1.0, 2.0], [2.0, 1.0]], ValueError, "'a' is in the index already"),
-        ("bc", [[1.0, 2.0], [2.0, 1.0]], TypeError, "one string"),
-        ([1.5], [[1.0, 2.0]], TypeError, "str or int"),
-    ],
-)
-def test_a_refused_add_changes_nothing(
-    make: Make, ids: Any, embeddings: Any, error: type[Exception], match: str
-) -> None:
-    index = make(2)
-    index.add(["a"], [[1.0, 1.0]])
-    with pytest.raises(error, match=match):
-        index.add(ids, embeddings)
-    assert len(index) == 1
-    assert index.search([1.0, 2.0], 5).ids == ("a",)
-
-
 @pytest.mark.parametrize("kind", index_names())
 def test_zero_vectors_have_no_cosine(kind: str) -> None:
     index = open_index(kind, 2, "cosine")
@@ -182,30 +135,3 @@ def test_zero_vectors_have_no_cosine(kind: str) -> None:
     plain = open_index(kind, 2, "l2")
     plain.add(["a"], [[0.0, 0.0]])
     assert plain.search([3.0, 4.0], 1) == (("a",), (5.0,))
-
-
-def test_searches_beside_adds(make: Make) -> None:
-    """Faiss HNSW crashes without the lock."""
-    index, keys = make(), rows(600)
-    index.add(list(range(50)), keys[:50])
-    failures: list[object] = []
-    done = threading.Event()
-
-    def search(seed: int) -> None:
-        queries = rows(20, seed=seed)
-        while not done.is_set():
-            for query in queries:
-                result = index.search(query, 5)
-                if not all(isinstance(i, int) and 0 <= i < 600 for i in result.ids) or not result.ids:
-                    failures.append(result)
-
-    threads = [threading.Thread(target=search, args=(seed,)) for seed in (11, 12, 13)]
-    for thread in threads:
-        thread.start()
-    for start in range(50, 600, 10):
-        index.add(list(range(start, start + 10)), keys[start : start + 10])
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert len(index) == 600

@@ -142,12 +142,3 @@ def test_unknown_names_list_the_known_ones() -> None:
         open_index("faiss-hnsw", 8, lnks=4)
     with pytest.raises(ValueError, match="links must be > 0"):
         open_index("faiss-hnsw", 8, links=0)
-
-
-def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(module: str) -> None:
-        raise ImportError(module)
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(ImportError, match="pip install faiss-cpu "):
-        open_index("faiss-flat", 4)

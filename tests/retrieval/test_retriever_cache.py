@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ragcachekit.retrieval.plumbing import (
@@ -62,13 +64,13 @@ def test_a_result_is_cached_only_if_the_partition_is_the_same_after_the_search(
     after: Partition | None,
 ) -> None:
     cache = made()
-    assert finished(cache.retrieve(call(partitions=[PLACE, after]))).documents == ("found",)
+    assert finished(cache.retrieve(call(partitions=[PLACE, after])))[0] == ("found",)
     assert cache.stats().entries == 0
     finished(cache.retrieve(call()))
-    answer = finished(cache.retrieve(call(search=lambda embedding: pytest.fail("searched"))))
-    assert answer.documents == ("found",)
-    assert answer.result is not None
-    assert answer.result.hit
+    found, result = finished(cache.retrieve(call(search=lambda embedding: pytest.fail("searched"))))
+    assert found == ("found",)
+    assert result is not None
+    assert result.hit
 
 
 @pytest.mark.parametrize("failing", [None, ["text"], "raises"])
@@ -91,6 +93,50 @@ def test_without_a_partition_or_an_embedding_the_search_answers(failing: object)
     assert (cache.stats().misses, cache.stats().entries) == (0, 0)
 
 
+GOOD = [1.0] * 4
+BAD = {
+    "zeros": [0.0] * 4,
+    "tiny": [1e-30] * 4,
+    "one NaN": [math.nan, *GOOD[1:]],
+    "minus infinity": [-math.inf, *GOOD[1:]],
+    "huge": [1e30] * 4,
+    "too huge for float32": [1e300] * 4,
+    "another width": [1.0] * 3,
+    "one number": 1.0,
+    "nothing": [],
+    "None": None,
+    "strings": ["a"] * 4,
+    "a string": "embedding",
+    "two of them": [GOOD] * 2,
+    "ragged": [[1.0], [1.0, 2.0]],
+    "complex": [1j] * 4,
+    "a dict": {"data": GOOD},
+    "objects": [object()] * 4,
+    "a masked array": np.ma.masked_all(4),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_embeddings_cost_no_answer(kind: str) -> None:
+    cache, searched = made(), list[str]()
+    for name, embedding in (("good", GOOD), ("bad", BAD[kind]), ("other", BAD[kind]), ("good", GOOD)):
+
+        def search(_: Any, name: str = name) -> list[str]:
+            searched.append(name)
+            return ["found"]
+
+        assert finished(cache.retrieve(call(embedding, search=search)))[0] == ("found",)
+    assert searched.count("good") == 1
+    assert {"bad", "other"} <= set(searched)
+
+
+def test_a_failing_engine_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.register = None  # type: ignore[assignment,method-assign]
+    assert finished(made(engine).retrieve(call()))[0] == ("found",)
+    assert "could not register" in caplog.text
+
+
 def test_asynchronous_functions_go_the_same_way() -> None:
     cache = made()
 
@@ -99,8 +145,8 @@ def test_asynchronous_functions_go_the_same_way() -> None:
         return ["found"]
 
     async def both() -> list[bool]:
-        answers = [await cache.retrieve(call(search=search)) for _ in range(2)]
-        return [answer.result is not None and answer.result.hit for answer in answers]
+        results = [(await cache.retrieve(call(search=search)))[1] for _ in range(2)]
+        return [result is not None and result.hit for result in results]
 
     assert asyncio.run(both()) == [False, True]
     cache.clear()
@@ -141,7 +187,7 @@ def test_a_guard_of_ones_own_is_asked_with_both_questions() -> None:
 
     def ask(question: str) -> bool | str | None:
         made_call = Call("acme", question, lambda: PLACE, lambda: (1.0, 0.0), lambda embedding: ["found"])
-        result = finished(cache.retrieve(made_call)).result
+        _, result = finished(cache.retrieve(made_call))
         assert result is not None
         return result.refused or result.hit
 

@@ -51,17 +51,6 @@ def test_stages_go_through_parts() -> None:
     assert seen == [set(range(end)) for end in (100, 200, 300, 400)]
 
 
-def test_bad_arguments_are_refused_at_the_call() -> None:
-    index = opened("faiss-flat")
-    with pytest.raises(RetrievalError, match="index is empty"):
-        index.search_stages(rows(1)[0], 3)
-    index.add([1], rows(1))
-    with pytest.raises(ValueError, match="stages must be > 0"):
-        index.search_stages(rows(1)[0], 3, 0)
-    with pytest.raises(RetrievalError, match="one embedding"):
-        index.search_stages(rows(1), 3)
-
-
 @pytest.mark.parametrize("kind", index_names())
 def test_a_change_between_stages_ends_them_by_a_whole_search(kind: str) -> None:
     index, query = opened(kind), rows(1, 4)[0]
