@@ -195,14 +195,9 @@ class KnowledgeTree:
         # Nodes of collected matches; a finalizer may run anywhere, so it takes no lock.
         self._released: deque[tuple[Node, ...]] = deque()
         self._lock = RLock()
-<<<<<<< HEAD
-        self.disk = TreeDisk(disk, self._lock, self._drop)
-        self.levels = Levels(gpu, host, self.disk.add)
-=======
         self._writing = RLock()  # around writes to the disk and forgets; taken before the other one
-        self._disk = TreeDisk(disk)
-        self._levels = Levels(gpu, host)
->>>>>>> main
+        self.disk = TreeDisk(disk)
+        self.levels = Levels(gpu, host)
         refuse_after_fork(self)
 
     def match(self, root: Root, path: Path) -> Match:
@@ -213,11 +208,7 @@ class KnowledgeTree:
         path = tuple(path)
         with self._lock:
             self._unpin_released()
-<<<<<<< HEAD
-            self.disk.apply_forgets(root.namespace)
-=======
             self._follow(root.namespace)
->>>>>>> main
             epoch = self._epochs[root.namespace]
             nodes = list(self.levels.walk(root, path))
             for node in nodes:
@@ -258,17 +249,12 @@ class KnowledgeTree:
             self._follow(namespace)
             if match.epoch != self._epochs[namespace]:
                 return 0
-<<<<<<< HEAD
             added = self.levels.insert(match, kvs, missed)
-        self.disk.write()
-=======
-            added = self._levels.insert(match, kvs, missed)
         with self._writing:
-            state, path = self._disk.state(namespace), match.path[: len(match) + len(kvs)]
+            state, path = self.disk.state(namespace), match.path[: len(match) + len(kvs)]
             self._follow(namespace)
-            if match.epoch == self._epochs[namespace] and not self._disk.write(match.root, path, kvs, state):
+            if match.epoch == self._epochs[namespace] and not self.disk.write(match.root, path, kvs, state):
                 self._drop(namespace)
->>>>>>> main
         return added
 
     def discard(self, root: Root, path: Path) -> None:
@@ -276,13 +262,8 @@ class KnowledgeTree:
         with self._lock:
             nodes = list(self.levels.walk(root, path))
             if nodes and len(nodes) == len(path):
-<<<<<<< HEAD
                 self.levels.drop(nodes[-1])
-            self.disk.discard(root, path)
-=======
-                self._levels.drop(nodes[-1])
-            self._disk.store.discard(key_of(root, path))
->>>>>>> main
+            self.disk.store.discard(key_of(root, path))
 
     def forget(
         self,
@@ -297,21 +278,17 @@ class KnowledgeTree:
         is not inserted. Returns the number of nodes and turns dropped. Trees of other processes on the
         same disk folder follow at their next look-up: they drop the whole namespace from memory.
         """
-<<<<<<< HEAD
-        return self.disk.forget(namespace, chunk_ids, texts)
-=======
         with self._writing:
-            self._disk.note(namespace)
+            self.disk.note(namespace)
             if chunk_ids is not None and texts is not None:
-                chunk_ids |= self._disk.holding(namespace, texts)
+                chunk_ids |= self.disk.holding(namespace, texts)
             keys, turns, chunk_ids = self._drop(namespace, chunk_ids, texts)
-            only_in_memory = sum(key not in self._disk.store for key in keys)
+            only_in_memory = sum(key not in self.disk.store for key in keys)
             try:
-                return turns + only_in_memory + self._disk.store.forget(namespace, chunk_ids)
+                return turns + only_in_memory + self.disk.store.forget(namespace, chunk_ids)
             finally:
-                self._disk.note(namespace)
+                self.disk.note(namespace)
                 self._drop(namespace, chunk_ids)  # what requests read from the disk meanwhile
->>>>>>> main
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier, named ``tree:gpu``, ``tree:host``, ``tree:disk``, ``tree:turns``."""
@@ -325,11 +302,7 @@ class KnowledgeTree:
             with self._lock:
                 self.levels.clear()
             self.turns.clear()
-<<<<<<< HEAD
-            self.disk.close()
-=======
-            self._disk.store.close()
->>>>>>> main
+            self.disk.store.close()
 
     def _unpin_released(self) -> None:
         while self._released:
@@ -339,7 +312,7 @@ class KnowledgeTree:
     def _follow(self, namespace: str) -> None:
         """Forget in memory what other processes on the same disk have forgotten: all of the namespace."""
         with self._lock:
-            if self._disk.changed(namespace):
+            if self.disk.changed(namespace):
                 self._drop(namespace)
 
     def _drop(
@@ -354,14 +327,8 @@ class KnowledgeTree:
             tops = self.levels.about(namespace, chunk_ids)
             keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
             for node in tops:
-<<<<<<< HEAD
                 self.levels.drop(node)
-            self.disk.drop_pending(namespace, chunk_ids, texts)
-        return Dropped(keys, turns, chunk_ids)
-=======
-                self._levels.drop(node)
         return keys, turns, chunk_ids
->>>>>>> main
 
 
 def open_tree(

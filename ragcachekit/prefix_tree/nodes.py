@@ -243,12 +243,7 @@ class Levels:
     def __init__(self, gpu: MemoryTier | None, host: MemoryTier | None) -> None:
         self.gpu, self.host = gpu, host
         self.tiers = [tier for tier in (gpu, host) if tier is not None]
-<<<<<<< HEAD
-        self._evicted = evicted
         self.roots: dict[Root, dict[tuple[str, ...], Node]] = {}
-=======
-        self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
->>>>>>> main
 
     def walk(self, root: Root, path: Path) -> Iterator[Node]:
         """Nodes along a path, as far as they exist."""
@@ -366,13 +361,8 @@ class Levels:
         self._unlink(top)
 
     def clear(self) -> None:
-<<<<<<< HEAD
-        """Evict all nodes."""
-        for top in [node for children in self.roots.values() for node in children.values()]:
-=======
         """Drop all nodes."""
-        for top in [node for children in self._roots.values() for node in children.values()]:
->>>>>>> main
+        for top in [node for children in self.roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
 
     def _copy(self, node: Node) -> ChunkKV:

@@ -73,7 +73,7 @@ class Shadow:
             tally = self._tallies.setdefault(request.namespace, _Tally(self.config.window))
             tally.counts["requests"] += 1
             drawn = self._random.random() < self.config.share
-        if drawn and report.approximate_tokens and not self._jobs.submit((tally, request)):
+        if drawn and report.approximate_tokens and not self._jobs.add((tally, request)):
             self._count(tally, "dropped")
 
     def report(self, namespace: str | None = None) -> ShadowReport:
