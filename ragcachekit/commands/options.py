@@ -88,7 +88,7 @@ Policy = Annotated[
     str,
     typer.Option(
         help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, impact:0.1, deep:0.1, "
-        "query:0.15, cacheblend:0.15, craft:1.0, lego:4+query:0.1, budget:0.05 (after calibrate).",
+        "query:0.15, cacheblend:0.15, craft:1.0, budget:0.05 (after calibrate).",
     ),
 ]
 Policies = Annotated[str | None, typer.Option(help="With commas between; default: a list of all kinds.")]

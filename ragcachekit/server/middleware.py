@@ -71,10 +71,8 @@ class BodyLimit:
 
     async def _read(self, request: Request, parts: AsyncIterator[bytes], body: bytearray) -> None:
         message = f"The request's body has more than {self._max_bytes} bytes."
-        too_large, announced = (
-            ApiError(413, message, code="body_too_large"),
-            request.headers.get("content-length", ""),
-        )
+        too_large = ApiError(413, message, code="body_too_large")
+        announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise too_large
         try:
