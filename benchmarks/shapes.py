@@ -85,10 +85,9 @@ class ShapeSettings(shipped.TtftSettings):
     model: str = ""
     shape: str = "smollm2-135m"
 
-    @property
-    def name(self) -> str:
-        """What was measured."""
-        return f"{self.shape} shape, random weights"
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "model", f"{self.shape} shape, random weights")
 
     def load(self, dtype: str) -> tuple[Any, Any]:
         """The model, and no tokenizer."""

@@ -105,16 +105,6 @@ class JsonStore:
             log.warning("%s: its keys cannot be read (%r)", self.folder, error)
             return []
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Keys and values in the order of :meth:`keys`; damaged values are left out."""
-        values = ((key, self.get(key)) for key in self.keys())
-        yield from ((key, value) for key, value in values if value is not None)
-
-    def clear(self) -> None:
-        """Remove everything; OSError where it fails."""
-        with self._writing() as database:
-            database.execute("DELETE FROM entries")
-
     def close(self) -> None:
         """Close this thread's connection; a later call opens it again."""
         opened = self._local.__dict__.pop("opened", None)

@@ -275,41 +275,35 @@ class BackgroundWorker:
         ``pause`` makes, for each job, what is called before every layer of its model work. That may delay the
         layer until the event is set, which it is given: the worker is closed.
         """
-        queue = JobQueue(self.closed, work, most, pause)
-        self._queues.append(queue)
+
+        def run(job: T) -> None:
+            with CancelScope(self.closed, pause=None if pause is None else pause(self.closed)):
+                attempt(work, job)
+
+        self._queues.append(queue := JobQueue(run, most))
         return queue
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until no job waits or runs; False if ``timeout`` seconds did not suffice."""
-        return flush_all([queue.pool.flush for queue in self._queues], timeout)
+        return flush_all([queue.flush for queue in self._queues], timeout)
 
     def close(self) -> None:
         """Cancel running jobs before their next layer, drop the rest; waits as :meth:`DaemonPool.close`."""
         self.closed.set()
         for queue in self._queues:
-            queue.pool.close()
+            queue.close()
 
 
-class JobQueue(Generic[T]):
+class JobQueue(DaemonPool, Generic[T]):
     """Jobs of one kind, done in order and one at a time; :meth:`BackgroundWorker.queue` makes it."""
 
-    def __init__(self, closed: Event, work: Callable[[T], object], most: int, pause: Pause | None) -> None:
-        self.pool = DaemonPool("ragcachekit-background")
-        self._closed, self._work, self._most, self._pause = closed, work, most, pause
+    def __init__(self, run: Callable[[T], object], most: int) -> None:
+        super().__init__("ragcachekit-background")
+        self._run, self._most = run, most
 
-    @property
-    def waiting(self) -> int:
-        """Jobs in the queue, without the running one."""
-        return self.pool.waiting
-
-    def submit(self, job: T) -> bool:
+    def add(self, job: T) -> bool:
         """Queue a job; False if the queue is full, there is no thread, or the worker is closed."""
-        return self.pool.submit(Job(partial(self._do, job)), self._most)
-
-    def _do(self, job: T) -> None:
-        pause = None if self._pause is None else self._pause(self._closed)
-        with CancelScope(self._closed, pause=pause):
-            attempt(self._work, job)
+        return self.submit(Job(partial(self._run, job)), self._most)
 
 
 def attempt(call: Callable[..., object], *arguments: object) -> object:

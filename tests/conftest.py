@@ -25,3 +25,18 @@ def _no_event_loop_between_tests() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         asyncio.get_event_loop_policy().get_event_loop().close()
     asyncio.set_event_loop(None)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def path(request, monkeypatch):
+    """Both ways through the kernels: in torch, and in Triton (interpreted on a CPU, compiled on a GPU)."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("RAGCACHEKIT_KERNELS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("RAGCACHEKIT_KERNELS", "triton")

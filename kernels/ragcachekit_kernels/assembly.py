@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ragcachekit_kernels.in_torch import Places, Rotation
 from ragcachekit_kernels.launch import FUSED, dense, interpreted, launching_on, padded
@@ -33,7 +34,7 @@ def _rounded(x, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
 def _assemble_kernel(
     source, scale, out, cos, sin, slots, turns, pieces, rows, source_head, source_row, scale_head, scale_row,
     out_head, out_row, SCALED: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr,
-    OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BY_HAND: tl.constexpr,
+    OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BY_HAND: tl.constexpr
 ):  # fmt: skip
     """SCALED is 0 without scales, 1 for one per channel and piece, 2 for one per row."""
     head = tl.program_id(1).to(tl.int64)
@@ -76,11 +77,11 @@ def _assemble_kernel(
 
 
 def assemble(
-    out: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    out: Tensor,
+    tensors: Sequence[Tensor],
     places: Places,
     rotation: Rotation | None,
-    scales: Sequence[torch.Tensor | None],
+    scales: Sequence[Tensor | None],
 ) -> None:
     """As :func:`ragcachekit_kernels.dispatch.assemble`: one launch for all pieces of the same kind."""
     kinds: dict[Hashable, list[int]] = {}
@@ -95,7 +96,7 @@ def assemble(
         _launch(out, source, scale, rows, rotation)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
     """``[heads, rows, dim]`` of all parts; eight bits as bytes, which torch joins whatever their type."""
     if len(parts) < 2:
         return dense(parts[0]) if parts else None
@@ -105,11 +106,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _launch(
-    out: torch.Tensor,
-    source: torch.Tensor,
-    scale: torch.Tensor | None,
-    places: torch.Tensor,
-    rotation: Rotation | None,
+    out: Tensor, source: Tensor, scale: Tensor | None, places: Tensor, rotation: Rotation | None
 ) -> None:
     heads, rows, dim = source.shape
     tile = max(1, TILE // padded(dim))

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ragcachekit_kernels.in_torch import AttentionOptions
@@ -79,7 +80,7 @@ def _steps(items, lane, programs):
 @triton.jit
 def _load(
     source, head, start, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
-    PADDED: tl.constexpr, CHECKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    PADDED: tl.constexpr, CHECKED: tl.constexpr, DESCRIPTORS: tl.constexpr
 ):  # fmt: skip
     """``[BLOCK, PADDED]`` rows from ``start`` on: zero past DIM and, where CHECKED, from ``end`` on."""
     at = start + tl.arange(0, BLOCK)
@@ -115,7 +116,7 @@ def _over(
     KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr
 ):  # fmt: skip
     """Online softmax over the keys ``low..high``, in float32 and to base 2.
 
@@ -157,7 +158,7 @@ def attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr,
     DV_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr
 ):  # fmt: skip
     """Items are (tile, KV head, split of its keys), longest tiles first, dealt to a persistent grid."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -253,7 +254,7 @@ def attention_kernel(
 @triton.jit(do_not_specialize=["splits", "rows"])
 def merge_kernel(
     parts, lse, out, sinks, splits, rows, HEADS: tl.constexpr, DV: tl.constexpr,
-    DV_PAD: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr
 ):  # fmt: skip
     """Outputs of the splits weighted by their log-sum-exps (to base 2); sinks are counted here, once."""
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -312,15 +313,15 @@ def config_for(
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
     options: AttentionOptions,
     *,
     config: Config | None = None,
     splits: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Output ``[heads, rows, value_dim]``, a view of token-major memory; ``positions`` are int32.
 
     The last dimension of keys and values must be contiguous; head and row strides are free.
@@ -361,13 +362,13 @@ def attention(
     return out.transpose(0, 1)
 
 
-def described(tensor: torch.Tensor) -> bool:
+def described(tensor: Tensor) -> bool:
     """Whether the tensor memory accelerator can load ``tensor``: address and strides in 16 bytes."""
     strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 and stride > 0 for stride in strides)
 
 
-def _descriptor(tensor: torch.Tensor, config: Config) -> TensorDescriptor:
+def _descriptor(tensor: Tensor, config: Config) -> TensorDescriptor:
     block = [1, config.block_n, padded(tensor.shape[-1])]
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 

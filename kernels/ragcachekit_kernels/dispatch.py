@@ -14,6 +14,7 @@ from functools import cache
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ragcachekit_kernels import in_torch
 from ragcachekit_kernels.in_torch import (
@@ -58,11 +59,11 @@ _refused: dict[Hashable, str] = {}
 
 
 def assemble(
-    out: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    out: Tensor,
+    tensors: Sequence[Tensor],
     places: Places,
     rotation: Rotation | None = None,
-    scales: Sequence[torch.Tensor | None] = (),
+    scales: Sequence[Tensor | None] = (),
 ) -> None:
     """Write pieces of chunk KV to their places in the keys or the values of one layer (EPIC section 4.1).
 
@@ -90,11 +91,11 @@ def assemble(
 
 
 def _check_assembly(
-    out: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    out: Tensor,
+    tensors: Sequence[Tensor],
     places: Places,
     rotation: Rotation | None,
-    scales: Sequence[torch.Tensor | None],
+    scales: Sequence[Tensor | None],
 ) -> None:
     heads, slots, dim = out.shape
     if out.stride(2) != 1 or slots < places.stop:
@@ -116,12 +117,8 @@ def _check_assembly(
 
 
 def sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: Sequence[int],
-    options: AttentionOptions,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, positions: Sequence[int], options: AttentionOptions
+) -> Tensor:
     """Attention of rows at ascending ``positions``: row i sees exactly keys ``0..positions[i]``.
 
     ``query`` is ``[heads, rows, head_dim]``; ``key`` and ``value`` are ``[kv_heads, tokens, head_dim]``, key
@@ -134,7 +131,7 @@ def sparse_attention(
     """
     rows = checked_rows(query, key, positions)
 
-    def in_triton() -> torch.Tensor:
+    def in_triton() -> Tensor:
         from ragcachekit_kernels.attention import attention
 
         return attention(query, key, value, rows.on(key.device), options)
@@ -145,12 +142,12 @@ def sparse_attention(
 
 
 def column_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
     positions: Sequence[int],
     options: AttentionOptions,
     spans: Sequence[tuple[int, int]] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention that each key gets from rows at ascending ``positions``, summed over heads and rows.
 
     Arguments and errors are those of :func:`sparse_attention`. ``spans`` are half-open key ranges that do not
@@ -163,7 +160,7 @@ def column_scores(
     rows = checked_rows(query, key, positions)
     ranges = None if spans is None else spans_within(spans, key.shape[1])
 
-    def in_triton() -> torch.Tensor:
+    def in_triton() -> Tensor:
         from ragcachekit_kernels import scores
 
         return scores.column_scores(query, key, rows.on(key.device), options, ranges)
@@ -173,11 +170,7 @@ def column_scores(
 
 
 def context_mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: Sequence[int],
-    lengths: Sequence[int],
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, positions: Sequence[int], lengths: Sequence[int], options: AttentionOptions
 ) -> ContextMass:
     """Attention of a chunk's rows: per key, per segment, and per row the part before the chunk.
 
@@ -197,7 +190,7 @@ def context_mass(
     return _run(case, in_triton, lambda: in_torch.context_mass(query, key, rows.items, lengths, options))
 
 
-def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+def span_sums(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Sums of ``values`` ``[tokens]`` over half-open ranges, ``[spans]`` float64.
 
     ValueError if a span does not lie within the values.
@@ -205,7 +198,7 @@ def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.T
     return in_torch.span_sums(values, spans_within(spans, values.shape[0]))
 
 
-def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+def kv_deviation(new: Tensor, old: Tensor, positions: Sequence[int]) -> Tensor:
     """Squared distance of new keys or values from the old ones at ascending ``positions`` (CacheBlend).
 
     ``new`` is ``[kv_heads, rows, dim]``, ``old`` ``[kv_heads, tokens, dim]``. Returns ``[rows]`` float32,
@@ -247,7 +240,7 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def attention_choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+def attention_choice(query: Tensor, key: Tensor, value: Tensor) -> str:
     """Implementation for these tensors: ``triton``, ``torch``, or ``torch: `` and why not Triton."""
     found = choice("attention", query, key, value)
     if found == "triton" and (key.stride(2) != 1 or value.stride(2) != 1):
@@ -255,7 +248,7 @@ def attention_choice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return found
 
 
-def choice(kernel: str, query: torch.Tensor, *others: torch.Tensor) -> str:
+def choice(kernel: str, query: Tensor, *others: Tensor) -> str:
     """Implementation for attention of these tensors: ``triton``, ``torch``, or ``torch: `` and why."""
     if not uses_triton(others[0].device):
         return "torch"
@@ -270,7 +263,7 @@ def choice(kernel: str, query: torch.Tensor, *others: torch.Tensor) -> str:
     return f"torch: {refused}" if refused else "triton"
 
 
-def _case(kernel: str, *tensors: torch.Tensor) -> Hashable:
+def _case(kernel: str, *tensors: Tensor) -> Hashable:
     """Name of what a kernel is compiled for: device, types and last dimensions of its tensors."""
     return kernel, str(tensors[0].device), *((str(t.dtype), *t.shape[2:]) for t in tensors)
 

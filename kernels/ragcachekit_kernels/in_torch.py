@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 Item = TypeVar("Item")
 
@@ -31,7 +32,7 @@ class AttentionOptions:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
         limits = (self.scale, self.window, self.softcap)
@@ -51,7 +52,7 @@ class _OnDevices(Sequence[Item]):
     """Checked items whose tensors are copied to a device at most once."""
 
     items: tuple[Item, ...]
-    _copies: dict[Any, torch.Tensor] = field(default_factory=dict, repr=False)
+    _copies: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Raise ValueError for items that cannot be."""
@@ -62,7 +63,7 @@ class _OnDevices(Sequence[Item]):
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self.items[index]
 
-    def _on(self, device: torch.device, make: Callable[[], torch.Tensor], name: object) -> torch.Tensor:
+    def _on(self, device: torch.device, make: Callable[[], Tensor], name: object) -> Tensor:
         copy = self._copies.get((device, name))
         if copy is None:
             host = make()
@@ -79,16 +80,16 @@ class Rows(_OnDevices[int]):
         if self.items and (self.items[0] < 0 or any(a >= b for a, b in pairwise(self.items))):
             raise ValueError("positions must be ascending and not negative")
 
-    def on(self, device: torch.device) -> torch.Tensor:
+    def on(self, device: torch.device) -> Tensor:
         """``[rows]`` int32 on ``device``, as kernels read them."""
         return self._on(device, lambda: torch.tensor(self.items, dtype=torch.int32), "rows")
 
-    def as_index(self, device: torch.device) -> torch.Tensor:
+    def as_index(self, device: torch.device) -> Tensor:
         """``[rows]`` int64 on ``device``, as torch indexes with."""
         return self._on(device, lambda: torch.tensor(self.items, dtype=torch.int64), "index")
 
 
-def checked_rows(query: torch.Tensor, key: torch.Tensor, positions: Sequence[int]) -> Rows:
+def checked_rows(query: Tensor, key: Tensor, positions: Sequence[int]) -> Rows:
     """Rows at ``positions``; ValueError unless they ascend and fit the query and the keys."""
     if len(positions) != query.shape[1]:
         raise ValueError(f"{query.shape[1]} query rows but {len(positions)} positions")
@@ -108,7 +109,7 @@ class Spans(_OnDevices[tuple[int, int]]):
             if not 0 <= start <= stop:
                 raise ValueError(f"the span {start}..{stop} does not go forward from 0 or later")
 
-    def on(self, device: torch.device) -> torch.Tensor:
+    def on(self, device: torch.device) -> Tensor:
         """``[spans, 2]`` int32 on ``device``."""
         return self._on(device, lambda: torch.tensor(self.items, dtype=torch.int32).reshape(-1, 2), "spans")
 
@@ -150,14 +151,14 @@ class Places(_OnDevices[Place]):
         """Position after the last place."""
         return self.items[-1].start + self.items[-1].tokens if self.items else 0
 
-    def rows(self, device: torch.device, chosen: tuple[int, ...]) -> torch.Tensor:
+    def rows(self, device: torch.device, chosen: tuple[int, ...]) -> Tensor:
         """``[3, rows]`` int32 for the rows of the chosen places, one after the other.
 
         Their positions, the positions to rotate them to (-1: none), and the numbers of their pieces among the
         chosen ones.
         """
 
-        def make() -> torch.Tensor:
+        def make() -> Tensor:
             parts = []
             for number, piece in enumerate(chosen):
                 start, tokens, rotated = self.items[piece]
@@ -176,8 +177,8 @@ class Rotation(NamedTuple):
     part of both tables.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
     interleaved: bool = False
     offset: int = 0
 
@@ -199,15 +200,13 @@ class ContextMass(NamedTuple):
     that goes before the chunk. All float32.
     """
 
-    columns: torch.Tensor
-    inter: torch.Tensor
-    intra: torch.Tensor
-    outward: torch.Tensor
+    columns: Tensor
+    inter: Tensor
+    intra: Tensor
+    outward: Tensor
 
 
-def rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False, offset: int = 0
-) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, offset: int = 0) -> Tensor:
     """Rotary embedding: pairs of the last dimension, ``(a, b) -> (a cos - b sin, b cos + a sin)``.
 
     ``x`` is ``[..., tokens, head_dim]``, ``cos`` and ``sin`` are ``[tokens, pairs]``; ``-sin`` undoes the
@@ -233,11 +232,11 @@ def rotate(
 
 
 def assemble(
-    out: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    out: Tensor,
+    tensors: Sequence[Tensor],
     places: Places,
     rotation: Rotation | None,
-    scales: Sequence[torch.Tensor | None],
+    scales: Sequence[Tensor | None],
 ) -> None:
     """As :func:`ragcachekit_kernels.dispatch.assemble`, piece by piece."""
     for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
@@ -268,12 +267,8 @@ def tiles(positions: Sequence[int], width: int, window: int | None = None) -> It
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: Sequence[int],
-    options: AttentionOptions,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, positions: Sequence[int], options: AttentionOptions
+) -> Tensor:
     """As :func:`ragcachekit_kernels.dispatch.sparse_attention`.
 
     Keys after a tile's last position are never touched, and query heads that share a KV head are folded
@@ -291,12 +286,12 @@ def attend(
 
 
 def column_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
     positions: Sequence[int],
     options: AttentionOptions,
     spans: Sequence[tuple[int, int]] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """As :func:`ragcachekit_kernels.dispatch.column_scores`, one tile at a time."""
     grouped = _grouped(query, key)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -316,11 +311,7 @@ def column_scores(
 
 
 def context_mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: Sequence[int],
-    lengths: Sequence[int],
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, positions: Sequence[int], lengths: Sequence[int], options: AttentionOptions
 ) -> ContextMass:
     """As :func:`ragcachekit_kernels.dispatch.context_mass`, one tile at a time."""
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -337,14 +328,14 @@ def context_mass(
     return ContextMass(columns.float(), mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
 
 
-def _grouped(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _grouped(query: Tensor, key: Tensor) -> Tensor:
     """``[kv_heads, group, rows, head_dim]``."""
     return query.reshape(len(key), query.shape[0] // len(key), *query.shape[1:])
 
 
 def _tile_scores(
-    query: torch.Tensor, key: torch.Tensor, positions: Sequence[int], options: AttentionOptions
-) -> tuple[torch.Tensor, int]:
+    query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
+) -> tuple[Tensor, int]:
     """Masked scores ``[kv_heads, group * rows, keys]`` and the first key's position.
 
     They have the type of ``query``, or at least float32 with a soft-cap.
@@ -364,7 +355,7 @@ def _tile_scores(
     return scores, low
 
 
-def _weights(scores: torch.Tensor, rows: int, sinks: torch.Tensor | None) -> torch.Tensor:
+def _weights(scores: Tensor, rows: int, sinks: Tensor | None) -> Tensor:
     """Softmax, in float32 or wider inside; 16-bit scores may come back as 16-bit weights."""
     if sinks is None and scores.device.type != "mps":
         return torch.softmax(scores, -1)
@@ -377,7 +368,7 @@ def _weights(scores: torch.Tensor, rows: int, sinks: torch.Tensor | None) -> tor
     return torch.softmax(padded, -1)[..., :-1]
 
 
-def _mask(scores: torch.Tensor, positions: Sequence[int], low: int, window: int | None) -> None:
+def _mask(scores: Tensor, positions: Sequence[int], low: int, window: int | None) -> None:
     """Hide later keys, all in columns after the first row's position, and keys before the window."""
     first, high = positions[0] + 1, low + scores.shape[-1]
     at = torch.tensor(positions, device=scores.device)[:, None]
@@ -389,7 +380,7 @@ def _mask(scores: torch.Tensor, positions: Sequence[int], low: int, window: int 
         scores[..., : columns.numel()].masked_fill_(columns <= at - window, float("-inf"))
 
 
-def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+def span_sums(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Sums of ``values`` ``[tokens]`` over half-open ranges, ``[spans]`` float64."""
     values = values.cpu() if values.device.type == "mps" else values  # MPS has no float64
     totals = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
@@ -397,7 +388,7 @@ def span_sums(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.T
     return totals[at[:, 1]] - totals[at[:, 0]]
 
 
-def kv_deviation(new: torch.Tensor, old: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+def kv_deviation(new: Tensor, old: Tensor, positions: Sequence[int]) -> Tensor:
     """``[rows]`` float32: squared distance of ``new`` ``[heads, rows, dim]`` from ``old[:, positions]``."""
     at = torch.tensor(positions, dtype=torch.long, device=old.device)
     return (old.index_select(1, at).float() - new.float()).square().sum((0, 2))

@@ -6,6 +6,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from ragcachekit_kernels.in_torch import AttentionOptions
 
@@ -43,7 +44,7 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """Tensor with a contiguous last dimension; a copy only where it is not."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ragcachekit_kernels.in_torch import AttentionOptions, ContextMass, Spans, span_sums
 from ragcachekit_kernels.launch import FUSED, LOG2E, dense, factors, launching_on, padded, processors, upcast
@@ -58,7 +59,7 @@ def unit(options: AttentionOptions) -> float:
     return options.scale if options.softcap is None else 1.0 / LOG2E
 
 
-def merged(parts: torch.Tensor, unit: float, dim: int) -> torch.Tensor:
+def merged(parts: Tensor, unit: float, dim: int) -> Tensor:
     """Log-sum-exp of log-sum-exps along ``dim``, in their unit; exactly the greatest if it is far above.
 
     Not ``torch.logsumexp``: a change of units would round it once more.
@@ -68,7 +69,7 @@ def merged(parts: torch.Tensor, unit: float, dim: int) -> torch.Tensor:
     return base.squeeze(dim) + torch.exp((parts - base) * unit).sum(dim).log() / unit
 
 
-def with_sinks(sums: torch.Tensor, sinks: torch.Tensor | None, unit: float) -> torch.Tensor:
+def with_sinks(sums: Tensor, sinks: Tensor | None, unit: float) -> Tensor:
     """Log-sum-exps ``[..., heads, rows]`` in their unit, with the sinks' natural logits among the scores."""
     if sinks is None:
         return sums
@@ -77,23 +78,15 @@ def with_sinks(sums: torch.Tensor, sinks: torch.Tensor | None, unit: float) -> t
 
 
 def column_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    options: AttentionOptions,
-    spans: Spans | None = None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, positions: Tensor, options: AttentionOptions, spans: Spans | None = None
+) -> Tensor:
     """As :func:`ragcachekit_kernels.dispatch.column_scores`."""
     launch = Launch(query, key, positions, options, spans)
     return launch.weight_sums(launch.log_sums())
 
 
 def context_mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: Sequence[int],
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, positions: Tensor, lengths: Sequence[int], options: AttentionOptions
 ) -> ContextMass:
     """As :func:`ragcachekit_kernels.dispatch.context_mass`.
 
@@ -116,12 +109,7 @@ class Launch:
     """Arguments that both kernels take, as for :func:`column_scores`, and the division of the work."""
 
     def __init__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: torch.Tensor,
-        options: AttentionOptions,
-        spans: Spans | None,
+        self, query: Tensor, key: Tensor, positions: Tensor, options: AttentionOptions, spans: Spans | None
     ) -> None:
         query, key = dense(query), dense(key)
         group = query.shape[0] // key.shape[0]
@@ -151,7 +139,7 @@ class Launch:
         if how.registers is not None and self.once:
             self.options["maxnreg"] = how.registers
 
-    def log_sums(self) -> torch.Tensor:
+    def log_sums(self) -> Tensor:
         """Log-sum-exps of rows' scores over each span separately, or over all keys with the sinks.
 
         ``[spans, heads, rows]`` float32 (one span if None are given), natural logarithms divided by
@@ -167,7 +155,7 @@ class Launch:
         whole = (out.squeeze(1) if self.cuts == 1 else merged(out, self.unit, 1)).transpose(1, 2)
         return with_sinks(whole, self.sinks, self.unit)
 
-    def weight_sums(self, sums: torch.Tensor) -> torch.Tensor:
+    def weight_sums(self, sums: Tensor) -> Tensor:
         """Sums of weights ``[tokens]`` by log-sum-exps as of :meth:`log_sums`."""
         query, key, _, _ = self.inputs
         out = query.new_zeros(self.slots * key.shape[0], key.shape[1], dtype=torch.float32)
@@ -180,7 +168,7 @@ class Launch:
                 )  # fmt: skip
         return out.sum(0)
 
-    def _cuts(self, key: torch.Tensor, spans: Spans | None) -> int:
+    def _cuts(self, key: Tensor, spans: Spans | None) -> int:
         """Number of programs that share the keys of each span, enough to occupy the device."""
         ranges = ((0, key.shape[1]),) if spans is None else spans
         longest = max((stop - start for start, stop in ranges), default=0)

@@ -60,7 +60,7 @@ def place_in_tile(tile, kv_head, vectors, GROUP: tl.constexpr, VECTORS: tl.const
 @triton.jit
 def load_tile(
     query, positions, vectors, tile, kv_head, row_stride, head_stride, GROUP: tl.constexpr, D: tl.constexpr,
-    PADDED: tl.constexpr, VECTORS: tl.constexpr,
+    PADDED: tl.constexpr, VECTORS: tl.constexpr
 ):  # fmt: skip
     """A tile's query vectors (zeros past the end) and the least and the greatest of their positions."""
     row, head, inside = place_in_tile(tile, kv_head, vectors, GROUP, VECTORS)
@@ -104,7 +104,7 @@ def ranges(start, stop, first, last, window, WINDOW: tl.constexpr, BLOCK: tl.con
 def _gather(
     top, total, queries, positions, tile, vectors, key, stride, low, high, stop, scale, cap, window,
     GROUP: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, UPCAST: tl.constexpr,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
     """Go on with the running maximum score and sum of exponentials per query over the keys ``low..high``.
 
@@ -153,7 +153,7 @@ def _spread(
     sums, known, turned, positions, tile, vectors, base, key, stride, low, high, stop, scale, cap, window,
     GROUP: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, VECTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr
 ):  # fmt: skip
     """Add every query's weights to the sums of the keys ``low..high``; sums from ``known`` on are not read.
 
@@ -180,7 +180,7 @@ def log_sums_kernel(
     query, key, positions, spans, out, scale, cap, window, cuts, tokens, rows, query_head, query_row,
     key_head, key_row, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
     VECTORS: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
     """Per span, cut, row and head: the log-sum-exp of the scores of the cut's keys, as a score.
 
@@ -224,7 +224,7 @@ def _add_tile(
     sums, known, query, positions, tile, vectors, kv_head, key, lse, start, stop, scale, cap, window,
     query_head, query_row, key_row, lse_head, lse_row, GROUP: tl.constexpr, D: tl.constexpr,
     PADDED: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
     """Add one tile's weights to the sums of the keys ``start..stop``."""
     queries, first, last = load_tile(
@@ -258,7 +258,7 @@ def columns_kernel(
     query, key, positions, spans, lse, out, scale, cap, window, cuts, tokens, rows, query_head, query_row,
     key_head, key_row, lse_span, lse_head, lse_row, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr, SPANS: tl.constexpr,
-    ONCE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+    ONCE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
     """Sums of weights per key into ``out[slot, kv_head]``, zeros before; tiles are dealt to the slots.
 

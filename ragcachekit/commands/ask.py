@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ragcachekit.commands import options as opt
-from ragcachekit.commands.console import errors, note, pairs, quiet_loading, show
+from ragcachekit.commands.console import note, pairs, quiet_loading, show
 from ragcachekit.commands.workspace import OwnFiles
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def open_session(settings: OwnFiles) -> Iterator[AskSession]:
     """
     from ragcachekit.config import StoreConfig
 
-    corpus = settings.checked_corpus()
+    corpus = settings.read_corpus()
     for skipped in corpus.notes:
         note(skipped)
     store = StoreConfig(disk_path=settings.folder.kv, disk_bytes=settings.disk_bytes)
@@ -171,13 +171,9 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: Any) -> VectorInd
 
 def _typed() -> Iterator[str]:
     """Questions from the input, line by line."""
-    while True:
-        if sys.stdin.isatty():
-            errors().print("question (empty to end): ", end="")
-        if not (line := sys.stdin.readline()) or (sys.stdin.isatty() and not line.strip()):
-            return
-        if line.strip():
-            yield line.strip()
+    if sys.stdin.isatty():
+        note("one question per line; Ctrl-D ends")
+    yield from filter(None, map(str.strip, sys.stdin))
 
 
 def _about(reply: Reply, refused: Sequence[str]) -> Table:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
-from threading import RLock
 from typing import Annotated
 
 import typer
@@ -91,14 +90,14 @@ def usage(tier: Path) -> dict[str, list[int]]:
 def tiers_in(folder: CacheFolder) -> list[Path]:
     """Folders of disk tiers: each chunk store, followed by the tree in its folder."""
     from ragcachekit.prefix_tree.disk import FOLDER
-    from ragcachekit.store.disk import is_disk_tier
+    from ragcachekit.store.disk_folder import entry_files
 
     try:
         return [
             place
             for at in (folder.path, folder.kv)
             for place in (at, at / FOLDER)
-            if is_disk_tier(place) and (place == at or _is_tree(place))
+            if place.is_dir() and entry_files(place)
         ]
     except OSError as error:
         raise _unreadable(folder.path, error) from error
@@ -121,14 +120,14 @@ def _content(cache: str | None) -> tuple[CacheFolder, list[Path]]:
 
 def _forget(tier: Path, namespaces: Collection[str]) -> int:
     """Delete the entries of these namespaces, damaged ones if DAMAGED is among them; returns their number."""
-    from ragcachekit.prefix_tree.disk import Dropped, TreeDisk
+    from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
     from ragcachekit.store.disk import DiskStore
     from ragcachekit.store.disk_folder import entry_files
 
-    with closing(DiskStore(tier, sys.maxsize)) as store:  # any smaller budget would evict on opening
-        # A tree informs processes that hold some of it in memory.
-        tree = TreeDisk(store, RLock(), lambda *_: Dropped([], 0, None)) if _is_tree(tier) else None
-        gone = sum((tree or store).forget(namespace, None) for namespace in namespaces)
+    store = DiskStore(tier, sys.maxsize)  # any smaller budget would evict on opening
+    # A tree informs processes that hold some of it in memory.
+    with closing(KnowledgeTree(disk=store) if _is_tree(tier) else store) as content:
+        gone = sum(content.forget(namespace) for namespace in namespaces)
     for name in entry_files(tier) if DAMAGED in namespaces else ():  # what is left cannot be read
         (tier / name).unlink(missing_ok=True)
         gone += 1
@@ -136,9 +135,9 @@ def _forget(tier: Path, namespaces: Collection[str]) -> int:
 
 
 def _is_tree(tier: Path) -> bool:
-    from ragcachekit.prefix_tree.disk import FORGETS
+    from ragcachekit.prefix_tree.disk import FOLDER
 
-    return (tier / FORGETS).is_dir()
+    return tier.name == FOLDER
 
 
 def _name(tier: Path) -> str:

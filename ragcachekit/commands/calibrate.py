@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,9 +18,7 @@ from ragcachekit.commands.engines import FULL, Engines
 from ragcachekit.commands.questions import PromptMaker, Sample
 from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
-from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.rope import describe_rope
-from ragcachekit.model.weights import weights_folder
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
@@ -198,9 +196,8 @@ def run(
     ]
     curve.sort(key=lambda point: (point.ratio, point.upper))
     asked = max(point.n for point in curve)
-    loaded = fingerprint(model, tokenizer, source=weights_folder(name), cache=folder.path / "digests.json")
     record = Calibration(
-        fingerprint=loaded.digest,
+        fingerprint=engines.fingerprint,
         namespace=namespace,
         encoder=encoder,
         quality="kl",
@@ -212,9 +209,7 @@ def run(
         versions=versions(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    # The same weights have two fingerprints: by their files, and in memory.
-    for one in (record, replace(record, fingerprint=engines.fingerprint)):
-        write_record(calibration_path(folder.path, one.fingerprint, one.namespace), one)
+    write_record(calibration_path(folder.path, record.fingerprint, record.namespace), record)
     return record, BenchReport("calibrate", name, seed, tuple(_row(record, one) for one in found))
 
 

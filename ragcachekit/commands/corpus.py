@@ -71,17 +71,13 @@ def read_corpus(
     without a tokenizer they are words. CorpusError if the folder is missing or holds no text.
     """
     root, notes = Path(folder).expanduser(), list[str]()
-    chunks, files, repeated = dict[str, CorpusChunk](), 0, 0
+    chunks, files = dict[str, CorpusChunk](), 0
     for path in _files(root, notes):
         text = _read(path, root, notes)
         files += text is not None
         source = path.relative_to(root).as_posix()
         for number, piece in enumerate(cut(text or "", chunk_tokens, _counter(tokenizer))):
-            repeated += piece in chunks
             chunks.setdefault(piece, CorpusChunk(piece, source, number))
-    if repeated:
-        what = "1 chunk that repeats" if repeated == 1 else f"{repeated} chunks that repeat"
-        notes.append(f"left out {what} the text of another one")
     if not chunks:
         raise _no_text(root, notes)
     return Corpus(tuple(chunks.values()), files, tuple(notes))

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ragcachekit.engine.inspection import Diagnosis
     from ragcachekit.prompt.parser import PromptLike
 
-NO_MODEL = "the chat template was not looked at: give --model"
-
 
 def doctor(
     prompt: Annotated[
@@ -46,18 +44,16 @@ def doctor(
 
 
 def run(prompt: PromptLike, documents: Iterable[object], model: str | None = None) -> Diagnosis:
-    """Diagnose a prompt with the tokenizer and chat template of ``model``; without it, contents alone."""
-    from ragcachekit.engine.inspection import Diagnosis, diagnose, text_of
+    """Diagnose a prompt with the tokenizer and chat template of ``model``; without it, a text alone."""
+    from ragcachekit.engine.inspection import diagnose, text_of
     from ragcachekit.prompt.parser import PromptParser
 
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
     if not texts:
         raise RagCacheError("there are no documents; give what the retriever returned with --documents")
-    parser = PromptParser(None if model is None else load_tokenizer(model))
-    if model is not None or isinstance(prompt, str):
-        return diagnose(parser, prompt, texts)
-    found = diagnose(parser, "\n\n".join(map(_content, prompt)), texts)  # type: ignore[arg-type]
-    return Diagnosis(found.chunks, (*found.notes, NO_MODEL))
+    if model is None and not isinstance(prompt, str):
+        raise RagCacheError("chat messages need a chat template; give --model")
+    return diagnose(PromptParser(None if model is None else load_tokenizer(model)), prompt, texts)
 
 
 def read_prompt(text: str) -> PromptLike:
@@ -109,9 +105,3 @@ def _line(path: Path, number: int, line: str) -> str:
             f"{path}, line {number}: give a JSON string, or an object with page_content or text"
         )
     return found
-
-
-def _content(message: dict[str, Any]) -> str:
-    content = message.get("content") or ""
-    blocks = [content] if isinstance(content, str) else content
-    return "".join(block if isinstance(block, str) else block.get("text", "") for block in blocks)

@@ -85,7 +85,7 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
     from ragcachekit.commands.questions import SEPARATOR, PromptMaker, bare_ids
     from ragcachekit.commands.report import BenchReport
 
-    tokenizer, corpus = load_tokenizer(settings.model), settings.checked_corpus()
+    tokenizer, corpus = load_tokenizer(settings.model), settings.read_corpus()
     for skipped in corpus.notes:
         note(skipped)
     maker, token_bytes = PromptMaker(tokenizer), kv_bytes_per_token(settings.model)

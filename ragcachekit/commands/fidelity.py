@@ -252,13 +252,12 @@ def _row(kind: str, way: PolicyAndEncoder, found: Sequence[Measurement], bootstr
 
 
 def ratio_asked(policy: str) -> float | None:
-    """The ratio written in a policy's name (``query:0.15``, ``lego:4+query:0.1``), where there is one.
+    """The ratio written in a policy's name (``query:0.15``), where there is one.
 
     Whole numbers are no ratios: ``lego:16`` counts tokens.
     """
-    arguments = [part.partition(":")[2] for part in policy.split("+")]
-    found = [float(argument) for argument in arguments if "." in argument and 0 <= float(argument) <= 1]
-    return found[0] if len(found) == 1 else None
+    argument = policy.partition(":")[2]
+    return float(argument) if "." in argument and 0 <= float(argument) <= 1 else None
 
 
 def report_of(model: str, seed: int, rows: Sequence[Row], questions: int) -> BenchReport:

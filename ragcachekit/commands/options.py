@@ -62,12 +62,6 @@ def _dtype(name: str) -> str:
     return name
 
 
-def _disk_gb(budget: float | None) -> float | None:
-    if budget is not None and not budget > 0:
-        raise ValueError(f"the disk budget must be > 0 GB, got {budget}")
-    return budget
-
-
 _MODEL = "Folder of a Hugging Face model, a hub id, or 'sample' (SmolLM2-135M-Instruct)."
 Model = Annotated[str, typer.Option(callback=_model, help=_MODEL)]
 ModelArgument = Annotated[str, typer.Argument(callback=_model, help=_MODEL)]
@@ -87,16 +81,14 @@ CacheDir = Annotated[
     str | None,
     typer.Option(callback=_cache, help="Cache folder; default: ragcachekit in the user's cache folder."),
 ]
-DiskGb = Annotated[
-    float | None, typer.Option(callback=_disk_gb, help="Budget of the KV on disk in GB; default 68.7.")
-]
+DiskGb = Annotated[float | None, typer.Option(min=1e-9, help="Budget of the KV on disk in GB; default 68.7.")]
 Namespace = Annotated[str, typer.Option(help="Tenant and corpus: a hard partition.")]
 
 Policy = Annotated[
     str,
     typer.Option(
         help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, impact:0.1, deep:0.1, "
-        "query:0.15, cacheblend:0.15, craft:1.0, lego:4+query:0.1, budget:0.05 (after calibrate).",
+        "query:0.15, cacheblend:0.15, craft:1.0, budget:0.05 (after calibrate).",
     ),
 ]
 Policies = Annotated[str | None, typer.Option(help="With commas between; default: a list of all kinds.")]
@@ -117,9 +109,7 @@ Device = Annotated[
     str | None, typer.Option(callback=_device, help="cpu, cuda, ...; default: a GPU if there is one.")
 ]
 DeviceOrCpu = Annotated[str, typer.Option(callback=_device)]
-Dtype = Annotated[
-    str, typer.Option(callback=_dtype, help="auto (as the model was saved), float32, bfloat16, float16.")
-]
+Dtype = Annotated[str, typer.Option(callback=_dtype, help="auto (as saved), float32, bfloat16, float16.")]
 Seed = Annotated[int, typer.Option(help="Of all that is drawn, and of bounds.")]
 Json = Annotated[Path | None, typer.Option(help="Write machine, versions and all rows here.")]
 

@@ -80,12 +80,8 @@ def precompute(
     except KeyboardInterrupt:
         note("interrupted; what was stored stays, the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
-    stored = len(run.chunks) - len(run.todo)
-    typer.echo(
-        f"encoded {counted(len(run.todo), 'chunk')} ({run.todo_tokens} tokens, {size(run.todo_bytes)}) "
-        f"in {seconds:.1f} s, {stored} {'was' if stored == 1 else 'were'} stored already"
-    )
-    typer.echo(run.changes)
+    amount = f"{run.todo_tokens} tokens, {size(run.todo_bytes)}"
+    typer.echo(f"encoded {counted(len(run.todo), 'chunk')} ({amount}) in {seconds:.1f} s: {run.changes}")
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
     from ragcachekit.store.base import NullStore
     from ragcachekit.store.tiered import open_store
 
-    corpus = settings.read_corpus() if dry else settings.checked_corpus()
+    corpus = settings.read_corpus(check=not dry)
     with ExitStack() as stack:
         tier: KVStore = NullStore() if dry and not settings.shared else open_store(settings.store)
         stack.callback(tier.close)

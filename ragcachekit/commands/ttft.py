@@ -74,11 +74,6 @@ class TtftSettings:
         for policy in self.policies:
             open_policy(policy)
 
-    @property
-    def name(self) -> str:
-        """What reports call the model."""
-        return self.model
-
     def load(self, dtype: str) -> tuple[Any, Any]:
         """Model and tokenizer."""
         return load_checked(self.model, self.device, dtype)
@@ -148,8 +143,6 @@ class Sample(NamedTuple):
     ttft_ms: float
     recompute_ratio: float
     prompt_tokens: int
-    link_ms: float = 0.0
-    wait_ms: float = 0.0
 
 
 @dataclass
@@ -173,14 +166,11 @@ class Timings:
             "ttft_ms_min": min(times),
             "ttft_ms_max": max(times),
             "speedup": full_ms / medians.ttft_ms,
-            "link_ms": medians.link_ms,
-            "wait_ms": medians.wait_ms,
             "runs": len(times),
         }
 
 
-@dataclass(frozen=True)
-class TierEngines:
+class TierEngines(NamedTuple):
     """Engines around one model.
 
     Each of ``warm``, by tier, reads that tier alone and stores nothing; ``cold`` has a host tier that stays
@@ -191,13 +181,6 @@ class TierEngines:
     cold: RagCache
     folder: Path
 
-    def drop_pages(self) -> None:
-        """Drop the disk tier's files from the page cache: the next read comes from the medium."""
-        for file in self.folder.glob("**/*.safetensors"):
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
 
 def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     """Measure TTFT of prompts of system text, chunks and question, per dtype and prompt size.
@@ -206,9 +189,8 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
     ``prefix-cache``: generate over a transformers cache of all but the question, its copy not counted.
 
-    Times are in ms: ``ttft_ms`` is the median of the runs, ``link_ms`` places kept rows, ``wait_ms`` is spent
-    waiting for loads. Raises ValueError for sizes that do not fit together; RagCacheError if the library's
-    answer is not the model's own: no figure is given then.
+    ``ttft_ms`` is the median of the runs. Raises ValueError for sizes that do not fit together; RagCacheError
+    if the library's answer is not the model's own: no figure is given then.
     """
     found: list[dict[str, Any]] = []
     rounds = len(settings.dtypes) * len(settings.prompt_tokens) * (settings.runs + 1)
@@ -223,7 +205,7 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
                     encoder = open_policy(t.policy).encoder if t.tier != NO_TIER else "none"
                     named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
                     found.append({"dtype": dtype, **named, **t.row(full_ms)})
-    return BenchReport("ttft", ", ".join([settings.name, *settings.dtypes]), settings.seed, tuple(found))
+    return BenchReport("ttft", ", ".join([settings.model, *settings.dtypes]), settings.seed, tuple(found))
 
 
 @contextmanager
@@ -271,7 +253,7 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Sample:
         served = not link.reused_tokens + link.recomputed_tokens
     if not served:
         raise RagCacheError(f"expected KV from {tier}, but: {link}; sources {sorted(sources)}")
-    return Sample(report.ttft_ms, link.recompute_ratio, link.prompt_tokens, link.link_ms, link.wait_ms)
+    return Sample(report.ttft_ms, link.recompute_ratio, link.prompt_tokens)
 
 
 def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
@@ -330,8 +312,10 @@ def _timings(model: Any, prompt: Prompt, policies: Sequence[str], engines: TierE
     """What one round measures, in order; ``policies`` without ``full``."""
 
     def of(rag: RagCache, policy: str, tier: str) -> Sample:
-        if tier == COLD_DISK:
-            engines.drop_pages()
+        for file in engines.folder.glob("**/*.safetensors") if tier == COLD_DISK else ():
+            with file.open("rb") as stream:  # the next read comes from the medium
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return ask_engine(rag, prompt, policy, tier)
 
     ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]

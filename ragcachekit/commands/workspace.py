@@ -164,17 +164,17 @@ class OwnFiles:
         """Disk budget; None for the library's default."""
         return None if self.disk_gb is None else int(self.disk_gb * 1e9)
 
-    def read_corpus(self) -> Corpus:
-        """Read the corpus, cut by the model's tokenizer, before the model is loaded."""
-        return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=load_tokenizer(self.model))
+    def read_corpus(self, *, check: bool = True) -> Corpus:
+        """Read the corpus, cut by the model's tokenizer, before the model is loaded.
 
-    def checked_corpus(self) -> Corpus:
-        """Read the corpus, after a look for the embedding model and at the cache folder."""
+        ``check``: look for the embedding model and at the cache folder first.
+        """
         from ragcachekit.commands.embedding import model_folder
 
-        model_folder()
-        self.folder.check_writable()
-        return self.read_corpus()
+        if check:
+            model_folder()
+            self.folder.check_writable()
+        return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=load_tokenizer(self.model))
 
     def neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:
         """For ``similar:n``: the preceding chunks of the file."""

@@ -138,7 +138,7 @@ class BackgroundEncoder:
     def later(self, missing: Iterable[Missing]) -> None:
         """Queue the missing entries of a request, to be counted and encoded in the background thread."""
         todo = list(missing)
-        if todo and not self._jobs.submit(todo) and self._jobs.waiting:
+        if todo and not self._jobs.add(todo) and self._jobs.waiting:
             log.warning("%d missing chunks are not encoded: %d requests wait", len(todo), MAX_WAITING)
 
     def _encode_queued(self, missing: Iterable[Missing]) -> None:

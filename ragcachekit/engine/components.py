@@ -106,13 +106,10 @@ class EngineSettings:
 class EngineComponents:
     """Everything one engine is made of; ``policy`` is its default one.
 
-    Making them checks the model. If that or one component fails, all are closed again. ``weights`` is the
-    folder that the model was loaded from.
+    Making them checks the model. If that or one component fails, all are closed again.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, settings: EngineSettings, weights: Path | None = None
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, settings: EngineSettings) -> None:
         check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
         if model.training:
             raise ValueError("the model is in training mode; call model.eval() first")
@@ -122,7 +119,7 @@ class EngineComponents:
         if self.rope.depends_on_length:
             guard_rotary(model)
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
-        self.fingerprint = fingerprint(model, tokenizer, source=weights, cache=folder / "digests.json").digest
+        self.fingerprint = fingerprint(model, tokenizer).digest
         admit_once(model, self.rope, self.fingerprint, folder)
         self.forgets, self._layout = ForgetEpochs(), KVLayout.of(model)
         with ExitStack() as opened:

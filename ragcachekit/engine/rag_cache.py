@@ -22,7 +22,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from threading import Event
 from typing import Any, NoReturn, Self, Unpack
 
@@ -46,7 +45,7 @@ from ragcachekit.generate.options import (
     stop_strings,
     uses_beams,
 )
-from ragcachekit.model.weights import load_model, weights_folder
+from ragcachekit.model.weights import load_model
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.policies.base import SelectionPolicy
@@ -75,7 +74,7 @@ class RagCache:
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
         Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``impact:0.1``, ``query:0.15``,
-        ``lego:4+query:0.1``, ... (an unknown name lists all). ``auto``, the default, chooses it and the
+        ... (an unknown name lists all). ``auto``, the default, chooses it and the
         encoder by a check of at most a minute on the model and a namespace's prompts: :meth:`tune`, or in the
         background while no request runs, once 16 prompts with chunks were answered (not with ``cold="now"``
         or ``"never"``). Or what may be lost, ``budget:0.1``, by the last ``ragcachekit calibrate``.
@@ -124,14 +123,12 @@ class RagCache:
         self,
         model: Any,
         tokenizer: Any = None,
-        *,
-        _weights: Path | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         settings = EngineSettings(**options)
         self.model, self.tokenizer = model, tokenizer
         self.namespace, queue = checked_namespace(settings.namespace), settings.queue or QueueConfig()
-        self.components = parts = EngineComponents(model, tokenizer, settings, _weights)
+        self.components = parts = EngineComponents(model, tokenizer, settings)
         self.fingerprint, self.shadow = parts.fingerprint, parts.shadow
         self.chunks, self._observers = Chunks(parts), Observers()
         self.after_answer = AfterAnswer(parts, settings.cold, self.chunks.registering)
@@ -152,7 +149,7 @@ class RagCache:
         own = {name: options.pop(name) for name in EngineOptions.__annotations__ if name in options}
         open_policy(EngineSettings(**own).policy)  # a typo should not cost the loading time
         model, tokenizer = load_model(model_id, device, **options)
-        return cls(model, tokenizer, _weights=weights_folder(model_id, **options), **own)
+        return cls(model, tokenizer, **own)
 
     # -- prompts -----------------------------------------------------------------------------------
 
@@ -284,7 +281,7 @@ class RagCache:
         with self.components.active:
             linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
         if (loads := self.components.loads) is not None:
-            loads.follow(plan.kept, len(plan.rows), None, plan.skipped, plan.report.loaded_bytes)
+            loads.follow(plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
         return linked
 

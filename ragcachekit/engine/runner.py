@@ -274,8 +274,7 @@ class AfterAnswer:
                 if parts.shadow is not None:
                     parts.shadow.follow(plan, answer, first, call.options, call.stop)
                 if parts.loads is not None:
-                    timed = plan.kept, len(plan.rows), generated.prefill
-                    parts.loads.follow(*timed, plan.skipped, plan.report.loaded_bytes)
+                    parts.loads.follow(plan.skipped, plan.report.loaded_bytes)
                 if parts.cost.needed:
                     parts.cost.measure_later()
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
@@ -353,11 +352,11 @@ class AfterAnswer:
             match = plan.prefix_match.match
             if tree.turns.budget or len(match) < len(match.path):
                 chunks |= _chunks(plan.request)
-        until = monotonic() + max(MIN_WAIT, generated.prefill or 0.0)
+        until = monotonic() + max(MIN_WAIT, generated.first_token - generated.linked)
         pending = _Pending(generated, plan.request.namespace, chunks, until)
         with self._changed:
             self._pending = (*self._pending, pending)
-        queued = self._jobs.submit(pending)
+        queued = self._jobs.add(pending)
         if not queued:
             self._discard(pending)
         return queued

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -29,13 +30,8 @@ class KeyTag(Protocol):
     """What a cache layer hands to the attention that reads its keys."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor | None:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor | None:
         """Attention ``[batch, rows, heads, value_head_dim]``; None where the model's own computes it.
 
         ``query`` is ``[batch, heads, rows, head_dim]``, ``key`` and ``value`` are ``[batch, kv_heads, tokens,
@@ -43,7 +39,7 @@ class KeyTag(Protocol):
         """
 
 
-class TaggedKeys(torch.Tensor):
+class TaggedKeys(Tensor):
     """A tensor whose tag passes to all tensors computed from it.
 
     Models do not always attend over the tensor that the cache returned: multi-head latent attention expands
@@ -62,15 +58,15 @@ class TaggedKeys(torch.Tensor):
         return out
 
 
-def tagged(tensor: torch.Tensor, tag: KeyTag) -> torch.Tensor:
+def tagged(tensor: Tensor, tag: KeyTag) -> Tensor:
     """The same memory, with ``tag``; the tensor itself stays untagged."""
     out = tensor.as_subclass(TaggedKeys)
     out.tag = tag
     return out
 
 
-def _untagged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, TaggedKeys) else tensor
+def _untagged(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Tensor) if isinstance(tensor, TaggedKeys) else tensor
 
 
 def install(model: Any) -> str:
@@ -121,12 +117,12 @@ def _mask_over(before: Callable[..., Any]) -> Callable[..., Any]:
 def _forward_over(before: str) -> Callable[..., Any]:
     def forward(
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         tag = key.tag if isinstance(key, TaggedKeys) else None
         if not torch.compiler.is_compiling():
             raise_if_cancelled()
@@ -137,9 +133,7 @@ def _forward_over(before: str) -> Callable[..., Any]:
             if out is not None:
                 return out, None
         original = ALL_ATTENTION_FUNCTIONS[before] if before != "eager" else _eager(module)
-        result: tuple[torch.Tensor, torch.Tensor | None] = original(
-            module, query, key, value, attention_mask, **kwargs
-        )
+        result: tuple[Tensor, Tensor | None] = original(module, query, key, value, attention_mask, **kwargs)
         return result
 
     return forward
@@ -168,12 +162,12 @@ def _masked_window(module: torch.nn.Module) -> int | None:
 
 def _options(
     module: torch.nn.Module,
-    query: torch.Tensor,
+    query: Tensor,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> AttentionOptions:
     """Kernel options from the keyword arguments of an attention function of transformers."""
@@ -200,8 +194,8 @@ class RequestKV:
 
     def __init__(self, cache: Any, rows: int, new: int) -> None:
         self.rows = rows
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
         room = rows + min(new, GROWTH)
         for layer in cache.layers:
             self.keys.append(_moved(layer.keys[0], rows, room))
@@ -215,7 +209,7 @@ class RequestKV:
                 for index, old in enumerate(sides):
                     sides[index] = _moved(old, self.rows, self.rows + GROWTH)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the row after the last one, ``[kv_heads, 1, head_dim]``; ``rows`` counts it later."""
         self.keys[layer].narrow(1, self.rows, 1).copy_(keys)
         self.values[layer].narrow(1, self.rows, 1).copy_(values)
@@ -231,7 +225,7 @@ class RequestKV:
         return Cache(layers=layers)
 
 
-def _moved(side: torch.Tensor, rows: int, room: int) -> torch.Tensor:
+def _moved(side: Tensor, rows: int, room: int) -> Tensor:
     out = side.new_empty(side.shape[0], room, side.shape[2])
     out[:, :rows] = side[:, :rows]
     return out
@@ -244,13 +238,8 @@ class BatchRows(NamedTuple):
     number: int
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention ``[batch, 1, heads, value_head_dim]`` of ``query``, ``[batch, heads, 1, head_dim]``.
 
         ``key`` are the new keys as the model attends over them. ValueError if these are not the ones that it
@@ -297,8 +286,8 @@ class _BatchLayer(DynamicLayer):  # type: ignore[misc]
         return 0, 0
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write each request's new row, ``[batch, kv_heads, 1, head_dim]``; the tag has the others."""
         requests, layer = self._rows
         for request, keys, values in zip(requests, key_states, value_states, strict=True):
@@ -306,9 +295,7 @@ class _BatchLayer(DynamicLayer):  # type: ignore[misc]
         return tagged(key_states, self._rows), value_states
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: int, options: AttentionOptions
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, rows: int, options: AttentionOptions) -> Tensor:
     """Query heads that share a KV head are rows of one attention without a mask; ``[heads, dim]``."""
     start = 0 if options.window is None else max(0, rows - options.window)
     out = scaled_dot_product_attention(
@@ -321,7 +308,7 @@ def _attend(
 
 
 @torch.no_grad()
-def decode(model: Any, requests: Sequence[RequestKV], new: Sequence[int]) -> torch.Tensor:
+def decode(model: Any, requests: Sequence[RequestKV], new: Sequence[int]) -> Tensor:
     """Logits ``[requests, vocab]`` after the ``new`` token of each, whose KV is added to the request's.
 
     If the forward fails, the requests are as they were. ModelChanged where the model attends by other code

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from ragcachekit.errors import ModelNotSupported, RagCacheError
@@ -19,7 +20,7 @@ def tolerance_for(dtype: torch.dtype) -> float:
     return 1e-4 if dtype in (torch.float32, torch.float64) else 6e-2
 
 
-def compare(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float, what: str, why: str = "") -> float:
+def compare(ours: Tensor, theirs: Tensor, tolerance: float, what: str, why: str = "") -> float:
     """The difference of two ``[..., rows, dim]``, relative to the largest value.
 
     ModelNotSupported, which begins with ``what``, if it is above ``tolerance``.

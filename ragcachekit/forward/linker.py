@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
@@ -48,13 +49,8 @@ class LinkRows:
     observer: AttentionObserver | None = None
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Row i over the keys up to its position; see :class:`~ragcachekit.forward.attention.KeyTag`."""
         positions: Sequence[int] = self.positions
         if len(positions) > query.shape[2]:
@@ -97,23 +93,23 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         self.rows, self._projecting = rows, False
 
     @property
-    def keys(self) -> torch.Tensor:
+    def keys(self) -> Tensor:
         """``[1, kv_heads, slots, head_dim]``; waits until the layer is loaded."""
         self.settle()
         return self._keys  # type: ignore[no-any-return]
 
     @keys.setter
-    def keys(self, keys: torch.Tensor | None) -> None:
+    def keys(self, keys: Tensor | None) -> None:
         self.settle()
         self._keys = keys
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         self.settle()
         return self._values  # type: ignore[no-any-return]
 
     @values.setter
-    def values(self, values: torch.Tensor | None) -> None:
+    def values(self, values: Tensor | None) -> None:
         self.settle()
         self._values = values
 
@@ -139,8 +135,8 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         return (0, 0) if self.rows is not None else super().get_mask_sizes(query_length)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Scatter the rows of the linked forward, or append."""
         if self.rows is None:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
@@ -193,9 +189,9 @@ class LinkedInputs:
     column is the prompt's last position. ``attention_mask`` is ones.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
     cache: LinkedCache
 
     def as_kwargs(self) -> dict[str, Any]:
@@ -245,7 +241,7 @@ def link(
     return LinkedInputs(input_ids.to(device), position_ids.to(device), mask.to(device), LinkedCache(layers))
 
 
-def _integers(values: Sequence[int]) -> torch.Tensor:
+def _integers(values: Sequence[int]) -> Tensor:
     """By numpy, which converts tens of thousands of Python integers several times faster."""
     return torch.from_numpy(np.fromiter(values, np.int64, len(values)))
 
@@ -277,14 +273,14 @@ def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> tuple[MakeLaye
     return tuple(cache(partial(make, index)) for index in range(len(shapes)))
 
 
-def _scale(stored: Sequence[torch.Tensor], side: int, rows: slice) -> torch.Tensor | None:
+def _scale(stored: Sequence[Tensor], side: int, rows: slice) -> Tensor | None:
     """Scales of an eight-bit piece: of keys one per channel, of values one per token."""
     if len(stored) == 2:
         return None
     return stored[2 + side][:, rows] if side else stored[2]
 
 
-Layer = dict[int, tuple[torch.Tensor, ...]]
+Layer = dict[int, tuple[Tensor, ...]]
 """By entry, keys and values of one layer, followed by their scales if they are in eight bits."""
 
 

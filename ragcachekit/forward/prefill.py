@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ragcachekit.errors import LinkedPromptUsed, ModelNotSupported
@@ -49,15 +50,13 @@ _HOOKING = threading.Lock()
 class Prefill:
     """Arguments of generate that complete a linked prompt, and the plan as it runs.
 
-    ``own`` observes the missing entries that this prefill computes. ``plain``: generate's own prefill runs
-    just the rows of the plan, through all layers.
+    ``own`` observes the missing entries that this prefill computes.
     """
 
     inputs: dict[str, Any]
     plan: LinkPlan
     own: OwnRows | None = None
     narrowing: Narrowing | None = None
-    plain: bool = True
 
     def report(self) -> LinkReport:
         """The report, once the forward has run."""
@@ -78,7 +77,7 @@ def prepare(model: Any, rope: Rope, plan: LinkPlan, *, capture: bool = False, wh
     if _reuses(plan):
         linked = link(plan, rope, model.device, buffers=buffers, observer=own)
         narrowing = attach(model, plan, linked.cache)
-        return Prefill(linked.as_kwargs(), plan, own, narrowing, narrowing is None)
+        return Prefill(linked.as_kwargs(), plan, own, narrowing)
     inputs = _whole_prompt(plan, model.device)
     if own is not None or whole:
         inputs["past_key_values"] = own.cache() if own is not None else DynamicCache()
@@ -99,9 +98,7 @@ def prepare_ahead(
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
     arguments = _whole_prompt(plan, model.device)
     if not _reuses(ahead):
-        return Prefill(
-            {**arguments, **({"past_key_values": DynamicCache()} if whole else {})}, plan, plain=False
-        )
+        return Prefill(arguments | ({"past_key_values": DynamicCache()} if whole else {}), plan)
     inputs = link(ahead, rope, model.device, buffers=buffers)
     narrowing = attach(model, ahead, inputs.cache)
     if ahead.rows:
@@ -112,7 +109,7 @@ def prepare_ahead(
     if repeats > 1:
         inputs.cache.batch_repeat_interleave(repeats)
     plan = plan if narrowing is None else narrowing.link_plan()
-    return Prefill({**arguments, "past_key_values": inputs.cache}, plan, plain=False)
+    return Prefill({**arguments, "past_key_values": inputs.cache}, plan)
 
 
 def _reuses(plan: LinkPlan) -> bool:
@@ -135,7 +132,7 @@ class LinkedPrompt:
 
     def __init__(self, inputs: dict[str, Any], report: LinkReport) -> None:
         self._inputs: dict[str, Any] | None = inputs
-        self.input_ids: torch.Tensor = inputs["input_ids"]
+        self.input_ids: Tensor = inputs["input_ids"]
         self.report = report
 
     def __repr__(self) -> str:
@@ -221,15 +218,10 @@ class _Watcher:
 
     def __init__(self, wanted: Sequence[int], spans: Spans | None, question: Sequence[int]) -> None:
         self._wanted, self._spans, self._question = wanted, spans, Rows(tuple(question))
-        self._sums: dict[int, torch.Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
 
     def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
     ) -> None:
         if layer in self._wanted:
             rows = query[:, -len(self._question) :]  # the question comes last
@@ -237,7 +229,7 @@ class _Watcher:
         if layer == max(self._wanted):
             raise _Done
 
-    def attention(self) -> list[torch.Tensor]:
+    def attention(self) -> list[Tensor]:
         return list(torch.stack([self._sums[layer] for layer in self._wanted]).cpu())
 
 
@@ -332,7 +324,7 @@ class Narrowing:
         for later in self._cache.layers[layer:]:
             later.narrow(rows)
 
-    def _deviation(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
+    def _deviation(self, layer: int, module: torch.nn.Module, args: Any, kwargs: Any) -> Tensor:
         linked: LinkedLayer = self._cache.layers[layer]
         at = torch.tensor(self._chosen, device=linked.values.device)
         before = linked.values[0].index_select(1, at)
@@ -379,13 +371,13 @@ def _before(layer: int, module: torch.nn.Module, args: Any, kwargs: Any = None) 
     return None
 
 
-def _cut(value: Any, rows: int, index: torch.Tensor) -> Any:
+def _cut(value: Any, rows: int, index: Tensor) -> Any:
     """Rows ``index`` of all tensors with ``rows`` rows: hidden states, position ids, cosines and sines."""
     if isinstance(value, dict):
         return {name: _cut(item, rows, index) for name, item in value.items()}
     if isinstance(value, tuple):
         return tuple(_cut(item, rows, index) for item in value)
-    if isinstance(value, torch.Tensor) and 1 <= value.dim() <= 3:
+    if isinstance(value, Tensor) and 1 <= value.dim() <= 3:
         axis = 0 if value.dim() == 1 else 1
         if value.shape[axis] == rows:
             return value.index_select(axis, index.to(value.device))

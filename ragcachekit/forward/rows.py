@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
@@ -46,33 +47,23 @@ class AttentionSums:
         self._attended = [torch.zeros(stop - start) for start, stop in self._stretches]
 
     @property
-    def sums(self) -> list[dict[str, torch.Tensor]]:
+    def sums(self) -> list[dict[str, Tensor]]:
         """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
         return [{"attended": attended.cpu()} for attended in self._attended]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> None:
         """Add one layer of a batch; the model's own attention computes it."""
         self.add(query, key, options)
 
     def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
     ) -> None:
         """Add one layer of a linked forward; see :class:`~ragcachekit.policies.base.AttentionObserver`."""
         self.add(query[None], key[None], options)
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+    def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
         for item, (start, stop) in enumerate(self._stretches):
             at = self._first[item]
@@ -90,11 +81,11 @@ class ContextSums(AttentionSums):
     def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:
         super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks], first)
         self._lengths = [tuple(lengths) for lengths in chunks]
-        self._inter: list[list[torch.Tensor]] = [[] for _ in chunks]
-        self._intra: list[list[torch.Tensor]] = [[] for _ in chunks]
+        self._inter: list[list[Tensor]] = [[] for _ in chunks]
+        self._intra: list[list[Tensor]] = [[] for _ in chunks]
         self._outward = [torch.zeros_like(attended) for attended in self._attended]
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+    def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
         for number, (start, stop) in enumerate(self._stretches):
             at = self._first[number]
@@ -106,7 +97,7 @@ class ContextSums(AttentionSums):
             self._attended[number] = self._attended[number].to(mass.columns.device) + mass.columns[start:]
 
     @property
-    def sums(self) -> list[dict[str, torch.Tensor]]:
+    def sums(self) -> list[dict[str, Tensor]]:
         """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
         return [
             {
@@ -128,7 +119,7 @@ class SummingCache(Cache):  # type: ignore[misc]
         self.observed = observed
 
     @property
-    def sums(self) -> list[dict[str, torch.Tensor]]:
+    def sums(self) -> list[dict[str, Tensor]]:
         """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
         return self.observed.sums
 
@@ -144,8 +135,8 @@ class _SummingLayer(DynamicLayer):  # type: ignore[misc]
         self._sums: AttentionSums | None = sums
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         sums, self._sums = self._sums, None  # the prefill alone, not decoding
         return (keys if sums is None else tagged(keys, sums)), values
@@ -171,13 +162,13 @@ class OwnRows(ContextSums):
         end = max(at + len(item.token_ids) for at, item in zip(first, items, strict=True))
         self._rows_held, self._keys_held = (begin, end), max(map(sum, chunks))
         self.nbytes = self.layers = 0
-        self._held: list[tuple[torch.Tensor, torch.Tensor, AttentionOptions]] = []
+        self._held: list[tuple[Tensor, Tensor, AttentionOptions]] = []
 
     def cache(self) -> Cache:
         """An empty cache for an ordinary prefill of the prompt."""
         return SummingCache(self)
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+    def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         """Hold a layer's queries and keys."""
         if query.shape[2] != self._count:
             return  # a layer that runs fewer rows
@@ -214,7 +205,7 @@ class OwnRows(ContextSums):
         return out
 
 
-def _part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _part(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Rows of ``[batch, heads, rows, dim]``; a copy where most of the tensor can be released."""
     part = tensor[:, :, start:stop]
     return part.clone() if 2 * part.nbytes <= part.untyped_storage().nbytes() else part

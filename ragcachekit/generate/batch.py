@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
@@ -54,7 +55,7 @@ class Decoding:
         here = (MaxLengthCriteria, EosTokenCriteria, StopStrings)  # which need no ids on the device
         self._stops = [one for one in loop.criteria if isinstance(one, StopStrings)]
         self._criteria = StoppingCriteriaList(one for one in loop.criteria if not isinstance(one, here))
-        self._ids: torch.Tensor | None = None
+        self._ids: Tensor | None = None
         if self._processors or self._criteria:
             device = self._prefilled.cache.layers[0].keys.device
             self._ids = torch.empty((1, prompt + self.max_new_tokens), dtype=torch.long, device=device)
@@ -78,10 +79,10 @@ class Decoding:
         self.plan = self.plan.without_kv()
         self._prefilled = replace(self._prefilled, cache=None, plan=self.plan, loop=None)
 
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+    def choose(self, logits: Tensor) -> Tensor:
         """The next token ``[1]``, out of ``logits`` ``[1, vocab]`` in float32."""
         try:
-            scores: torch.Tensor = LogitsProcessorList(self._processors)(self._so_far(), logits)
+            scores: Tensor = LogitsProcessorList(self._processors)(self._so_far(), logits)
             if self._loop.config.do_sample:
                 chances = scores.softmax(-1)
                 return torch.multinomial(chances, 1, generator=self._loop.generator)[0]
@@ -138,7 +139,7 @@ class Decoding:
             cache=self._prefilled.cache if self.kv is None else self.kv.as_cache(),
         )
 
-    def _so_far(self) -> torch.Tensor | None:
+    def _so_far(self) -> Tensor | None:
         rows = len(self.plan.token_ids) + len(self.token_ids)
         return None if self._ids is None else self._ids[:, :rows]
 

@@ -10,7 +10,7 @@ from inspect import signature
 from numbers import Integral
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import TransformersKwargs
@@ -243,7 +243,7 @@ class RequestStreamer(BaseStreamer):  # type: ignore[misc]
         """Expect the prompt once more: generation begins again before its first token."""
         self._prompt_seen = False
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         """Pass on the prompt, which comes first, or a token."""
         self.streamed = self.streamed or self._prompt_seen
         if self._prompt_seen or not self._prompt_given:
@@ -264,7 +264,7 @@ class TokenQueue(BaseStreamer):  # type: ignore[misc]
         self._queue: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._prompt_seen = False
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         """Add the ids of one step; the first call carries the prompt and is dropped."""
         if self._prompt_seen:
             self._queue.put(value.flatten().tolist())

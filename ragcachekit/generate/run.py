@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -44,21 +45,14 @@ class FirstScores(LogitsProcessor):  # type: ignore[misc]
     """A logits processor that records the first token's distribution and changes nothing.
 
     It runs after the requested processors (penalties), before temperature and the cuts of sampling.
-    ``log_probs`` is ``[vocab]`` float64 on the host, None before and where it is not ``wanted``; ``at`` is
-    when the prefill ended, None before.
+    ``log_probs`` is ``[vocab]`` float64 on the host, None before.
     """
 
-    def __init__(self, wanted: bool = True) -> None:
-        self._wanted = wanted
-        self.log_probs: torch.Tensor | None = None
-        self.at: float | None = None
+    log_probs: Tensor | None = None
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.at is None:
-            scores[:, :1].tolist()  # waits for the device: nothing is there before that
-            self.at = time.perf_counter()
-            if self._wanted:
-                self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.log_probs is None:
+            self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
         return scores
 
 
@@ -73,7 +67,7 @@ class FirstTokenTimer(StoppingCriteria):  # type: ignore[misc]
         self.cancelled = False
         self._scope = scope
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self.first_token is None:
             input_ids[:, -1].tolist()  # waits for the device: the token is not there before that
             self.first_token = time.perf_counter()
@@ -93,7 +87,7 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]
         # A character is at most four byte tokens; the rest is slack for tokens without text.
         self._window = 4 * max(map(len, self._stop), default=0) + 8
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         start = max(self._prompt, input_ids.shape[1] - self._window)
         done = [self.end(row) for row in input_ids[:, start:].tolist()]
         return torch.tensor(done, device=input_ids.device)
@@ -124,7 +118,7 @@ class DecodingLoop:
     def __call__(
         self,
         model: Any,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -137,7 +131,7 @@ class DecodingLoop:
             self._streamer.put(prompt)
         in_order, columns = prompt.to(input_ids.device), input_ids.shape[1]
 
-        def ordered(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def ordered(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda ids, scores: call(torch.cat([in_order, ids[:, columns:]], -1), scores)
 
         end: Any = MaxLengthCriteria(columns + 1) if self._one_token else ordered(stopping_criteria)
@@ -166,7 +160,6 @@ class Generated:
     - ``first_token``, ``linked``: When the first token came, and when the cache would have been assembled,
       had it been before the forward; in seconds of :func:`time.perf_counter`.
     - ``plan``, ``report``: The plan that ran in the end, and its report.
-    - ``prefill``: Seconds of the forward alone, without loads, where known.
     - ``cache``: The prompt's cache, unless there are several beams.
     - ``own``: What was observed of entries that this prefill computed.
     - ``loop``: How to choose further tokens; None after several beams or a cancelled prefill.
@@ -179,7 +172,6 @@ class Generated:
     cancelled: bool
     plan: LinkPlan
     report: LinkReport
-    prefill: float | None = None
     cache: Any = None
     own: OwnRows | None = None
     loop: DecodingLoop | None = None
@@ -214,10 +206,11 @@ def run_generate(
     options = _with_stop_strings(without_refused_defaults(options, defaults), defaults)
     seed, streamer = options.pop("seed", None), options.pop("streamer", None)
     with CancelScope(cancel) as scope:
-        timer, first = FirstTokenTimer(scope), first or FirstScores(wanted=False)
+        timer = FirstTokenTimer(scope)
         loop = None if beams > 1 else DecodingLoop(plan.token_ids, timer, streamer, one_token)
         options["custom_generate"] = loop
-        options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
+        if first is not None:
+            options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
         own_criteria = [*(options.get("stopping_criteria") or ())]
         own_criteria += [timer] if loop is None else []
         while True:
@@ -255,7 +248,6 @@ def run_generate(
         timer.cancelled,
         prefill.plan,
         prefill.report(),
-        first.at - started_at - settling if prefill.plain and first.at is not None else None,
         cache if loop is not None else None,
         prefill.own,
         loop,

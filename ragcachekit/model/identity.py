@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ragcachekit.model.weights import FileDigests, hash_tensor, source_digest, state_digest
+from ragcachekit.model.weights import hash_tensor, state_digest
 
 KV_SCHEMA = 6  # version of stored KV; raised when KV is stored in another form or computed otherwise
 
@@ -32,7 +30,6 @@ _HARMLESS = frozenset(
     }
 )
 _ADAPTER_PATHS = frozenset({"base_model_name_or_path", "inference_mode", "revision", "task_type"})
-_log = logging.getLogger(__name__)
 
 
 class Fingerprint(NamedTuple):
@@ -42,28 +39,18 @@ class Fingerprint(NamedTuple):
     parts: dict[str, str]  # by name, e.g. ``weights`` or ``rope``: a digest or a short text
 
 
-def fingerprint(
-    model: nn.Module,
-    tokenizer: Any = None,
-    *,
-    source: Path | str | None = None,
-    cache: Path | None = None,
-) -> Fingerprint:
+def fingerprint(model: nn.Module, tokenizer: Any = None) -> Fingerprint:
     """Digest everything that changes the model's KV values.
 
     Of the ``tokenizer`` everything counts that turns text into ids; chat template, padding and truncation do
-    not. The state dict is hashed, or the safetensors files in the folder ``source``, which the model was
-    loaded from **just now, unmodified**, if they hold every tensor and no adapter is attached. The two ways
-    give different fingerprints for the same weights, which only costs misses. ``cache`` is a JSON file of
-    file digests. ModelNotSupported if the weights cannot be read (meta device, opaque tensor types).
+    not. ModelNotSupported if the weights cannot be read (meta device, opaque tensor types).
     """
     config: Any = getattr(model, "config", None)
-    adapter = _adapter(model)
     parts = {
         "schema": str(KV_SCHEMA),
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
-        "weights": _weights(model, source if adapter == "none" else None, cache),
-        "adapter": adapter,
+        "weights": state_digest(model),
+        "adapter": _adapter(model),
         "tokenizer": _tokenizer(tokenizer),
         "rope": _digest(_rotary_buffers(model)),
         "dtype": _dtypes(model),
@@ -71,15 +58,6 @@ def fingerprint(
         "config": _digest(_without(_plain(config), _is_harmless)),
     }
     return Fingerprint(_digest(parts), parts)
-
-
-def _weights(model: nn.Module, source: Path | str | None, cache: Path | None) -> str:
-    if source is not None and Path(source).is_dir():
-        digest = source_digest(model, Path(source), FileDigests(cache))
-        if digest is not None:
-            return f"files:{digest}"
-        _log.info("the files in %s do not hold the weights as loaded; hashing the loaded weights", source)
-    return f"state:{state_digest(model)}"
 
 
 def _adapter(model: nn.Module) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ragcachekit.model.rope import Rope
 from ragcachekit.types import ENCODING_PREFIX, KVKey
@@ -39,7 +40,7 @@ TOKEN_IDS = "token_ids"
 """Name in ``sums`` of the ids of the chunk's tokens after all that it was encoded after."""
 
 
-def token_ids_of(sums: Mapping[str, torch.Tensor]) -> tuple[int, ...] | None:
+def token_ids_of(sums: Mapping[str, Tensor]) -> tuple[int, ...] | None:
     """The :data:`TOKEN_IDS`, None where they were not recorded."""
     return tuple(map(int, sums[TOKEN_IDS].tolist())) if TOKEN_IDS in sums else None
 
@@ -50,12 +51,12 @@ def with_token_ids(kv: ChunkKV, token_ids: Sequence[int]) -> ChunkKV:
     return ChunkKV.checked(kv.keys, kv.values, kv.start, {**kv.sums, TOKEN_IDS: ids}, kv.quantised)
 
 
-def is_packed(sums: Mapping[str, torch.Tensor]) -> bool:
+def is_packed(sums: Mapping[str, Tensor]) -> bool:
     """Whether KV with these ``sums`` is in eight bits (:mod:`ragcachekit.store.quantised`)."""
     return f"{SCALE_OF_KEYS}0" in sums
 
 
-def scales_of(sums: Mapping[str, torch.Tensor], layer: int) -> tuple[torch.Tensor, ...]:
+def scales_of(sums: Mapping[str, Tensor], layer: int) -> tuple[Tensor, ...]:
     """Scales of a layer's keys and values; empty unless they are in eight bits."""
     if not is_packed(sums):
         return ()
@@ -80,10 +81,10 @@ class ChunkKV:
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
     start: int | None = None
-    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
     quantised: str = ""
 
     def __post_init__(self) -> None:
@@ -96,10 +97,10 @@ class ChunkKV:
     @classmethod
     def checked(
         cls,
-        keys: tuple[torch.Tensor, ...],
-        values: tuple[torch.Tensor, ...],
+        keys: tuple[Tensor, ...],
+        values: tuple[Tensor, ...],
         start: int | None,
-        sums: Mapping[str, torch.Tensor],
+        sums: Mapping[str, Tensor],
         quantised: str,
     ) -> ChunkKV:
         """Construct without validation, which takes a tenth of a small read."""
@@ -107,7 +108,7 @@ class ChunkKV:
         made.__dict__.update(keys=keys, values=values, start=start, sums=sums, quantised=quantised)
         return made
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
+    def each(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
         """Apply ``change`` to every key, value and scale tensor; other ``sums`` stay."""
         kv, scales = self.unpacked(), (SCALE_OF_KEYS, SCALE_OF_VALUES)
         sums = {name: change(t) if name.startswith(scales) else t for name, t in kv.sums.items()}
@@ -142,7 +143,7 @@ class ChunkKV:
             for keys, values in zip(self.keys, self.values, strict=True)
         )
 
-    def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
+    def stored_layer(self, number: int) -> tuple[Tensor, ...]:
         """Keys and values of one layer as stored, followed by their scales if in eight bits."""
         return self.keys[number], self.values[number], *scales_of(self.sums, number)
 
@@ -234,8 +235,8 @@ class Stretch(NamedTuple):
 class Sides(NamedTuple):
     """Keys and values of one stretch, ``[kv_heads, tokens, head_dim]`` per layer."""
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
 
 
 def extract(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,31 +14,28 @@ from transformers import DynamicCache
 from ragcachekit.model.kv import one_token_cache
 from ragcachekit.threads import BackgroundWorker, JobQueue
 
-MAX_DRIFT = 16.0  # largest factor by which observations scale the estimates, up or down
 NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
 BUDGET_SECONDS = 1.5  # approximate time of a measurement; slow models are measured at fewer tokens
 
 _CACHED = 256
 _NEW = (16, 64, 256, 1024)
 _REPEATS = 2
-_SMOOTHING = 0.1
 
 Point = tuple[int, int, float]
 """Cached tokens, new tokens, seconds."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrefillProfile:
     """Seconds of a prefill of ``new`` tokens after ``cached`` ones (RAGCache section 5.1, T(alpha, beta)).
 
-    ``fixed + per_row * new + per_pair * new * (cached + new / 2)``, times ``scale``: bilinear in both but for
+    ``fixed + per_row * new + per_pair * new * (cached + new / 2)``: bilinear in both but for
     the attention among the new tokens. Coefficients are >= 0, and not all 0.
     """
 
     fixed: float
     per_row: float
     per_pair: float = 0.0
-    scale: float = 1.0
 
     @classmethod
     def fit(cls, points: Sequence[Point]) -> PrefillProfile:
@@ -59,13 +55,7 @@ class PrefillProfile:
         """Estimated seconds of one prefill; 0 for no new tokens."""
         if not new:
             return 0.0
-        return self.scale * (self.fixed + self.per_row * new + self.per_pair * new * (cached + new / 2))
-
-    def observed(self, cached: float, new: float, seconds: float) -> None:
-        """Scale the estimates slowly towards an observed time, by at most :data:`MAX_DRIFT`."""
-        expected = self.seconds(cached, new) / self.scale
-        ratio = min(max(seconds / expected, 1 / MAX_DRIFT), MAX_DRIFT)
-        self.scale = math.exp((1 - _SMOOTHING) * math.log(self.scale) + _SMOOTHING * math.log(ratio))
+        return self.fixed + self.per_row * new + self.per_pair * new * (cached + new / 2)
 
 
 @torch.no_grad()
@@ -124,8 +114,7 @@ class PrefillCost:
             self._filled += share
             self.needed = not self._tried and self._filled >= NEEDED_AT
             return 0.0
-        # Without the current scale: entries are compared that came at other times.
-        return self.profile.seconds(cached, new) / self.profile.scale
+        return self.profile.seconds(cached, new)
 
     def measure(self) -> None:
         """Measure the profile, unless that was tried before."""
@@ -136,4 +125,4 @@ class PrefillCost:
     def measure_later(self) -> None:
         """As :meth:`measure`, in the background."""
         if self.profile is None and not self._tried:
-            self._jobs.submit(None)
+            self._jobs.add(None)

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit_kernels.dispatch import Rotation, rotate
@@ -27,10 +28,10 @@ MAX_TABLES = 4  # tables that are kept; models with frequencies per length would
 
 MAX_LOCK_WAIT = 10.0  # seconds that a forward waits for the lock of a rotary module, which takes milliseconds
 
-Turns = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+Turns = tuple[tuple[Tensor, Tensor], ...]
 """Per rotary table cos and sin ``[positions, pairs]``; all of them again backwards if a layer needs it."""
 
-_KV = tuple[torch.Tensor, torch.Tensor]
+_KV = tuple[Tensor, Tensor]
 _log = logging.getLogger(__name__)
 
 
@@ -41,11 +42,11 @@ class Angles:
     m is the attention scaling of YaRN and longrope, apart so that rotations compose.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
     m: float
 
-    def factors(self, inverse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, inverse: bool = False) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotation with m, or of its inverse."""
         if self.m == 1.0:
             return self.cos, -self.sin if inverse else self.sin
@@ -68,7 +69,7 @@ class RotaryTable:
         # Not at position 0: where every angle is 0, all columns look like repetitions of each other.
         self._columns = _one_per_pair(torch.cat(self._table(torch.tensor([1, 2, 3]))))
 
-    def angles(self, positions: torch.Tensor, length: int) -> Angles:
+    def angles(self, positions: Tensor, length: int) -> Angles:
         """Angles of ``positions`` (``[tokens]``, integers) in a prompt of ``length`` tokens in all."""
         # The last entry makes the module choose the frequencies that it would use for the whole prompt.
         padded = torch.cat((positions.cpu(), torch.tensor([max(length - 1, 0)]))).long()
@@ -77,11 +78,11 @@ class RotaryTable:
         m = 1.0 if abs(m - 1) < 1e-6 else m  # within rounding
         return Angles(cos[:-1] / m, sin[:-1] / m, m)
 
-    def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         arguments = {**self._arguments, self._x: torch.zeros(1, 1, 1), "position_ids": positions[None]}
         with self._lock, torch.inference_mode(False), torch.no_grad():
             output = self._module(**arguments)
-        if isinstance(output, torch.Tensor) and output.is_complex():
+        if isinstance(output, Tensor) and output.is_complex():
             output = output.real, output.imag
         if not (isinstance(output, tuple) and len(output) == 2):
             raise ModelNotSupported(f"the rotary module returns {type(output).__name__}, not cos and sin")
@@ -93,7 +94,7 @@ class RotaryTable:
         return hashlib.sha256(angles.cos.numpy().tobytes() + angles.sin.numpy().tobytes()).hexdigest()[:8]
 
 
-def _one_per_pair(table: torch.Tensor) -> slice:
+def _one_per_pair(table: Tensor) -> slice:
     """Columns with one entry per pair: modules repeat them by halves, one by one or not at all."""
     width = table.shape[-1]
     if width % 2 == 0 and torch.equal(table[:, : width // 2], table[:, width // 2 :]):
@@ -133,7 +134,7 @@ class Rope:
         self._lock = threading.Lock()
         self._turns: OrderedDict[tuple[torch.device, str], Turns] = OrderedDict()
 
-    def angles(self, positions: torch.Tensor, length: int) -> tuple[Angles, ...]:
+    def angles(self, positions: Tensor, length: int) -> tuple[Angles, ...]:
         """Angles of ``positions``, one :class:`Angles` per table."""
         return tuple(table.angles(positions, length) for table in self.tables)
 
@@ -142,20 +143,20 @@ class Rope:
         return "-".join(table.regime(length) for table in self.tables)
 
     def place(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles]
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values ``[..., tokens, head_dim]`` without RoPE, at the positions of ``angles``."""
         return self._turned(layer, keys, values, angles, inverse=False)
 
     def strip(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles]
+    ) -> tuple[Tensor, Tensor]:
         """Undo :meth:`place`."""
         return self._turned(layer, keys, values, angles, inverse=True)
 
     def _turned(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles: Sequence[Angles], *, inverse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles], *, inverse: bool
+    ) -> tuple[Tensor, Tensor]:
         rope = self.layers[layer]
         if rope.table is None:
             return keys, values
@@ -201,7 +202,7 @@ class Rope:
         return tuple((cos.to(device).contiguous(), sin.to(device).contiguous()) for cos, sin in onward)
 
 
-def turn(rope: LayerRope, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turn(rope: LayerRope, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``keys`` ``[..., tokens, head_dim]`` as the layer does, by ``[tokens, pairs]`` cos and sin."""
     cos, sin = cos.to(keys.device), sin.to(keys.device)
     sin = -sin if rope.backwards else sin
@@ -270,7 +271,7 @@ def _candidates(tables: Sequence[RotaryTable], width: int) -> Iterator[tuple[Lay
                 yield LayerRope(number, interleaved, offset, backwards), angles
 
 
-def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _off(ours: Tensor, theirs: Tensor) -> float:
     size = float(theirs.abs().max()) or 1.0
     return float((ours - theirs).abs().max()) / size
 
@@ -298,7 +299,7 @@ def _lone_kv(model: Any, position: int) -> list[_KV]:
         use_cache=True,
     )
     kv: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-    if not kv or any(not isinstance(t, torch.Tensor) or t.dim() != 4 for pair in kv for t in pair):
+    if not kv or any(not isinstance(t, Tensor) or t.dim() != 4 for pair in kv for t in pair):
         raise _no_plain_cache(model)
     return [(keys[0].cpu(), values[0].cpu()) for keys, values in kv]
 
@@ -322,7 +323,7 @@ def _recorded_rotary_calls(model: Any) -> Iterator[list[tuple[torch.nn.Module, d
         fixed = {
             name: value
             for name, value in bound.items()
-            if name not in (first, "position_ids") and not isinstance(value, torch.Tensor)
+            if name not in (first, "position_ids") and not isinstance(value, Tensor)
         }
         if "position_ids" in bound and not any(m is module and f == fixed for m, f in calls):
             calls.append((module, fixed))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -259,33 +258,23 @@ class Fetch:
     """
 
     def __init__(
-        self,
-        store: KVStore | Loader,
-        planner: LoadPlanner | None = None,
-        layout: KVLayout | None = None,
+        self, store: KVStore | Loader, planner: LoadPlanner | None = None, layout: KVLayout | None = None
     ) -> None:
         self._store, self._planner, self._layout = store, planner, layout
         self._known: dict[KVKey, Hit | None] = {}
-        self._lost: frozenset[KVKey] = frozenset()
 
     def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
         """The entry under ``key`` for that many tokens; loads from slow tiers have not started.
 
         ``weight`` is its usefulness, for eviction.
         """
-        if key in self._lost:
-            return None
         if key not in self._known:
             self._known[key] = self._look(key, tokens, weight)
         return self._known[key]
 
-    def without(self, lost: frozenset[KVKey]) -> Fetch:
-        """A view in which these are not found; both share their results."""
-        if not lost:
-            return self
-        other = copy(self)
-        other._lost = lost
-        return other
+    def lose(self, keys: Iterable[KVKey]) -> None:
+        """Find these no more: an earlier plan waited for them in vain."""
+        self._known.update(dict.fromkeys(keys))
 
     def decide(
         self,

@@ -306,7 +306,8 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
         return plain_plan(request)
     started_at, wanted = time.perf_counter(), request.wanted
     lost, length = frozenset(without), len(request.token_ids)
-    fetch = request.fetch.without(lost)
+    fetch = request.fetch
+    fetch.lose(lost)
     found = [find_entry(want, fetch, variants) if request.may_reuse(want) else None for want in wanted]
     known = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
     known += request.prefix_match.tokens if request.prefix_match is not None else 0

@@ -80,12 +80,6 @@ class LoadPlanner:
         with self._lock:
             self._rates.setdefault(tier, ReadRate()).observe(nbytes, seconds, beside)
 
-    def observe_prefill(self, cached: int, new: int, seconds: float) -> None:
-        """Record a prefill of ``new`` rows over ``cached`` ones that did not wait for loads."""
-        if (profile := self.cost.profile) is not None and new > 0 and seconds > 0:
-            with self._lock:
-                profile.observed(cached, new, seconds)
-
     def load_seconds(self, kvs: Sequence[LoadingKV]) -> float | None:
         """Time of all remaining reads together; None if a tier's speed is unknown."""
         seconds = 0.0
@@ -158,17 +152,10 @@ class LoadPath:
         coming = self.loader.coming(keys()) if self.planner is not None else ()
         return self.planner is None or not coming or self.planner.hides(coming, *rows())
 
-    def follow(
-        self, kept: int, computed: int, seconds: float | None, skipped: Sequence[KVKey], loaded_bytes: int
-    ) -> None:
-        """Learn from a prefill over ``kept`` rows, whose ``seconds`` are those without loads where known.
-
-        What was computed instead (``skipped``) is loaded now, which keeps the measured speed current.
-        """
+    def follow(self, skipped: Sequence[KVKey], loaded_bytes: int) -> None:
+        """Load what was computed instead, which keeps the measured speed current; measure prefills once."""
         if skipped:
             self.prefetch(lambda: skipped)
-        if self.planner is not None and seconds is not None:
-            self.planner.observe_prefill(kept, computed, seconds)
         if self.planner is not None and loaded_bytes:
             self.planner.cost.measure_later()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ragcachekit.policies.base import (
     Look,
@@ -29,7 +30,7 @@ class Query(RatioPolicy):
     kind = "query"
     look = Look()
 
-    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[Tensor]) -> list[int]:
         """The top share of the open positions."""
         positions = open_positions(chunks)
         return top(positions, attention[0][positions], share(self.ratio, len(positions)))
@@ -47,7 +48,7 @@ class Deep(RatioPolicy):
     kind = "deep"
     look = Look(layers=None)
 
-    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[Tensor]) -> list[int]:
         """First tokens, then the highest scores, within the share of all open positions."""
         sums = torch.stack(tuple(attention))[:, open_positions(chunks)]
         # A sliding window may hide all chunks from the question in a layer, whose sums are then 0.

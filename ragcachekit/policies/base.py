@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ragcachekit.reports import ShownPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions
@@ -28,10 +29,10 @@ class PlacedChunk:
     start: int
     tokens: int
     is_exact: bool
-    attended: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    attended: Tensor | None = field(default=None, compare=False, repr=False)
     before: tuple[str, ...] = field(default=(), compare=False, repr=False)
     context: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    sums: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    sums: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def stop(self) -> int:
@@ -43,12 +44,7 @@ class AttentionObserver(Protocol):
     """Callback of a linked forward, called before each layer computes attention."""
 
     def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
     ) -> None:
         """Query ``[heads, rows, head_dim]``, rotated, over key ``[kv_heads, tokens, head_dim]``."""
 
@@ -110,7 +106,7 @@ class GuidedPolicy(SelectionPolicy, Protocol):
     def look(self) -> Look:
         """Which attention to record."""
 
-    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[Tensor]) -> list[int]:
         """Positions to recompute, as :meth:`select`.
 
         ``attention``, per recorded layer: ``[tokens]`` float32, the attention of the question's rows that
@@ -118,7 +114,7 @@ class GuidedPolicy(SelectionPolicy, Protocol):
         """
 
 
-Deviation = Callable[[], torch.Tensor]
+Deviation = Callable[[], Tensor]
 """Projects and stores this layer's K and V of the current rows; returns the squared deviation of V from the
 linked value per row, ``[rows]`` float32, summed over heads and dimensions."""
 
@@ -187,13 +183,13 @@ def open_positions(chunks: Sequence[PlacedChunk]) -> list[int]:
     return [p for chunk in chunks if not chunk.is_exact for p in range(chunk.start, chunk.stop)]
 
 
-def top(positions: Sequence[int], scores: torch.Tensor, count: int) -> list[int]:
+def top(positions: Sequence[int], scores: Tensor, count: int) -> list[int]:
     """The ``count`` positions with the highest scores (``[len(positions)]``), the earlier of equals."""
     order = torch.argsort(scores, descending=True, stable=True)[:count]
     return [positions[i] for i in order.tolist()]
 
 
-def first_then_top(chunks: Sequence[PlacedChunk], scores: torch.Tensor, ratio: float) -> list[int]:
+def first_then_top(chunks: Sequence[PlacedChunk], scores: Tensor, ratio: float) -> list[int]:
     """The share ``ratio`` of open positions: the first token of every chunk, then the highest ``scores``.
 
     ``scores`` has one for each of :func:`open_positions`.

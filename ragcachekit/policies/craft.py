@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, takewhile
 
 import torch
+from torch import Tensor
 
 from ragcachekit.policies.base import Deviation, PlacedChunk, share, top
 from ragcachekit.reports import ShownPolicy
@@ -35,7 +36,7 @@ class Impact:
     cci: float = NO_IMPACT
 
     @classmethod
-    def of(cls, context: Sequence[str], sums: Mapping[str, torch.Tensor], tokens: int) -> Impact:
+    def of(cls, context: Sequence[str], sums: Mapping[str, Tensor], tokens: int) -> Impact:
         """From the sums of an ``in-prompt`` entry of ``tokens`` tokens; others count as without context.
 
         ``sums`` has ``inter`` ``[layers, segments]``, ``intra`` ``[layers]`` and ``behind`` ``[segments]``
@@ -128,17 +129,12 @@ class FocusTracker:
         self._spans = Spans(tuple((chunk.start, chunk.stop) for chunk in self._chunks))
         self._asked = Rows(())
         self._scores = [0.0] * len(self._chunks)
-        self._new: list[torch.Tensor] = []
+        self._new: list[Tensor] = []
         self._found: list[frozenset[int]] = []  # per observed layer, the chunks in focus
         self._settled: frozenset[int] | None = None
 
     def observe(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        positions: Sequence[int],
-        options: AttentionOptions,
+        self, layer: int, query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
     ) -> None:
         """Record one layer's attention from the question to every chunk, summed over heads and rows."""
         asked = sum(1 for _ in takewhile(self._question.__contains__, reversed(positions)))

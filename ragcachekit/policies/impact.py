@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ragcachekit.model.kv import SENSITIVITY
 from ragcachekit.policies.base import Look, PlacedChunk, RatioPolicy, first_then_top, open_positions
@@ -28,14 +29,14 @@ class TokenImpact(RatioPolicy):
     kind = "impact"
     look = Look(layers=None, per_chunk=False, last=ROWS)
 
-    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[torch.Tensor]) -> list[int]:
+    def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[Tensor]) -> list[int]:
         """First tokens, then the highest impact, within the share of all open positions."""
         weights = torch.stack(tuple(attention))[:, open_positions(chunks)]
         weights = weights * _sensitivities([chunk for chunk in chunks if not chunk.is_exact], len(attention))
         return first_then_top(chunks, weights.sum(0), self.ratio)
 
 
-def _sensitivities(chunks: Sequence[PlacedChunk], layers: int) -> torch.Tensor:
+def _sensitivities(chunks: Sequence[PlacedChunk], layers: int) -> Tensor:
     """``[layers, tokens]`` of all ``chunks``; 1 if none of them has any."""
     found = [chunk.sums.get(SENSITIVITY) for chunk in chunks]
     known = [sums for sums in found if sums is not None and len(sums) == layers]

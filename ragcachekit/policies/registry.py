@@ -12,7 +12,7 @@ from ragcachekit.policies.cacheblend import CacheBlend
 from ragcachekit.policies.craft import Craft, CraftFocused
 from ragcachekit.policies.impact import TokenImpact
 from ragcachekit.policies.lego import Lego
-from ragcachekit.policies.measured import Auto, Budget, union
+from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.types import check_type
 
 _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
@@ -45,27 +45,17 @@ def known_policies() -> tuple[str, ...]:
 
 
 def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
-    """The policy called ``name`` or ``name:argument``, several joined by ``+``; an object passes through.
+    """The policy called ``name`` or ``name:argument``; an object passes through.
 
-    ValueError for an unknown name (the known ones are listed), a bad argument, or parts that cannot be
-    joined; TypeError for what is neither a name nor a policy.
+    ValueError for an unknown name (the known ones are listed) or a bad argument; TypeError for what is
+    neither a name nor a policy.
     """
     if not isinstance(policy, str):
         check_type("policy", policy, SelectionPolicy, "a name such as 'lego:16', or a SelectionPolicy")
         return policy
-    parts = [_open(part.strip(), policy) for part in policy.split("+")]
-    try:
-        return parts[0] if len(parts) == 1 else union(parts)
-    except ValueError as error:
-        raise ValueError(f"policy {policy!r}: {error}") from error
-
-
-def _open(part: str, policy: str) -> SelectionPolicy:
-    name, colon, argument = part.partition(":")
+    name, colon, argument = policy.strip().partition(":")
     if name not in _POLICIES:
-        raise ValueError(
-            f"unknown policy {policy!r}; known: {', '.join(known_policies())}, and sums with '+'"
-        )
+        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(known_policies())}")
     make, example = _POLICIES[name]
     if bool(colon) != bool(example):
         raise ValueError(f"policy {policy!r}: write {example or name!r}")

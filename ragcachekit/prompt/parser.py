@@ -38,8 +38,6 @@ PromptLike = str | Prompt | Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, which a chat template renders."""
 
-AS_GIVEN = "the segments of this Prompt are tokenised one by one, as given; the joined text has other ids"
-
 BOS_TWICE = (
     "the prompt begins with BOS twice, as tokenizer(text) adds one before text that brings its own; give "
     "messages, or leave the BOS string out"
@@ -204,8 +202,7 @@ class PromptParser:
     ) -> tuple[list[TokenSegment], tuple[str, ...]]:
         """Token ids per segment of the segmented ``prompt``, and notes; fills ``texts``."""
         if isinstance(prompt, Prompt):
-            given = self._as_given(found.segments, True, texts)
-            return given, (AS_GIVEN,) if self._differs(found.segments, given) else ()
+            return self._as_given(found.segments, True, texts), ()
         special = isinstance(prompt, str)
         segments = [_clean(segment) for segment in blanks_outside(found.segments)]
         ends = list(accumulate((len(s.text or "") for s in segments), initial=0))
@@ -229,14 +226,6 @@ class PromptParser:
         notes = {LOST.format(lost): lost, PLAIN.format(plain): plain > 0, BOS_TWICE: bos_twice}
         made = _cut(tokens.ids, system, zip(runs, own, strict=True))
         return made, tuple(note for note, holds in notes.items() if holds)
-
-    def _differs(self, segments: Sequence[Segment], given: Sequence[TokenSegment]) -> bool:
-        """Whether the tokenizer makes other ids of the joined text than of its segments."""
-        texts = [segment.text for segment in segments if segment.text is not None]
-        if not 1 < len(texts) == len(segments):
-            return False
-        whole = self.tokens.prompt(without_lone_surrogates("".join(texts)), special=True)
-        return whole is not None and whole.ids != tuple(chain.from_iterable(s.token_ids for s in given))
 
     def _as_given(self, given: Sequence[Segment], leading: bool, texts: dict[Ids, str]) -> list[TokenSegment]:
         """Segments tokenised one by one; ``leading``: after BOS, if the tokenizer puts one before text."""

@@ -140,7 +140,7 @@ class AutoPolicies:
             while sum(one.size for prompts in self._seen.values() for one in prompts) > MAX_TOKENS:
                 del self._seen[next(iter(self._seen))]
             if background and not known.checked and len(seen) >= MAX_PROMPTS:
-                known.checked = self._jobs.submit(namespace)
+                known.checked = self._jobs.add(namespace)
 
     def seen(self, namespace: str) -> tuple[CheckPrompt, ...]:
         """The last different prompts that tell something, the last one first; in memory only."""

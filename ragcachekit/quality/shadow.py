@@ -136,7 +136,7 @@ class Shadow:
             job = _Job(namespace, tally, ids, first.log_probs, compared, asked, tuple(stop))
             if self.config.when == "after":
                 self._work(job)
-            elif not self._jobs.submit(job):
+            elif not self._jobs.add(job):
                 self._count(tally, "dropped")
         except Exception:
             log.warning("a request could not be shadowed", exc_info=True)

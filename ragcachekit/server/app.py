@@ -23,36 +23,23 @@ from ragcachekit.server.middleware import BodyLimit, Gate
 
 log = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 30.0
-"""How long a stop waits for background work, as writes to disk."""
-
-Metrics = Callable[[], tuple[bytes, str]]
-"""Makes the text of ``/metrics`` and its content type."""
+FLUSH_SECONDS = 30.0  # how long a stop waits for background work, as writes to disk
 
 
 def create_app(
-    rag: RagCache, config: ServerConfig | None = None, *, metrics: Metrics | None = None
+    rag: RagCache,
+    config: ServerConfig | None = None,
+    *,
+    metrics: Callable[[], tuple[bytes, str]] | None = None,
 ) -> FastAPI:
-    """The server's application around an engine, for any ASGI server, in one process.
+    """The server's application around an engine with a tokenizer, for any ASGI server, in one process.
 
-    Parameters
-    ----------
-    rag : RagCache
-        With a tokenizer. When the application stops, it waits for the engine's background work; the engine
-        stays open.
-    config : ServerConfig, optional
-    metrics : callable, optional
-        Makes the text of ``/metrics`` and its content type: ``PrometheusObserver(rag).render``.
+    ``metrics`` makes the text of ``/metrics``: ``PrometheusObserver(rag).render``. A stop waits for the
+    engine's background work; the engine stays open.
 
-    Raises
-    ------
-    ValueError
-        For an engine without a tokenizer.
-    RagCacheError
-        For a file of keys, or a folder of contexts, that cannot be used.
+    Raises ValueError for an engine without a tokenizer; RagCacheError for a file of keys, or a folder of
+    contexts, that cannot be used.
 
-    Examples
-    --------
     >>> app = create_app(RagCache.from_pretrained("path/or/hub-id"))  # doctest: +SKIP
     >>> uvicorn.run(app, port=8000)  # doctest: +SKIP
     """

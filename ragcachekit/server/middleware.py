@@ -13,16 +13,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragcachekit.server.errors import ApiError, api_path, overloaded, response
+from ragcachekit.server.errors import ApiError, api_path, response
 from ragcachekit.server.keys import Tenant, Usage
 
 log = logging.getLogger(__name__)
 
 BODY_SECONDS = 60.0
 """Time in which a body must arrive."""
-
-MAX_BODIES = 16
-"""Bodies of the largest size that may be in memory together."""
 
 CLIENT_GONE = 499
 """Status when the client has disconnected."""
@@ -36,7 +33,7 @@ class BodyLimit:
     """ASGI middleware that authenticates requests and reads their bodies, or refuses them.
 
     It refuses missing or wrong keys (401), requests beyond a key's limits (429), large bodies (413), and
-    bodies that arrive too slowly (408) or find no room beside others (503). The tenant is
+    bodies that arrive too slowly (408). The tenant is
     ``request.state.tenant`` afterwards, and what it may use ``request.state.grant``, where ``usage`` counts
     requests. Other paths than ``/v1...`` pass.
     """
@@ -50,7 +47,7 @@ class BodyLimit:
         seconds: float = BODY_SECONDS,
     ) -> None:
         self._app, self._max_bytes, self._tenant, self._seconds = app, max_bytes, tenant, seconds
-        self._usage, self._held = usage, 0  # bytes of the bodies in memory
+        self._usage = usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on with its body in one piece."""
@@ -59,7 +56,6 @@ class BodyLimit:
         request, body = Request(scope, receive), bytearray()
         parts = request.stream()
         with ExitStack() as stack:
-            stack.callback(self._release, body)
             try:
                 request.state.tenant = tenant = self._tenant(request.headers)
                 if self._usage is not None:
@@ -75,10 +71,8 @@ class BodyLimit:
 
     async def _read(self, request: Request, parts: AsyncIterator[bytes], body: bytearray) -> None:
         message = f"The request's body has more than {self._max_bytes} bytes."
-        too_large, announced = (
-            ApiError(413, message, code="body_too_large"),
-            request.headers.get("content-length", ""),
-        )
+        too_large = ApiError(413, message, code="body_too_large")
+        announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise too_large
         try:
@@ -86,16 +80,10 @@ class BodyLimit:
                 async for part in parts:
                     if len(body) + len(part) > self._max_bytes:
                         raise too_large
-                    if self._held + len(part) > MAX_BODIES * self._max_bytes:
-                        raise overloaded("The server holds too many requests; please try again later.")
-                    self._held += len(part)
                     body += part
         except TimeoutError:
             message = f"The request's body did not arrive within {self._seconds:g} s."
             raise ApiError(408, message, code="body_too_slow") from None
-
-    def _release(self, body: bytearray) -> None:
-        self._held -= len(body)
 
     async def _drain(self, parts: AsyncIterator[bytes]) -> None:
         """Receive what the client still sends, within bounds: many read no answer before they sent all."""

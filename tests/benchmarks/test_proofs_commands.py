@@ -9,17 +9,8 @@ from benchmarks.__main__ import COMMANDS
 
 def test_bench_query_cache_lookup(proofs, tmp_path):
     result = proofs(
-        *(
-            "query-cache-lookup",
-            "--capacities",
-            "5,70",
-            "--metrics",
-            "l2,ip",
-            "--dim",
-            "32",
-            "--lookups",
-            "9",
-        ),
+        *("query-cache-lookup", "--capacities", "5,70", "--metrics", "l2,ip", "--dim", "32"),
+        *("--lookups", "9"),
         *("--json", tmp_path / "q.json"),
     )
     assert result.exit_code == 0

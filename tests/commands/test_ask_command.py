@@ -155,7 +155,7 @@ def test_the_text_before_the_chunks_is_that_of_the_prompt(corpus, one_minilm, pr
         (("--dtype", "int3"), "unknown dtype 'int3'"),
         (("--tolerance", "nan"), "tolerance"),
         (("--max-new-tokens", "0"), "Invalid value for '--max-new-tokens'"),
-        (("--disk-gb", "0"), "disk budget must be > 0"),
+        (("--disk-gb", "0"), "Invalid value for '--disk-gb'"),
         (("--namespace", ""), "namespace must be a non-empty string"),
         ((" ",), "the question is empty"),
     ],

@@ -93,7 +93,6 @@ def test_a_text_that_occurs_twice_is_kept_once(tmp_path):
         (tmp_path / name).write_text("the same text")
     found = read_corpus(tmp_path)
     assert [chunk.source for chunk in found.chunks] == ["a.txt"]
-    assert found.notes == ("left out 1 chunk that repeats the text of another one",)
 
 
 def test_a_missing_or_empty_folder_says_what_to_do(tmp_path):

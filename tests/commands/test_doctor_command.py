@@ -28,16 +28,11 @@ def files(tmp_path):
 @pytest.mark.parametrize("documents", ["docs.jsonl", "folder"])
 @pytest.mark.parametrize("prompt", ["prompt.txt", "messages.json", "request.json"])
 def test_all_found(command, files, prompt, documents):
-    result = command("doctor", files / prompt, "-d", files / documents)
+    model = () if prompt == "prompt.txt" else ("--model", READER)
+    result = command("doctor", files / prompt, "-d", files / documents, *model)
     assert result.exit_code == 0, result.output
     assert result.output.startswith("2 of 2 documents are found as chunks")
-    assert ("give --model" in result.output) == (prompt != "prompt.txt")
-
-
-def test_the_models_template_is_applied(command, files):
-    result = command("doctor", files / "messages.json", "-d", files / "folder", "--model", READER)
-    assert result.exit_code == 0, result.output
-    assert "characters of the messages" in result.output
+    assert ("characters of the messages" in result.output) == bool(model)
 
 
 def test_what_is_missing_is_explained_and_the_exit_code_says_so(command, files):
@@ -53,6 +48,7 @@ def test_what_is_missing_is_explained_and_the_exit_code_says_so(command, files):
     [
         ([], "give the prompt's file"),
         (["prompt.txt"], "there are no documents"),
+        (["messages.json", "-d", "folder"], "give --model"),
         (["nothing.txt", "-d", "folder"], "cannot be read"),
         (["prompt.txt", "-d", "nothing.txt"], "cannot be read"),
         (["prompt.txt", "-d", "bad.jsonl"], "line 2"),

@@ -52,7 +52,7 @@ def settings(corpus, tmp_path):
 
 def encoded(result):
     """(chunks encoded, chunks that were stored already)"""
-    found = re.search(r"encoded (\d+) chunks .* (\d+) were stored already", result.stdout)
+    found = re.search(r"encoded (\d+) chunks .* s: \1 new, (\d+) kept", result.stdout)
     assert found, result.output
     return int(found[1]), int(found[2])
 

@@ -10,7 +10,6 @@ from ragcachekit import Prompt
 POLICIES = [
     "query:0.2",
     "deep:0.2",
-    "lego:2+query:0.1",
     "cacheblend:0.2",
     "cacheblend-gradual:0.3",
     "heavy:0.2",

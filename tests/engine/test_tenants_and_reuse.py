@@ -102,7 +102,6 @@ def test_neighbouring_texts_are_one_text():
 
 POLICIES = [
     *(name for name in known_policies() if name != "full" and not name.startswith("budget")),
-    "lego:4+query:0.3",
     "lego:1000",
 ]
 

@@ -135,14 +135,6 @@ def test_reads_at_the_same_time_share_the_bandwidth():
     assert rate.seconds(1000) == pytest.approx(1e-3)
 
 
-def test_prefills_that_were_observed_scale_the_estimate():
-    made = planner(1e-3, 1e6)
-    for _ in range(100):
-        made.observe_prefill(0, 100, 0.3)
-    assert made.cost.profile.seconds(0, 100) == pytest.approx(0.3, rel=0.01)
-    made.observe_prefill(0, 0, 0.3)
-
-
 @pytest.mark.parametrize(
     ("policy", "recomputed"),
     [

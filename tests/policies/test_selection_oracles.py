@@ -224,25 +224,6 @@ class TestPrefixAndSums:
         assert plan.kept == plan.report.exact_tokens == len(SYSTEM)
         assert plan.report.approximate_tokens == 0
 
-    @pytest.mark.parametrize("second", ["query:0.2", "heavy:0.2"])
-    def test_a_sum_is_the_union(self, second):
-        def rows(policy):
-            return set(picked(choose(wrapped("llama"), described("llama"), plan_for("llama", policy))[0]))
-
-        both = rows(f"lego:3+{second}")
-        assert both == rows("lego:3") | rows(second)
-        assert both > rows(second)
-
-    @pytest.mark.parametrize("name", ["full+lego:1", "cacheblend:0.1+lego:1", "lego:1+", "lego0+x"])
-    def test_what_cannot_be_summed_says_so(self, name):
-        with pytest.raises(ValueError, match="policy"):
-            open_policy(name)
-
-    def test_names_of_sums_open_again(self):
-        policy = open_policy("lego:4 + query:0.1")
-        assert policy.name == "lego:4+query:0.1"
-        assert open_policy(policy.name) == policy
-
 
 def blend(name, ratio, gradual):
     """Survivors per layer, and the columns of the slow forward, from full forwards only."""

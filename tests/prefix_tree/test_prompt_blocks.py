@@ -101,16 +101,6 @@ def test_a_long_system_text_and_question_around_chunks_are_kept_too() -> None:
         assert ask(rag, Prompt([system]))[1] == 2 * BLOCK
 
 
-def test_eviction_keeps_the_beginnings_and_the_budget() -> None:
-    row = 3 * 2 * 2 * 16 * 4  # layers, sides, heads, numbers, bytes
-    with rag_for("llama", policy="reuse", tree=tree_of(host_bytes=7 * BLOCK * row)) as rag:
-        ask(rag, PLAIN)
-        ask(rag, HALF)  # two blocks are shared, three are new: one of PLAIN's has to go
-        (record,) = (record for record in rag.stats() if record.tier == "tree:host")
-        assert (record.entries, record.nbytes) == (7, 7 * BLOCK * row)
-        assert ask(rag, PLAIN) == (bare("llama", PLAIN), 4 * BLOCK)
-
-
 LONG = "The river Spree flows in Berlin, the river Seine in Paris and the river Tiber in Rome. " * 3
 CHAT = [{"role": "system", "content": LONG}, {"role": "user", "content": "Where does the river flow?"}]
 

@@ -177,12 +177,6 @@ def test_forgetting_a_chunk_reaches_the_tree() -> None:
         assert len(nodes(tree)) == 0
 
 
-def test_namespaces_share_nothing() -> None:
-    with rag_for("llama", policy="prefix", tree=tree_of(), cold="now") as rag:
-        rag.generate(THREE, max_new_tokens=1)
-        assert rag.generate(THREE, max_new_tokens=1, namespace="globex").report.link.tree_tokens == 0
-
-
 def test_the_disk_keeps_it_for_the_next_process(tmp_path) -> None:
     options = {
         "policy": "prefix",

@@ -395,8 +395,6 @@ def test_a_record_that_cannot_be_written_serves_this_process(make, monkeypatch, 
 def test_auto_is_a_policy_by_name():
     assert open_policy("auto") == Auto()
     assert "auto" in known_policies()
-    with pytest.raises(ValueError, match="stands alone"):
-        open_policy("lego:4+auto")
     with pytest.raises(RagCacheError, match="give it to RagCache"):
         Auto().select([])
 

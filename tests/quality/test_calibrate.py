@@ -207,7 +207,7 @@ def test_the_record_is_found_by_engines_of_either_making(
         READER, device="cpu", policy="budget:0.99", namespace="acme", cache_dir=folder
     )
     with made, loaded:
-        assert made.fingerprint != loaded.fingerprint
+        assert made.fingerprint == loaded.fingerprint
         assert made.policy == loaded.policy == f"budget:0.99 -> {policy}"
         other = made.link(PromptMaker(tokenizer).prompt(world_questions(0, 1)[0]).prompt, namespace="x")
         assert other.report.policy == "budget:0.99 -> full"

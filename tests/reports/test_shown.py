@@ -33,7 +33,6 @@ SHOWN = [
     Answer(f"{EVIL}\nsecond line", (1, 2), REPORT),
     Records([TIER, TIER]),
     *map(open_policy, known_policies()),
-    open_policy("lego:4+query:0.1"),
 ]
 
 

@@ -107,7 +107,7 @@ def test_a_missing_extra_is_named():
     assert "pip install fastapi uvicorn" in run.stdout, run.stderr
 
 
-def test_configurations_that_cannot_be(tmp_path):
+def test_configurations_that_cannot_be():
     for name in ("timeout", "max_choices", "heartbeat"):
         with pytest.raises(ValueError, match=name):
             ServerConfig(**{name: 0})

@@ -1,7 +1,6 @@
 """The disk tier alone in its folder: who may use it, what persists, order of use, quotas, layers, damage."""
 
 import os
-import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -72,20 +71,8 @@ def test_files_of_others_are_left_alone(tmp_path, opened):
     assert {name: (tmp_path / name).read_bytes() for name in notes} == notes
 
 
-def a_socket(path):
-    here = Path.cwd()
-    os.chdir(path.parent)  # the path of a socket is short
-    try:
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 ODD: dict[str, Callable[[Path], object]] = {
     "fifo": os.mkfifo,
-    "socket": a_socket,
-    "folder": lambda path: (path / "below").mkdir(parents=True),
     "link": lambda path: path.symlink_to("/dev/zero"),
 }
 
@@ -105,23 +92,6 @@ def test_what_is_no_file_under_an_entrys_name_is_a_miss(tmp_path, odd, opened):
     store.close()
     again = opened(path)
     assert [holds(again, n) for n in range(4)] == [True, False, False, True]
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("odd", ["socket", "folder"])
-@pytest.mark.parametrize("name", ["lock", f"1-{'0' * 16}.tmp"])
-def test_what_is_no_file_under_another_name_of_ours(tmp_path, odd, name, opened):
-    path, failure = tmp_path / "kv", ""
-    filled(path)
-    (path / name).unlink(missing_ok=True)
-    ODD[odd](path / name)
-    try:
-        store = opened(path)
-        assert [holds(store, n) for n in range(4)] == [True] * 4
-        store.close()
-    except StoreError as error:
-        failure = str(error)
-    assert not failure or name in failure, "which one to remove"
 
 
 # -- order of use, quotas --------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ assert gate.reached.wait(60)
 go_on, done = threading.Event(), []
 worker = BackgroundWorker()
 jobs = worker.queue(lambda job: (go_on.wait(60), done.append(job)), 4)
-assert jobs.submit(1) and jobs.submit(2)
+assert jobs.add(1) and jobs.add(2)
 
 bulk = FsspecStore((folder / "bulk").as_uri(), 1 << 20, key=bytes(32), deadline=2.0)
 tree = KnowledgeTree(host_bytes=1 << 20)
@@ -75,7 +75,7 @@ if not child:
         lambda: disk.put(key_of(2), kv_of(2)),
         lambda: key_of(0) in tiered,
         lambda: tiered.forget("acme/docs"),
-        lambda: jobs.submit(3),
+        lambda: jobs.add(3),
         lambda: worker.flush(),
         lambda: bulk.get(key_of(0)),
         lambda: tree.stats(),

@@ -198,18 +198,6 @@ def test_entries_of_a_failed_forget_are_misses_until_one_succeeds(tmp_path, chun
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_hanging_read_is_a_miss_in_time_and_does_not_block_others(tmp_path, hangs):
-    store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT)
-    while not store.put(KEY, kv_of(1)):
-        pass
-    hangs.names = {"cat_file"}
-    assert store.get(KEY) is None
-    hangs.names = set()
-    while store.get(KEY) is None:
-        pass
-
-
-@pytest.mark.usefixtures("patient")
 def test_a_write_that_ends_after_its_forget_does_not_stay(tmp_path, hangs):
     store = store_on(interrupted(LocalFileSystem, hangs), str(tmp_path), SHORT)
     hangs.names = {"mv"}

@@ -343,30 +343,6 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, closing):
     assert descriptors() == 0
 
 
-def test_whoever_collects_garbage_while_the_loader_changes_disturbs_nothing(store, loader):
-    """A handle in a cycle goes at any moment: here while this thread, or another one, holds the lock."""
-    for meanwhile in (lambda: gc.collect(), lambda: in_another_thread(gc.collect)):
-        cycle = [*opened(loader, 0, 1)]
-        cycle.append(cycle)
-        del cycle
-        with loader._changed:
-            seen = []
-            for load in loader._active:
-                meanwhile()
-                seen.append(load.key)
-            assert seen == [key_of(0), key_of(1)]
-        assert loader.open(key_of(2)) is not None
-        loader.release([])
-        assert all(closed(store)), "the last one too: nobody kept it"
-
-
-def in_another_thread(work):
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(WAIT)
-    assert not thread.is_alive()
-
-
 def test_no_more_entries_are_open_than_may_be(store, loader, monkeypatch):
     monkeypatch.setattr("ragcachekit.store.loader.MAX_OPEN", 3)
     handles = opened(loader, 0, 1, 2)

@@ -52,22 +52,6 @@ def test_an_operation_is_logarithmic_in_comparisons():
     assert large < 8 * 15, "log2(32768) is 15"
 
 
-def test_neither_touches_nor_holds_let_it_grow():
-    """The lowest is found among few outdated ones, however often the others were used."""
-    ranking = Ranking(Given())
-    for item in range(20):
-        ranking.add(item, 1, access=Access(weight=Counted(9)))
-    for number in range(20_000):
-        ranking.touch(number % 20, Access(weight=Counted(9)))
-        ranking.hold(number % 20)
-        ranking.release(number % 20)
-        ranking.add("passing", 1, access=Access(weight=Counted(9)))
-        ranking.remove("passing")
-    Counted.comparisons = 0
-    assert ranking.lowest() == 0
-    assert Counted.comparisons < 500
-
-
 def test_what_was_known_survives_eviction_for_a_while_but_not_removal():
     ranking = Ranking(_Counting())
     for item in range(6000):

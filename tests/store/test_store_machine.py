@@ -1,18 +1,14 @@
 """Any sequence of operations, damage and restarts against a dict: the value last put, or a miss."""
 
-import random
 import shutil
 import tempfile
-from collections import OrderedDict
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
@@ -199,43 +195,3 @@ TestDiskMachine = DiskMachine.TestCase
 TestThreeTierMachine = ThreeTierMachine.TestCase
 TestHostMachine.settings = few(30, 40)
 TestDiskMachine.settings = TestThreeTierMachine.settings = few(8, 25)
-
-
-class PlainLru:
-    """Least recently used in plain Python: which keys a store of ``budget`` bytes has left."""
-
-    def __init__(self, budget):
-        self.budget = budget
-        self.sizes: OrderedDict[int, int] = OrderedDict()
-
-    def put(self, number, size):
-        self.sizes.pop(number, None)
-        self.sizes[number] = size
-        while sum(self.sizes.values()) > self.budget:
-            self.sizes.popitem(last=False)
-
-    def get(self, number):
-        if number in self.sizes:
-            self.sizes.move_to_end(number)
-        return number in self.sizes
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-@pytest.mark.parametrize("seed", range(2))
-def test_exactly_the_least_recently_used_leave(tier, seed, tmp_path):
-    rng = random.Random(seed)
-    tokens = [rng.randint(1, 40) for _ in KEYS]
-    entries = [kv_of(number, tokens=count) for number, count in enumerate(tokens)]
-    store: KVStore = HostStore(BUDGET) if tier == "host" else DiskStore(tmp_path / "kv", BUDGET)
-    model = PlainLru(BUDGET)
-    for _ in range(150):
-        number = rng.randrange(len(KEYS))
-        if rng.random() < 0.4:
-            assert store.put(KEYS[number], entries[number])
-            file = file_of(tmp_path / "kv", KEYS[number])
-            model.put(number, file.stat().st_size if tier == "disk" else entries[number].nbytes)
-        else:
-            assert (store.get(KEYS[number]) is not None) == model.get(number)
-        assert [n for n, key in enumerate(KEYS) if key in store] == sorted(model.sizes)
-    assert store.stats()[0].evictions > 10
-    store.close()

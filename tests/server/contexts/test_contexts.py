@@ -19,7 +19,6 @@ from ragcachekit.errors import StoreError
 from ragcachekit.server import ServerConfig, contexts, create_app
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError
-from ragcachekit.server.keys import Limits
 from speaking import byte_level, speaker
 
 TEXT = "Berlin is the capital of Germany. The river Spree flows in Berlin."
@@ -318,21 +317,6 @@ async def test_a_creation_that_is_cancelled_while_its_file_is_written(rag, tmp_p
     assert store.all(ada) == []
     assert rag.encoded == set()
     assert files(tmp_path / "contexts") == []
-
-
-async def test_creations_that_failed_count_until_they_are_forgotten(rag, clock, ada):
-    store, ada = ContextStore(rag, clock=clock), replace(ada, limits=Limits(contexts=2))
-    rag.fails = StoreError("the disk is gone")
-    for _ in range(2):
-        with pytest.raises(StoreError):
-            await make(store, ada, ONE)
-    with pytest.raises(ApiError, match="may have 2 cached contents") as error:
-        await make(store, ada, TWO)
-    assert error.value.status == 429
-    assert rag.encoded == {("ada", ONE)}
-    rag.fails = None
-    assert (await make(store, ada, THREE)).chunks == (THREE,), "at once, not after the next sweep"
-    assert rag.encoded == {("ada", THREE)}
 
 
 async def test_owners_encode_by_turns_and_all_chunks_are_registered_as_one_list(rag, clock, ada, bob):
