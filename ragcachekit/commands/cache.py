@@ -90,11 +90,14 @@ def usage(tier: Path) -> dict[str, list[int]]:
 def tiers_in(folder: CacheFolder) -> list[Path]:
     """Folders of disk tiers: each chunk store, followed by the tree in its folder."""
     from ragcachekit.prefix_tree.disk import FOLDER
-    from ragcachekit.store.disk import is_disk_tier
+    from ragcachekit.store.disk_folder import entry_files
 
     try:
         return [
-            place for at in (folder.path, folder.kv) for place in (at, at / FOLDER) if is_disk_tier(place)
+            place
+            for at in (folder.path, folder.kv)
+            for place in (at, at / FOLDER)
+            if place.is_dir() and entry_files(place)
         ]
     except OSError as error:
         raise _unreadable(folder.path, error) from error

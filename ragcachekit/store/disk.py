@@ -34,8 +34,6 @@ from ragcachekit.store.entry import (
 )
 from ragcachekit.types import KVKey
 
-_SHARE_OF_FREE = 2
-
 
 def default_disk_bytes(folder: Path) -> int:
     """The default budget of a disk tier.
@@ -48,7 +46,7 @@ def default_disk_bytes(folder: Path) -> int:
         taken = sum(entry_files(folder).values()) if folder.is_dir() else 0
     except OSError:
         return DEFAULT_DISK_BYTES
-    return max(1, taken, min(DEFAULT_DISK_BYTES, (free + taken) // _SHARE_OF_FREE))
+    return max(1, taken, min(DEFAULT_DISK_BYTES, (free + taken) // 2))
 
 
 class DiskStore(KVStore):
@@ -261,8 +259,3 @@ class DiskStore(KVStore):
         if not self._files.remove(name):
             raise OSError(f"cannot delete {self._files.path(name)}")
         return True
-
-
-def is_disk_tier(folder: Path) -> bool:
-    """Whether a folder holds entries of a disk tier."""
-    return folder.is_dir() and bool(entry_files(folder))

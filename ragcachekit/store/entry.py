@@ -262,8 +262,8 @@ def open_file(path: Path | str) -> OpenFile:
     return file
 
 
-def read_key(path: Path, *, whole: bool = False) -> KVKey:
-    """The key in a file's verified header; the layers are read only if ``whole``.
+def read_key(path: Path) -> KVKey:
+    """The key in a file's verified header; no layer is read.
 
     EntryDamaged if header, length or name are wrong, OSError if the file cannot be read.
     """
@@ -271,8 +271,6 @@ def read_key(path: Path, *, whole: bool = False) -> KVKey:
         entry = EntryReader.of_file(file)
         if entry_name(entry.header.key) != path.name:
             raise EntryDamaged(f"{path.name} holds the entry of another key")
-        if whole:
-            entry.kv()
     return entry.header.key
 
 

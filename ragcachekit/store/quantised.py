@@ -16,6 +16,7 @@ from ragcachekit.model.kv import (
     SCALE_OF_KEYS,
     SCALE_OF_VALUES,
     ChunkKV,
+    Shapes,
     TensorShape,
     is_packed,
     nbytes_of,
@@ -39,7 +40,6 @@ LIKE = "like"  # name in the sums of packed KV: an empty tensor of the original 
 _OVER_TOKENS, _OVER_CHANNELS = 1, 2
 
 Sums = Mapping[str, torch.Tensor]
-Shapes = tuple[tuple[TensorShape, TensorShape], ...]
 
 
 def pack(kv: ChunkKV, kind: str) -> ChunkKV:

@@ -41,13 +41,11 @@ class DeadlineExecutor:
     """Runs operations in threads and waits for each until ``deadline`` seconds have passed. Thread safe.
 
     After :data:`FAILURES` in a row operations are refused; after :data:`COOLDOWN` seconds one may try. While
-    all :data:`THREADS` hang, they are refused as well. ``failure`` is why the last one that was tried failed,
-    empty if it did not.
+    all :data:`THREADS` hang, they are refused as well.
     """
 
     def __init__(self, name: str, deadline: float) -> None:
         self.deadline = deadline
-        self.failure = ""
         self._name = name
         self._failed = 0  # in a row
         self._retry_at = 0.0  # monotonic seconds
@@ -87,7 +85,6 @@ class DeadlineExecutor:
 
     def _record(self, failure: str) -> None:
         with self._lock:
-            self.failure = failure
             self._failed = self._failed + 1 if failure else 0
             self._retry_at = time.monotonic() + COOLDOWN
             if self._failed == FAILURES:

@@ -108,8 +108,16 @@ class TieredStore(KVStore):
                 self._promote(key, opened.kv, place, since)
                 return opened
             if opened is not None:
-                return self._promoting(key, opened, place, since)
-        return None
+                break
+        else:
+            return None
+        source = opened
+
+        def finished(kv: ChunkKV) -> None:
+            source.finished(kv)
+            self._promote(key, kv, place, since)
+
+        return replace(source, finished=finished)
 
     def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
         """As the first tier that has the entry; nothing is copied into faster ones."""
@@ -164,15 +172,6 @@ class TieredStore(KVStore):
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()
-
-    def _promoting(self, key: KVKey, source: LayerSource, place: int, since: int) -> LayerSource:
-        """The source, whose KV is copied into the faster tiers when all is read."""
-
-        def finished(kv: ChunkKV) -> None:
-            source.finished(kv)
-            self._promote(key, kv, place, since)
-
-        return replace(source, finished=finished)
 
     def _promote(self, key: KVKey, kv: ChunkKV, place: int, since: int) -> None:
         """Copy an entry of tier ``place`` into the faster ones."""

@@ -132,7 +132,7 @@ def test_damaged_entries_are_counted_apart_and_cleared(command, folder):
     assert held(folder) == {}
 
 
-@pytest.mark.parametrize("step", ["entry.read_key", "disk.is_disk_tier"])
+@pytest.mark.parametrize("step", ["entry.read_key", "disk_folder.entry_files"])
 def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch, step):
     monkeypatch.setattr(f"ragcachekit.store.{step}", refuse)
     with pytest.raises(RagCacheError, match="Permission denied; choose another --cache"):
