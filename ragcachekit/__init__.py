@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from ragcachekit.engine.request import Request, agenerate, astream, to_thread
     from ragcachekit.engine.speculation import SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCallReader
-    from ragcachekit.json_store import JsonStore
     from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
-    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, SavedEntries
+    from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
     from ragcachekit.retrieval.distances import calibrate
     from ragcachekit.retrieval.documents import DocumentIndex
     from ragcachekit.retrieval.partition import bypass_query_cache
@@ -41,7 +40,6 @@ __all__ = [
     "Chunk",
     "DeadlineExceeded",
     "DocumentIndex",
-    "JsonStore",
     "LoadConfig",
     "ModelNotSupported",
     "Neighbours",
@@ -54,7 +52,6 @@ __all__ = [
     "RagCache",
     "RagCacheError",
     "Request",
-    "SavedEntries",
     "ShadowConfig",
     "SimilarChunks",
     "SpeculativePipeline",
@@ -78,8 +75,7 @@ _LAZY = {
     "ragcachekit.engine.rag_cache": ("RagCache",),
     "ragcachekit.engine.speculation": ("SpeculativePipeline",),
     "ragcachekit.generate.tool_calls": ("ToolCallReader",),
-    "ragcachekit.json_store": ("JsonStore",),
-    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval", "SavedEntries"),
+    "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval",),
     "ragcachekit.retrieval.distances": ("calibrate",),
     "ragcachekit.retrieval.documents": ("DocumentIndex",),
     "ragcachekit.retrieval.partition": ("bypass_query_cache",),

@@ -80,19 +80,15 @@ class JsonStore:
                     self.delete([key])
             return None
 
-    def put(self, values: Mapping[str, object], *, where: Mapping[str, object] | None = None) -> bool:
+    def put(self, values: Mapping[str, object]) -> None:
         """Store values together: all of them, or none where the process dies. OSError where it fails.
 
-        None as a value removes its key. With ``where``, nothing is stored and False returned unless these
-        keys have these values in the same transaction; None stands for a missing value.
+        None as a value removes its key.
         """
         texts = {json.dumps(key): json.dumps(value) for key, value in values.items() if value is not None}
         with self._writing() as database:
-            if any(self.get(key) != value for key, value in (where or {}).items()):
-                return False
             self.delete(key for key, value in values.items() if value is None)
             database.executemany(_PUT, [(key, _checksum(key, text) + text) for key, text in texts.items()])
-        return True
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove values; keys that are not there do not count. OSError where it fails."""

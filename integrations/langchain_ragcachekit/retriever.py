@@ -123,19 +123,18 @@ class RagCacheRetriever(BaseRetriever):
         k: int = DEFAULT_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
-        progress: bool = False,
         **settings: Unpack[RetrieverSettings],
     ) -> Self:
         """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
 
         With a ``path``, documents that are there already are not embedded again, and an empty list opens
         what is there. ``retriever.vectorstore`` adds and deletes. Results are put in order anew for each
-        question, and only those that a change concerns are forgotten.
+        question, and found again until the index changes.
         """
         store = RagCacheVectorStore(
             embeddings, index=index, path=path, metric=index_metric, **(index_options or {})
         )
-        store.add_documents(documents, progress=progress)
+        store.add_documents(documents)
         return cls.wrap(store, k=k, **settings)
 
     @property

@@ -10,7 +10,6 @@ from typing import Any, Self
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
-from tqdm.auto import tqdm
 
 from ragcachekit import DocumentIndex
 from ragcachekit.retrieval.plumbing import name_of
@@ -77,14 +76,12 @@ class RagCacheVectorStore(VectorStore):
         self,
         documents: list[Document],
         ids: Sequence[str | None] | None = None,
-        *,
-        progress: bool = False,
         **kwargs: Any,
     ) -> list[str]:
         """Add documents, or replace those of the same ids; returns the ids.
 
         Only documents that are not there with the same text are embedded, some at a time: what an error or
-        an interrupt leaves is kept. ``progress`` shows a bar.
+        an interrupt leaves is kept.
         """
         given = ids or [None] * len(documents)
         if len(given) != len(documents):
@@ -96,7 +93,7 @@ class RagCacheVectorStore(VectorStore):
             if (known.text, known.metadata) == (document.page_content, document.metadata):
                 del todo[str(known.id)]
         new = list(todo)
-        for at in tqdm(range(0, len(new), _TOGETHER), "embedding", unit="batch", disable=not progress):
+        for at in range(0, len(new), _TOGETHER):
             block = new[at : at + _TOGETHER]
             texts = [todo[name].page_content for name in block]
             vectors = self._embedding.embed_documents(texts)

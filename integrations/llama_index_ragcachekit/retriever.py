@@ -21,7 +21,6 @@ from llama_index.core.settings import Settings
 
 from llama_index_ragcachekit.search import (
     LLAMA_INDEX,
-    filters_of,
     is_by_embedding,
     own_index_of,
     own_search,
@@ -128,26 +127,20 @@ class RagCacheRetriever(BaseRetriever):
         k: int = DEFAULT_SIMILARITY_TOP_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
-        progress: bool = False,
         **settings: Unpack[RetrieverSettings],
     ) -> Self:
         """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
 
         With a ``path``, nodes that are there already are not embedded again, and an empty list opens
         what is there. ``retriever.index`` inserts and deletes. Results are put in order anew for each
-        question, and only those that a change concerns are forgotten.
+        question, and found again until the index changes.
         """
         model = embed_model or Settings.embed_model
         store = RagCacheVectorStore(
             index=index, path=path, metric=index_metric, embedder=name_of(model), **(index_options or {})
         )
-        new = store.changed(nodes)
-        over = VectorStoreIndex(
-            new,
-            storage_context=StorageContext.from_defaults(vector_store=store),
-            embed_model=model,
-            show_progress=progress,
-        )
+        context = StorageContext.from_defaults(vector_store=store)
+        over = VectorStoreIndex(store.changed(nodes), storage_context=context, embed_model=model)
         return cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
 
     @property
@@ -194,7 +187,8 @@ class RagCacheRetriever(BaseRetriever):
     def _partition(self, bundle: QueryBundle, own: OwnSearch | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
         if own is not None:
-            k, arguments = own.k, filters_of(self._retriever)
+            filters: Any = getattr(self._retriever, "_filters", None)
+            k, arguments = own.k, filters and filters.model_dump(mode="json")
         else:
             k, asked = 1, None
             if self._exact and not is_by_embedding(self._retriever, self._embed_model):

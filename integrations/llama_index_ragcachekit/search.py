@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -63,18 +62,6 @@ def own_search(retriever: BaseRetriever, embed_model: BaseEmbedding) -> OwnSearc
         return None
     where = as_predicate(retriever._filters) if retriever._filters else None
     return OwnSearch(index, retriever._similarity_top_k, where)
-
-
-def filters_of(retriever: Any) -> Any:
-    """The filters of a vector index's retriever, as JSON."""
-    return None if retriever._filters is None else retriever._filters.model_dump(mode="json")
-
-
-def texts_and_sources(found: Iterable[NodeWithScore]) -> tuple[list[str], list[str | None]]:
-    """Texts of nodes as they are registered with the engine, without empty ones, and their documents."""
-    nodes = [item.node for item in found]
-    pairs = [(text, node.ref_doc_id) for node in nodes if (text := text_of(node)).strip()]
-    return [text for text, _ in pairs], [source for _, source in pairs]
 
 
 def text_of(node: BaseNode) -> str:

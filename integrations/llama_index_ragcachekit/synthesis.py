@@ -15,7 +15,7 @@ from llama_index.core.tools import BaseTool
 from pydantic import Field, SkipValidation, field_validator
 
 from llama_index_ragcachekit.llm import RagCacheLLM
-from llama_index_ragcachekit.search import texts_and_sources
+from llama_index_ragcachekit.search import LLAMA_INDEX
 from ragcachekit.frameworks import NotPickled, check_engine
 
 SEPARATOR = "\n\n"
@@ -97,7 +97,8 @@ class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        texts, sources = texts_and_sources(nodes)
+        found = [item for item in nodes if LLAMA_INDEX.text(item).strip()]
+        texts, sources = list(map(LLAMA_INDEX.text, found)), list(map(LLAMA_INDEX.source, found))
         self.cache.register(texts, namespace=self.namespace, sources=sources)
         return nodes
 

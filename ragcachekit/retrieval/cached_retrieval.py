@@ -1,26 +1,20 @@
-"""The documents of near-identical questions, returned without a search, and kept over a restart."""
+"""The documents of near-identical questions, returned without a search."""
 
 from __future__ import annotations
 
-import base64
 import functools
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.json_store import JsonStore
 from ragcachekit.observers import Observers, QueryLookup, epoch_ns
-from ragcachekit.retrieval.distances import Float32
 from ragcachekit.retrieval.near_misses import Guard, near_miss
-from ragcachekit.retrieval.partition import Partition
 from ragcachekit.retrieval.proximity import Entry, ProximityCache, QueryCacheStats
 from ragcachekit.types import SECONDS_OR_NONE, check_number
 
@@ -32,7 +26,6 @@ ResultId: TypeAlias = str | int
 Found: TypeAlias = Sequence[tuple[ResultId, Document]]
 """What a search returns: ``(id, document)`` in order of relevance."""
 
-_ENTRY, _OWNER = "entry:", "owner"
 _NO_EPOCH = -1  # in which nothing is inserted
 
 
@@ -56,15 +49,11 @@ class Retrieved(Generic[Document]):
 
 @dataclass(frozen=True, eq=False)
 class Held(Generic[Document]):
-    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached.
-
-    ``key`` is that of the saved entry, None if there is none.
-    """
+    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached."""
 
     found: tuple[tuple[ResultId, Document], ...]
     question: str | None
     found_at: float
-    key: str | None = None
 
 
 class Lookup(NamedTuple, Generic[Document]):
@@ -91,74 +80,6 @@ class Lookup(NamedTuple, Generic[Document]):
         return QueryLookup(found, epoch_ns(self.started_at), seconds, result.distance, documents, search)
 
 
-class SavedEntries(Generic[Document]):
-    """The entries of one :class:`CachedRetrieval` in a :class:`JsonStore`, so that they outlive the process.
-
-    The latest one on a folder keeps its entries there; older ones go on in memory. Only entries with a plain
-    partition (text, a whole number, or a :class:`Partition` of such values) can be saved; if others stay in
-    memory, the log says so. Give each configuration (embedder, metric, documents) a store of its own.
-
-    Parameters
-    ----------
-    store : JsonStore
-    to_json, from_json : callable
-        A document as a JSON value, and back. An error of either leaves the entry out.
-    """
-
-    def __init__(
-        self, store: JsonStore, to_json: Callable[[Document], Any], from_json: Callable[[Any], Document]
-    ) -> None:
-        self._store, self._to_json, self._from_json = store, to_json, from_json
-        self._owner, self._warn = uuid.uuid4().hex, functools.lru_cache(100)(log.warning)  # each once
-        self._gone: set[str] = set()  # still on disk, where it failed
-        store.put({_OWNER: self._owner})
-
-    def load(self) -> Iterator[tuple[Float32, Hashable, Held[Document]]]:
-        """Embedding, partition and results of what is stored; what cannot be read is removed."""
-        for key in self._store.keys(_ENTRY):
-            try:
-                value = self._store.get(key)
-                found = tuple((_plain(one), self._from_json(document)) for one, document in value["found"])
-                held = Held(found, _plain(value["question"]), float(value["at"]), key)
-                raw = base64.b64decode(value["embedding"], validate=True)
-                row = np.frombuffer(raw, "<f4").astype(np.float32)
-                place = value["partition"]
-                entry = row, Partition(*place) if isinstance(place, list) else _plain(place), held
-            except Exception as error:  # damaged, or of the user's codec
-                self._gone.add(key)
-                self._warn(f"a saved query cannot be read and is left out: {error!r}")
-            else:
-                yield entry
-
-    def add(self, embedding: ArrayLike, partition: Hashable, held: Held[Document]) -> str | None:
-        """Store an entry; its key, or None if it cannot be stored. OSError if the store fails."""
-        key = f"{_ENTRY}{uuid.uuid4().hex}"
-        try:
-            value = {
-                "embedding": base64.b64encode(np.asarray(embedding, "<f4").tobytes()).decode(),
-                "partition": [*map(_plain, partition)] if type(partition) is Partition else _plain(partition),
-                "found": [[one, self._to_json(document)] for one, document in held.found],
-                "question": held.question,
-                "at": held.found_at,
-            }
-        except Exception as error:  # of the user's codec, too
-            self._warn(f"some queries are kept in memory only, as they cannot be saved: {error}")
-            return None
-        return key if self._put({key: value}) else None
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """Remove entries, now or with the next change if the store fails, which raises OSError."""
-        self._gone.update(keys)
-        if self._gone:
-            self._put({})
-
-    def _put(self, values: dict[str, object]) -> bool:
-        """Store values and remove what is gone, together; False if a later one has taken over."""
-        stored = self._store.put({**dict.fromkeys(self._gone), **values}, where={_OWNER: self._owner})
-        self._gone.clear()
-        return stored
-
-
 class CachedRetrieval(Generic[Document]):
     """A query cache together with the documents that were found. Thread safe.
 
@@ -183,8 +104,6 @@ class CachedRetrieval(Generic[Document]):
         returns whether the cached documents may be used, such as by the score of a cross-encoder.
     ttl : float, optional
         Seconds after its search at which an entry expires; a hit does not prolong them.
-    saved : SavedEntries, optional
-        Entries outlive the process.
 
     Attributes
     ----------
@@ -199,19 +118,13 @@ class CachedRetrieval(Generic[Document]):
         *,
         guard: bool | Guard = True,
         ttl: float | None = None,
-        saved: SavedEntries[Document] | None = None,
     ) -> None:
         check_number("ttl", ttl, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
-        self._cache, self._text, self._ttl, self._saved = cache, text, ttl, saved
+        self._cache, self._text, self._ttl = cache, text, ttl
         self._guard = guard if cache.tolerance > 0 else False
         self._epoch = 0
         self._lock = threading.Lock()  # entries and epoch change together
         self._warn, self.observers = functools.lru_cache(100)(log.warning), Observers()
-        for embedding, partition, held in () if saved is None else saved.load():
-            try:
-                self._put(embedding, partition, held)
-            except (RetrievalError, TypeError) as error:
-                self._warn(f"a saved query is left out: {error}")
 
     @property
     def epoch(self) -> int:
@@ -273,9 +186,7 @@ class CachedRetrieval(Generic[Document]):
         try:
             with self._lock:
                 if held.found and lookup.epoch == self._epoch:
-                    if self._saved is not None:
-                        held = replace(held, key=self._saved.add(lookup.embedding, lookup.partition, held))
-                    self._put(lookup.embedding, lookup.partition, held)
+                    self._cache.insert(lookup.embedding, [held], partition=lookup.partition)
         except Exception as error:
             return replace(result, note=self._note(error))
         return result
@@ -298,8 +209,7 @@ class CachedRetrieval(Generic[Document]):
 
         A document counts if its id is among ``ids``, its text among ``texts`` (whitespace around it does not
         matter), or ``where`` is true for it; with none of these every entry does. Call it when documents
-        change or go. TypeError for one string instead of several, or for ``texts`` without ``text``; OSError
-        if saved entries cannot be removed.
+        change or go. TypeError for one string instead of several, or for ``texts`` without ``text``.
         """
         if isinstance(ids, str) or isinstance(texts, str):
             raise TypeError("ids and texts must be collections, not one string; put it into a list")
@@ -348,21 +258,8 @@ class CachedRetrieval(Generic[Document]):
     def _is_expired(self, held: Held[Document]) -> bool:
         return self._ttl is not None and time.time() >= held.found_at + self._ttl
 
-    def _put(self, embedding: ArrayLike, place: Hashable, held: Held[Document]) -> None:
-        try:
-            self._unsave(self._cache.insert(embedding, [held], partition=place))
-        except (RetrievalError, TypeError):
-            self._unsave([Entry(place, (held,))])
-            raise
-
     def _drop(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
-        left = self._cache.forget(lambda entry: goes(entry.partition, entry.results[0]))
-        self._unsave(left)
-        return len(left)
-
-    def _unsave(self, left: Iterable[Entry]) -> None:
-        if self._saved is not None:
-            self._saved.remove([one.results[0].key for one in left if one.results[0].key is not None])
+        return len(self._cache.forget(lambda entry: goes(entry.partition, entry.results[0])))
 
     def _invalidate(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
         with self._lock:
@@ -375,10 +272,3 @@ class CachedRetrieval(Generic[Document]):
         note = f"{'the embedding cannot be used' if unusable else 'the query cache failed'}: {error}"
         self._warn(f"{note}; searching instead")
         return note
-
-
-def _plain(value: Any) -> Any:
-    """The value, if it means the same to another process; TypeError else."""
-    if not isinstance(value, str | int | None):
-        raise TypeError(f"a {type(value).__name__} in its partition or id is no plain value")
-    return value

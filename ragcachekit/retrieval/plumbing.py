@@ -7,11 +7,9 @@ same; then the texts are registered with the engine.
 
 from __future__ import annotations
 
-import base64
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
 
@@ -19,13 +17,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.cached_retrieval import (
     CachedRetrieval,
     Lookup,
     ResultId,
     Retrieved,
-    SavedEntries,
 )
 from ragcachekit.retrieval.distances import as_rows
 from ragcachekit.retrieval.documents import DocumentIndex, Record
@@ -188,8 +184,8 @@ class Call(Generic[Document]):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    ``index`` is one's own, which is followed; its folder keeps the results. For the settings see
-    :class:`RetrieverSettings`. ValueError or TypeError for bad ones.
+    ``index`` is one's own. For the settings see :class:`RetrieverSettings`. ValueError or TypeError for bad
+    ones.
     """
 
     def __init__(
@@ -215,17 +211,12 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         metric = metric or ("cosine" if index is None else index.metric)
         keys = ProximityCache(capacity, tolerance, metric, eviction)
-        path = None if index is None else index.path
-        self._reads_files = path is not None
-        saved = None if path is None else SavedEntries(JsonStore(path / "questions"), _to_json, _from_json)
-        super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
+        super().__init__(keys, text_of, guard=guard, ttl=ttl)
+        self._reads_files = index is not None and index.path is not None
         self._framework, self._engine = framework, cache
         self._custom, self._present_version = partition, version or (lambda: None)
-        self._index_version: int | None = None
         if cache is not None:
             cache.add_query_cache(self)
-        if index is not None:
-            self._follow(index)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -252,8 +243,8 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         It holds the retriever's fields with the versions of its indexes, the ``arguments`` of the search, and
         ``configurable``, the values of its run that the retriever may read. What the setting ``partition``
-        returns for ``question`` stands in for the retriever and the run. An index of one's ``own`` has a name
-        that is the same after a restart. ValueError or TypeError for a ``k`` that is no positive integer.
+        returns for ``question`` stands in for the retriever and the run. ValueError or TypeError for a ``k``
+        that is no positive integer.
         """
         positive("k", k)
         if is_bypassed():
@@ -264,7 +255,8 @@ class RetrieverCache(CachedRetrieval[Document]):
                 return None
             asked = reader.key((arguments, self._present_version()))
             if own is not None:
-                return Partition(namespace, k, asked, reader.key(counts), self._follow(own.index))
+                version = Identity(own.index), own.index.version
+                return Partition(namespace, k, asked, reader.key(counts), version)
             if self._custom is None:
                 return Partition(namespace, k, asked, reader.key(retriever), reader.key(configurable))
             return Partition(namespace, k, asked, reader.key(counts), reader.versions(retriever))
@@ -316,16 +308,6 @@ class RetrieverCache(CachedRetrieval[Document]):
             return where(self._framework.document(found.record, 0.0, "cosine") if own else found)
 
         return super().invalidate(ids=ids, texts=texts, where=where and accepts)
-
-    def _follow(self, index: DocumentIndex) -> Hashable:
-        """The name and version of an index of one's own; results of another version are dropped."""
-        version = index.version
-        name = (Identity(index), version) if index.path is None else f"{version} {index.path}"
-        if version != self._index_version:
-            self._index_version = version
-            with suppress(OSError):  # what stays on a failing disk has another partition
-                self._invalidate(lambda place, _: getattr(place, "index_id", None) != name)
-        return name
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
@@ -421,13 +403,3 @@ def name_of(embedder: object) -> str:
 
 async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def _to_json(candidate: Any) -> dict[str, Any]:
-    record, vector = candidate.record, base64.b64encode(candidate.vector.astype("<f4").tobytes()).decode()
-    return {"id": record.id, "text": record.text, "metadata": record.metadata, "vector": vector}
-
-
-def _from_json(value: Any) -> Candidate:
-    vector = np.frombuffer(base64.b64decode(value["vector"], validate=True), "<f4").astype(np.float32)
-    return Candidate(Record(value["id"], value["text"], value["metadata"]), vector)

@@ -28,22 +28,6 @@ async def test_an_error_of_the_engine_reaches_the_caller():
         await agenerate(Broken(), "hi", unexpected=1)
 
 
-async def test_leaving_early_cancels():
-    engine = FakeEngine()
-    async with astream(engine, "hi") as stream:
-        assert await anext(stream) == "it"
-        assert not engine.streams[0].cancelled.is_set()
-    assert engine.streams[0].cancelled.is_set()
-
-
-async def test_the_loop_runs_while_the_model_computes():
-    engine = FakeEngine(gate=threading.Event())
-    task = asyncio.create_task(agenerate(engine, "hi"))
-    await asyncio.sleep(0)
-    engine.gate.set()  # were the loop blocked, this line could not open the gate
-    assert (await task).text == " ".join(WORDS)
-
-
 async def test_a_stream_that_is_closed_or_dropped_is_cancelled():
     engine = FakeEngine(gate=threading.Event())
     closed = astream(engine, "hi")

@@ -86,13 +86,6 @@ def ids(documents):
     return [document.id for document in documents]
 
 
-def test_the_wrapped_retriever_alone_finds_the_same(store, embeddings):
-    inner = store.as_retriever(search_kwargs={"k": 3})
-    wrapped = RagCacheRetriever.wrap(inner, embeddings=embeddings, tolerance=0.0)
-    for question in (QUESTION, "Is Rome a town?", "What does Norda build?", QUESTION, "Is Rome a town?"):
-        assert wrapped.invoke(question) == inner.invoke(question)
-
-
 def test_tolerance_decides_about_near_questions(store):
     near = "And " + QUESTION
     exact, loose = (RagCacheRetriever.wrap(store, tolerance=one, guard=False) for one in (0.0, 0.2))

@@ -11,34 +11,8 @@ from llama_kit import Embedder
 
 from langchain_ragcachekit import RagCacheRetriever, RagCacheVectorStore
 from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
-from ragcachekit import JsonStore
 
 QUESTION = "Where was Ada Lind born?"
-
-
-def test_a_restart_answers_from_the_cache(tmp_path):
-    documents = [Document(text, metadata={"row": n}) for n, text in enumerate(FACTS)]
-    path = tmp_path / "index"
-    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=path, k=2)
-    before = first.invoke(QUESTION)
-    first.vectorstore.close()
-    again = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=path, k=2)
-    searched = again.vectorstore.index.search
-    again.vectorstore.index.search = None
-    assert again.invoke(QUESTION) == before
-    again.vectorstore.index.search = searched
-    again.vectorstore.delete([before[0].id])
-    assert before[0] not in again.invoke(QUESTION)
-
-
-def test_what_changed_while_nobody_followed_is_forgotten(tmp_path):
-    path, documents = tmp_path / "index", [Document(text) for text in FACTS]
-    first = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=path, k=1)
-    (gone,) = first.invoke(QUESTION)
-    first.vectorstore.close()
-    deleted_elsewhere(path, gone.id)
-    again = RagCacheRetriever.from_documents([], WordEmbeddings(), path=path, k=1)
-    assert again.invoke(QUESTION)[0] != gone
 
 
 def test_another_process_is_seen_by_the_next_question(tmp_path):
@@ -82,27 +56,6 @@ def test_a_near_question_gets_its_own_order_and_scores():
             assert one.score == pytest.approx(scores.get(one.node_id, one.score), abs=1e-5)
     assert retriever.query_cache.stats().hits >= 55
     assert np.mean(recall) > 0.98
-
-
-def test_a_failing_disk_of_the_questions_costs_no_change_and_nothing_stale(tmp_path, monkeypatch):
-    documents = [Document(text) for text in FACTS]
-    retriever = RagCacheRetriever.from_documents(documents, WordEmbeddings(), path=tmp_path / "index", k=1)
-    (gone,) = retriever.invoke(QUESTION)
-
-    def full(*_args, **_options):
-        raise OSError("no space left on device")
-
-    retriever.vectorstore.delete([gone.id])
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonStore, "put", full)
-        (next_best,) = retriever.invoke(QUESTION)
-        assert next_best != gone
-    retriever.vectorstore.add_documents([gone])
-    assert retriever.invoke(QUESTION) == [gone]
-    retriever.vectorstore.close()
-    again = RagCacheRetriever.from_documents([], WordEmbeddings(), path=tmp_path / "index", k=1)
-    again.vectorstore.delete([gone.id])
-    assert again.invoke(QUESTION) == [next_best]
 
 
 def test_invalidate_by_id_text_and_filter_or_everything():
