@@ -1,4 +1,4 @@
-"""Responses in OpenAI's form, whole or in pieces, with the token counts."""
+"""Responses in OpenAI's form, whole or in pieces, with the tokens' log probabilities."""
 
 from __future__ import annotations
 
@@ -9,9 +9,66 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+import torch
+from transformers import LogitsProcessor
+
 from ragcachekit import Answer, ToolCallReader
 from ragcachekit.generate.tool_calls import ToolCall
 from ragcachekit.server.errors import stopping
+
+CACHE_HEADER = "x-ragcachekit-cache"
+
+
+class Logprobs(LogitsProcessor):  # type: ignore[misc]
+    """Records distributions as the model gives them, before temperature and the cuts of sampling.
+
+    A token's entry is complete when the next one is chosen, the last one's at the end.
+    """
+
+    def __init__(self, top: int, tokenizer: Any) -> None:
+        self._top, self._tokenizer = top, tokenizer
+        self._last: torch.Tensor | None = None
+        self._taken = 0
+        self.entries: list[dict[str, Any]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._complete(int(input_ids[0, -1]))
+        self._last = scores[0].float().log_softmax(-1)
+        return scores
+
+    def take(self) -> list[dict[str, Any]]:
+        """The entries since the last call, as in chat completions."""
+        entries = self.entries[self._taken :]
+        self._taken += len(entries)
+        return entries
+
+    def end(self, token_ids: Sequence[int], text: str) -> None:
+        """Complete the last token's entry; drop those after ``text``, of an end token or a stop string."""
+        if token_ids:
+            self._complete(token_ids[-1])
+        count = len(token_ids)
+        while count and len(self._decode(token_ids[: count - 1], skip_special_tokens=True)) >= len(text):
+            count -= 1
+        del self.entries[max(count, self._taken) :]
+
+    def _decode(self, ids: Sequence[int], **options: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False, **options))
+
+    def _complete(self, token: int) -> None:
+        if self._last is None:
+            return
+        values, ids = self._last.topk(min(self._top, len(self._last)))
+        top = zip(ids.tolist(), values.tolist(), strict=True)
+        entry = _entry(self._decode([token]), float(self._last[token]))
+        entry["top_logprobs"] = [_entry(self._decode([one]), value) for one, value in top]
+        self._last = None
+        self.entries.append(entry)
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
+    whole = "\ufffd" not in token  # else a part of a character, whose bytes are unknown
+    logprob = max(logprob, -9999.0)
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode()) if whole else None}
 
 
 @dataclass(frozen=True)
@@ -35,11 +92,12 @@ class Form:
 
 
 class Choice:
-    """One answer of a response: its text and calls."""
+    """One answer of a response: its text, calls and log probabilities."""
 
     def __init__(self, form: Form, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> None:
         self._form, self.index, self._parallel = form, index, parallel
         self._reader = ToolCallReader(tools)
+        self.logprobs: Logprobs | None = None
 
     def start(self) -> list[dict[str, Any]]:
         """The first event of a streamed chat answer."""
@@ -70,6 +128,8 @@ class Choice:
         reason = answer.report.finish_reason
         if reason == "cancelled":  # by the engine: a client that went away gets no answer
             raise stopping()
+        if self.logprobs is not None:
+            self.logprobs.end(answer.token_ids, answer.text)
         text = self._reader.rest(answer.text)
         text += "".join(call.text for call in self._reader.invalid)
         calls = self._reader.calls if self._parallel else self._reader.calls[:1]
@@ -80,7 +140,9 @@ class Choice:
         return self._form.body([self._shown(shown, reason)], chunk=True)
 
     def _shown(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        return {"index": self.index, **shown, "finish_reason": reason, "logprobs": None}
+        entries = self.logprobs.take() if self.logprobs is not None else []
+        logprobs = {"content": entries, "refusal": None} if entries else None
+        return {"index": self.index, **shown, "finish_reason": reason, "logprobs": logprobs}
 
 
 def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
@@ -105,6 +167,15 @@ def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
             "queue_ms": first.queue_ms,
         },
     }
+
+
+def cache_header(prompts: Sequence[Sequence[Answer]]) -> dict[str, str]:
+    """What the first prompt reused, or why nothing, as a response header."""
+    link = prompts[0][0].report.link
+    if link.reused_tokens:
+        return {CACHE_HEADER: f"hit; tokens={link.reused_tokens}"}
+    reason = link.miss_reason.replace('"', "'").encode("ascii", "replace").decode()
+    return {CACHE_HEADER: f'miss; reason="{" ".join(reason.split())}"'}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ragcachekit import Answer, RagCache, agenerate, astream
 from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.server.answers import Choice, Form, usage_of
+from ragcachekit.server.answers import Choice, Form, Logprobs, cache_header, usage_of
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
@@ -33,8 +33,12 @@ from ragcachekit.server.schemas import (
     text_prompt,
 )
 
-MAX_CHUNKS = 1024  # documents and marked parts of one prompt
-MIN_TEMPERATURE = 1e-3  # below this, decoding is greedy: logits divided by it would overflow
+MAX_CHUNKS = 1024
+"""Documents and marked parts of one prompt."""
+
+MIN_TEMPERATURE = 1e-3
+"""Below this, decoding is greedy: logits divided by it would overflow."""
+
 _HEARTBEAT = b": heartbeat\n\n"
 
 
@@ -93,12 +97,8 @@ async def _complete(
     body, context = await parsed(request, kind), None
     model.check(body.model)
     async with AsyncExitStack() as stack:
-        if body.cached_content is not None:
-            if body.cache_salt or body.prompt_cache_key:  # deleting a context forgets nothing in partitions
-                raise unsupported("cached_content", "'cached_content' has no partition of the cache.")
-            context = await stack.enter_async_context(contexts.using(tenant, body.cached_content))
-        elif body.chunk_ids:
-            raise unsupported("chunk_ids", "'chunk_ids' name chunks of a 'cached_content'; give both.")
+        if (name := _context_name(body)) is not None:
+            context = await stack.enter_async_context(contexts.using(tenant, name))
         job = CompletionJob(model, tenant, body, context)
         grant.expect(job.expected_tokens)
         if body.stream:
@@ -109,7 +109,19 @@ async def _complete(
             return Response(status_code=CLIENT_GONE)
         grant.charge(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
         choices = [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)]
-        return JSONResponse(job.form.body(choices, usage_of(job.by_prompt(answers))))
+        prompts = job.by_prompt(answers)
+        return JSONResponse(job.form.body(choices, usage_of(prompts)), headers=cache_header(prompts))
+
+
+def _context_name(body: Completion) -> str | None:
+    """Name of the stored context that a request uses; ApiError 400 for what cannot go with it."""
+    if body.cached_content is None and body.chunk_ids:
+        raise unsupported("chunk_ids", "'chunk_ids' name chunks of a 'cached_content'; give both.")
+    for param in ("cache_salt", "prompt_cache_key"):
+        if body.cached_content is not None and getattr(body, param):
+            message = f"'{param}' partitions the cache, and 'cached_content' has no such partition."
+            raise unsupported(param, message)
+    return body.cached_content
 
 
 class CompletionJob:
@@ -155,11 +167,14 @@ class CompletionJob:
         return [answers[at : at + self.copies] for at in range(0, len(answers), self.copies)]
 
     def _submissions(self) -> list[tuple[Any, dict[str, Any]]]:
-        submissions = []
+        submissions, top = [], _top_logprobs(self.body)
         for choice in self.choices:
             options = dict(self._options)
             if (seed := options.get("seed")) is not None:
                 options["seed"] = (seed + choice.index) % 2**63
+            if top is not None:
+                choice.logprobs = Logprobs(top, self._model.rag.tokenizer)
+                options["logits_processor"] = [choice.logprobs]
             submissions.append((self._prompts[choice.index // self.copies], options))
         return submissions
 
@@ -222,6 +237,15 @@ class CompletionJob:
             given = {"temperature": body.temperature, "top_p": body.top_p}
             options |= {name: value for name, value in given.items() if value is not None}
         return options
+
+
+def _top_logprobs(body: Completion) -> int | None:
+    """How many alternatives each token's log probability has; None without any."""
+    if not isinstance(body, ChatRequest):
+        return None
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 class EventStream(StreamingResponse):

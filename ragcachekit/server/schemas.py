@@ -62,6 +62,16 @@ class TextPart(BaseModel):
         return bool(self.cache_control or self.prompt_cache_breakpoint)
 
 
+class RefusalPart(BaseModel):
+    """A refusal of an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
 class Called(BaseModel):
     """A tool call of an earlier answer; its arguments come as JSON in a string."""
 
@@ -78,7 +88,7 @@ class Message(BaseModel):
     """A message of the conversation; other fields, as answers have them, are not read."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | Some[TextPart] | None = None
+    content: str | Some[Part] | None = None
     name: str | None = None
     tool_calls: Some[Called] | None = None
     tool_call_id: str | None = None
@@ -131,8 +141,6 @@ class Completion(BaseModel):
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
     logit_bias: Annotated[Any, _only(None, {})] = None
-    logprobs: Annotated[Any, _only(None, False)] = None
-    top_logprobs: Zero = None
 
 
 class ChatRequest(Completion):
@@ -140,6 +148,8 @@ class ChatRequest(Completion):
 
     messages: Annotated[Some[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Some[Tool] | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
@@ -159,6 +169,7 @@ class TextRequest(Completion):
     """The body of ``/v1/completions``; a prompt is a text or token ids."""
 
     prompt: str | Ids | Some[str] | Some[Ids]
+    logprobs: Annotated[Any, _only(None)] = None
     echo: Annotated[Any, _only(None, False)] = None
     suffix: Annotated[Any, _only(None, "")] = None
     best_of: Annotated[Any, _only(None, 1)] = None
@@ -216,7 +227,9 @@ def _message(number: int, message: Message) -> dict[str, Any]:
     return {**message.model_dump(exclude_none=True), "role": role, "content": content}
 
 
-def _block(part: TextPart) -> Block:
+def _block(part: TextPart | RefusalPart) -> Block:
+    if isinstance(part, RefusalPart):
+        return _text(part.refusal)
     return marked(part.text) if part.is_chunk else _text(part.text)
 
 

@@ -109,6 +109,23 @@ def test_stop_ends_the_text_before_it(client):
     assert "".join(e.choices[0].delta.content or "" for e in streamed) == whole[: whole.index(stop)]
 
 
+def test_logprobs_are_those_of_the_tokens(client, rag):
+    asked = {**ASKED, "logprobs": True, "top_logprobs": 3}
+    response = strict(ChatCompletion, client.chat.completions.create(**asked))
+    content, want = response.choices[0].logprobs.content, expected(rag)
+    assert len(content) == len(want.token_ids)
+    for entry in content:  # greedy: the likeliest token is the chosen one
+        assert entry.top_logprobs[0].logprob == entry.logprob < 0
+        assert [one.logprob for one in entry.top_logprobs] == sorted(
+            (one.logprob for one in entry.top_logprobs), reverse=True
+        )
+    streamed = []
+    for event in client.chat.completions.create(**asked, stream=True):
+        if event.choices[0].logprobs:
+            streamed += event.choices[0].logprobs.content
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+
+
 def test_text_completions(client, rag):
     asked = {"model": MODEL, "prompt": [QUESTION, "the river"], "n": 2, **GREEDY}
     response = strict(Completion, client.completions.create(**asked))

@@ -61,6 +61,9 @@ def test_the_same_chat_again_is_nearly_all_cached(client):
     assert {text_of(r) for r in responses} == {answer}
     assert "first request with this beginning" in miss_reason(responses[0])
     assert [miss_reason(r) for r in responses[1:]] == [None, None]
+    headers = [r.headers["x-ragcachekit-cache"] for r in responses]
+    assert headers[0].startswith('miss; reason="first request with this beginning')
+    assert headers[1] == f"hit; tokens={length // BLOCK * BLOCK}"
 
 
 def test_the_next_turn_reuses_the_last_one(client):

@@ -45,19 +45,19 @@ REFUSED = {  # what is changed; then of the error: a part of its message, param,
     "no content": ({"messages": [{"role": "user"}]}, "got null", "messages[0].content", INVALID),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "Input should be 'text'",
-        "messages[0].content[0].type",
+        "any of the expected tags: 'text'",
+        "messages[0].content[0]",
         INVALID,
     ),
     "n": ({"n": 33}, "at most 32", "n", INVALID),
     "stops": ({"stop": ["a"] * 5}, "at most 4", "stop", INVALID),
     "empty stop": ({"stop": ""}, "empty stop string", None, None),
-    "logprobs": ({"logprobs": True}, "Unsupported", "logprobs", VALUE),
+    "top": ({"top_logprobs": 2}, "needs 'logprobs'", "top_logprobs", INVALID),
     "no context": ({"chunk_ids": ["a"]}, "give both", "chunk_ids", UNSUPPORTED),
     "no place": ({"messages": [NO_PLACE], "documents": ["a"]}, "need a user", "documents", INVALID),
     "long": ({"messages": [{**USER, "content": "Berlin " * 9000}]}, "context is", "messages", TOO_LONG),
     "partition": (
-        {"cached_content": "cachedContents/0", "prompt_cache_key": "a"}, "partition", "cached_content",
+        {"cached_content": "cachedContents/0", "prompt_cache_key": "a"}, "partition", "prompt_cache_key",
         UNSUPPORTED,
     ),
 }  # fmt: skip
@@ -116,6 +116,12 @@ def test_an_error_is_short_and_still_says_what_is_wrong(url, path, body, status,
     message = answer.json()["error"]["message"]
     assert "…" in message
     assert message.endswith(ends)
+
+
+def test_short_messages_are_whole():
+    message = "The model `tiny` does not exist."
+    assert str(ApiError(404, message)) == message
+    assert ApiError(400, "no", param=LARGE).body()["error"]["param"].count("x") < 500
 
 
 @pytest.mark.parametrize(
