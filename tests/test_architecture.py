@@ -19,7 +19,7 @@ FREE = (
 )
 CHAIN = (
     *("prompt", "model", "store", "prefix_tree", "policies", "plan", "forward", "encode"),
-    *("generate", "quality", "engine", "telemetry", "server", "cluster", "commands"),
+    *("generate", "plots", "quality", "engine", "telemetry", "server", "cluster", "commands"),
 )
 APART = ("retrieval",)  # joined by the engine
 PUBLIC = "__init__"

@@ -134,7 +134,7 @@ def measure(
     left = [i for i in range(len(prompts)) if (i, FULL) not in results]
     numbers = tqdm(left, desc="generate", unit="question", disable=not progress or not left)
     # Before the library touches the model.
-    own = {i: _generated(model, prompts[i].token_ids, max_new_tokens, maker.pad) for i in numbers}
+    own = {i: generated(model, prompts[i].token_ids, max_new_tokens, maker.pad) for i in numbers}
     engines = Engines(
         model,
         tokenizer,
@@ -173,7 +173,7 @@ def _check_length(
 
 
 @torch.no_grad()
-def _generated(model: Any, token_ids: Ids, max_new_tokens: int, pad: int) -> Ids:
+def generated(model: Any, token_ids: Ids, max_new_tokens: int, pad: int) -> Ids:
     """Greedy tokens of the model's own ``generate``."""
     ids = torch.tensor([token_ids], device=model.device)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}

@@ -53,7 +53,7 @@ class ChunkEncoder:
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i]))
         while order:
             batch = self._take(order, chunks, len(encoding.before))
-            kvs = self._forward([chunks[i] for i in batch], encoding)[::-1]
+            kvs = self.forward([chunks[i] for i in batch], encoding)[::-1]
             self._token_bytes = -(-kvs[-1].nbytes // kvs[-1].tokens)
             for index in batch:
                 yield index, kvs.pop()
@@ -68,7 +68,8 @@ class ChunkEncoder:
         return batch[::-1]
 
     @torch.no_grad()
-    def _forward(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> list[ChunkKV]:
+    def forward(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> list[ChunkKV]:
+        """Run the model over the encoding's text and each chunk, as one batch; one KV per chunk."""
         before = len(encoding.before)
         spans = [(before, before + len(chunk)) for chunk in chunks]
         cache = self._new_cache(spans)
@@ -159,7 +160,7 @@ class NeighbourEncoder:
     def encode(self, items: Iterable[Missing]) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item of a :class:`NeighbourEncoding` with its KV, keys without RoPE, on the host."""
         for item in items:
-            yield item, self._forward(item, [Piece(at, self._kv(part)) for at, part in ingredients(item)])
+            yield item, self.forward(item, [Piece(at, self._kv(part)) for at, part in ingredients(item)])
 
     def _kv(self, part: Missing) -> ChunkKV:
         found = Fetch(self._store, layout=self._layout).get(part.key, len(part.token_ids))
@@ -169,7 +170,8 @@ class NeighbourEncoder:
         return kv
 
     @torch.no_grad()
-    def _forward(self, item: Missing, pieces: list[Piece]) -> ChunkKV:
+    def forward(self, item: Missing, pieces: list[Piece]) -> ChunkKV:
+        """Run the model over a chunk that follows others, whose own KV is linked."""
         assert isinstance(item.encoding, NeighbourEncoding)
         before = tuple(token for _, part in ingredients(item) for token in part.token_ids)
         ids = (*before, *item.encoding.joint, *item.token_ids)

@@ -51,12 +51,13 @@ class InPromptEncoder:
         Attention is summed for those that are ``summed``; on a CPU that takes as long as the forward.
         """
         for run in runs(items):
-            kvs = self._forward(run, [item for item in run if summed(item)])[::-1]
+            kvs = self.forward(run, [item for item in run if summed(item)])[::-1]
             for item in run:
                 yield item, kvs.pop()  # what was stored is released
 
     @torch.no_grad()
-    def _forward(self, run: Sequence[Missing], summed: Sequence[Missing]) -> list[ChunkKV]:
+    def forward(self, run: Sequence[Missing], summed: Sequence[Missing]) -> list[ChunkKV]:
+        """Run the model over the prompt of ``run`` once; the KV of each of its chunks."""
         sums = ContextSums([segments_of(item) for item in summed])
         cache = SummingCache(sums) if summed else DynamicCache()
         encoding = run[0].encoding

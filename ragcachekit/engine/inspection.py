@@ -17,8 +17,11 @@ from rich.console import Console
 from rich.text import Text as RichText
 
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
+from ragcachekit.plots import MeasuredPolicy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.segments import Segmentation, is_inside_word
+from ragcachekit.quality.auto import AutoPolicies
+from ragcachekit.quality.budget import Budgets
 from ragcachekit.reports import LinkReport, Report, folded_html, shorten
 from ragcachekit.types import Chunk, Prompt
 
@@ -312,3 +315,23 @@ def _notes(parser: PromptParser, prompt: PromptLike, real: Segmentation, whole: 
     elif not isinstance(prompt, str | Prompt):
         yield f"the chat template makes {len(whole)} characters of the messages, contents unaltered"
     yield from real.notes
+
+
+# -- what was measured -------------------------------------------------------------------------------
+
+
+def measured_policies(
+    budgets: Budgets, auto: AutoPolicies, checked: Callable[[str | None], str], namespace: str | None
+) -> tuple[Sequence[MeasuredPolicy], str]:
+    """The points of a calibration, or of the check of ``auto``, and the name of their loss; for plots."""
+    namespace = checked(namespace)
+    record, tuned = budgets.record(namespace), auto.record(namespace)
+    if record is not None:
+        points = [MeasuredPolicy(p.policy, p.ratio, p.loss) for p in record.curve]
+        return points, f"{record.quality}, on {record.encoder}"
+    if tuned is not None:
+        rows = [MeasuredPolicy(f"{r.policy} on {r.encoder}", r.ratio, r.kl) for r in tuned.rows]
+        return rows, "KL to full, nats per token"
+    raise ValueError(
+        f"nothing was measured for namespace {namespace!r}: call rag.tune(), or run ragcachekit calibrate"
+    )

@@ -29,7 +29,7 @@ from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
-from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, prompt_view
+from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, measured_policies, prompt_view
 from ragcachekit.engine.request import AnswerStream, Request
 from ragcachekit.engine.runner import AfterAnswer, Runner
 from ragcachekit.engine.scheduler import Scheduler
@@ -48,6 +48,7 @@ from ragcachekit.generate.options import (
 from ragcachekit.model.weights import load_model
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
+from ragcachekit.plots import Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.registry import open_policy
@@ -478,6 +479,13 @@ class RagCache:
     def reports(self) -> tuple[GenerateReport, ...]:
         """Reports of the last 256 answered requests, the latest last."""
         return tuple(self.after_answer.reports)
+
+    @property
+    def plot(self) -> Plots:
+        """Pictures: ``time``, ``tokens`` and ``tiers`` of the last requests, ``quality`` of a calibration."""
+        parts = self.components
+        measured = partial(measured_policies, parts.budgets, parts.auto, self._checked)
+        return Plots(lambda: self.reports, measured)
 
     @property
     def renders_tools(self) -> bool:

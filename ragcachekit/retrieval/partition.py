@@ -31,6 +31,9 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, types.EllipsisTyp
 _VALUES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
+_COPYING = ("__getstate__", "__copy__", "__deepcopy__")
+_COUNTER = "_ragcachekit_changes"
+_observing = threading.Lock()
 _CHANGING = re.compile(
     r"(a|async_)?(m?(add|delete|upsert|update|insert|remove|set|put)|merge|reset|drop|clear|refresh)(_|$)"
 )
@@ -237,87 +240,116 @@ class KeyReader:
 
 
 class _Changes:
-    """The version of one index: each start and each end of a change has a number of its own."""
+    """The number of changes of one index, to which ``owner`` refers weakly."""
 
-    def __init__(self, owner: weakref.ref[object]) -> None:
-        self.owner, self.version = owner, 0
+    def __init__(self, owner: Callable[[], object]) -> None:
+        self.owner, self.version, self._numbers = owner, 0, itertools.count(1)
+        self.names: frozenset[str] = frozenset()  # of the wrappers
+
+    def __deepcopy__(self, memo: object) -> _Changes:
+        return self
 
     def count(self) -> None:
-        self.version = next(_NUMBERS)
-
-
-_NUMBERS = itertools.count(1)
-_observed: dict[int, _Changes] = {}  # by the id of the index
-_observing = threading.Lock()
+        self.version = next(self._numbers)
 
 
 def changes_of(index: object) -> int | None:
     """The version of an index, another one after each change from now on; None if changes cannot be seen.
 
-    The changing methods (``add_documents``, ``delete``, ``insert`` ...) are wrapped in the classes that
-    define them, so that copies and pickles of the object stay what they were. Changes past these methods
-    (another process, a client of one's own) are not seen.
+    The changing methods of this one object (``add_documents``, ``delete``, ``insert``, ...) are wrapped:
+    attributes of the object come before methods of its class. Copies and pickles do without the wrappers,
+    which would change the original. Changes past these methods (another process, a client of one's own) are
+    not seen.
     """
     with _observing:
-        known = _observed.get(id(index))
-        if known is None or known.owner() is not index:
-            key = id(index)
-            try:
-                known = _Changes(weakref.ref(index, lambda _: _observed.pop(key, None)))
-                for base in type(index).__mro__:
-                    _wrap_methods(base)
-            except TypeError:  # an object without weak references, a class that cannot be changed
-                return None
-            _observed[key] = known
-        return known.version
-
-
-def _wrap_methods(kind: type) -> None:
-    for name, function in list(vars(kind).items()):
-        is_plain = isinstance(function, types.FunctionType) and not hasattr(function, "_counts_changes")
-        if is_plain and _CHANGING.match(name):
-            setattr(kind, name, _counted(function))
-
-
-@contextmanager
-def _change(index: object) -> Iterator[None]:
-    changes = _observed.get(id(index))
-    try:
-        if changes is not None:
-            changes.count()
-        yield
-    finally:
-        if changes is not None:
-            changes.count()
-
-
-def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def called(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with _change(self):
-            result = function(self, *args, **kwargs)
-        return awaited(self, result) if inspect.isawaitable(result) else result
-
-    @functools.wraps(function)
-    async def called_async(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return await awaited(self, function(self, *args, **kwargs))
-
-    async def awaited(self: Any, result: Awaitable[Any]) -> Any:
-        with _change(self):
-            return await result
-
-    wrapper = called_async if inspect.iscoroutinefunction(function) else called
-    vars(wrapper)["_counts_changes"] = True
-    return wrapper
+        known: Any = getattr(index, "__dict__", {}).get(_COUNTER)
+        if known is not None and known.owner() is index:
+            return known.version  # type: ignore[no-any-return]
+        try:
+            changes = _Changes(weakref.ref(index))
+            for name, wrapper in _wrappers(index, changes).items():
+                object.__setattr__(index, name, wrapper)
+        except (TypeError, AttributeError):  # an object without attributes or without weak references
+            return None
+        return changes.version
 
 
 def attributes(value: object) -> dict[str, Any]:
-    """The attributes of an object, private ones of pydantic models among them; cached properties are none."""
-    held, kind = getattr(value, "__dict__", {}), type(value)
-    own = {
-        n: one for n, one in held.items() if not isinstance(getattr(kind, n, None), functools.cached_property)
-    }
-    return own | (getattr(value, "__pydantic_private__", None) or {})
+    """The attributes of an object, private ones of pydantic models among them.
+
+    Cached properties and our own wrappers are none.
+    """
+    held = dict(getattr(value, "__dict__", {}))
+    for name in list(held):
+        if isinstance(getattr(type(value), name, None), functools.cached_property):
+            del held[name]
+    if (changes := held.get(_COUNTER)) is not None:
+        held = _stripped(held, changes.names)
+    return held | (getattr(value, "__pydantic_private__", None) or {})
+
+
+def _wrappers(index: object, changes: _Changes) -> dict[str, Any]:
+    kind, out = type(index), dict[str, Any]()
+    for name in filter(_CHANGING.match, dir(kind)):
+        function = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if isinstance(function, types.FunctionType):
+            out[name] = _counted(types.MethodType(function, index), changes)
+    changes.names = names = frozenset({_COUNTER, *_COPYING, *out})
+    for name in _COPYING:
+        if hasattr(kind, name):
+            out[name] = functools.partial(_copied, name, index, names)
+    return out | {_COUNTER: changes}
+
+
+def _counted(method: types.MethodType, changes: _Changes) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        changes.count()
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            changes.count()
+        return awaited(result) if inspect.isawaitable(result) else result
+
+    async def awaited(result: Awaitable[Any]) -> Any:
+        changes.count()
+        try:
+            return await result
+        finally:
+            changes.count()
+
+    return called
+
+
+def _copied(name: str, index: object, names: frozenset[str], *args: Any) -> Any:
+    """What a copying method of the class gives, without the wrappers.
+
+    LlamaIndex's ``__getstate__`` deletes what it cannot pickle from the object: it gets a copy.
+    """
+    kind: Any = type(index)
+    if hasattr(kind, "__copy__"):
+        twin = _bare(kind.__copy__(index), names)
+        return twin if name == "__copy__" else getattr(kind, name)(twin, *args)
+    made = getattr(kind, name)(index, *args)
+    return _stripped(made, names) if name == "__getstate__" else _bare(made, names)
+
+
+def _bare(made: Any, names: frozenset[str]) -> Any:
+    for name in names & vars(made).keys():
+        object.__delattr__(made, name)
+    return made
+
+
+def _stripped(state: Any, names: frozenset[str]) -> Any:
+    """A state as of ``__getstate__``: a dict, one beside the slots, or one inside pydantic's."""
+    if isinstance(state, tuple):
+        return tuple(_stripped(part, names) for part in state)
+    if not isinstance(state, dict):
+        return state
+    kept = {name: one for name, one in state.items() if name not in names}
+    if "__dict__" in kept:
+        kept["__dict__"] = _stripped(kept["__dict__"], names)
+    return kept
 
 
 def _settings(value: Any) -> list[Any]:

@@ -25,13 +25,13 @@ def sides(kv):
 @pytest.fixture
 def forwards(monkeypatch):
     """Tokens of the chunks that were encoded by forwards of their own."""
-    runs, forward = [], ChunkEncoder._forward
+    runs, forward = [], ChunkEncoder.forward
 
     def counted(self, chunks, encoding):
         runs.extend(map(len, chunks))
         return forward(self, chunks, encoding)
 
-    monkeypatch.setattr(ChunkEncoder, "_forward", counted)
+    monkeypatch.setattr(ChunkEncoder, "forward", counted)
     return runs
 
 

@@ -70,13 +70,13 @@ def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
 @pytest.fixture
 def second_runs(monkeypatch):
     """Tokens of the chunks for which a prompt runs once more behind the answer."""
-    runs, forward = [], InPromptEncoder._forward
+    runs, forward = [], InPromptEncoder.forward
 
     def counted(self, run, summed):
         runs.append([len(item.token_ids) for item in run])
         return forward(self, run, summed)
 
-    monkeypatch.setattr(InPromptEncoder, "_forward", counted)
+    monkeypatch.setattr(InPromptEncoder, "forward", counted)
     return runs
 
 

@@ -86,16 +86,19 @@ def shows_reuse(shown: list[str]) -> None:
     assert "first token after" in shown[3]
     for how in ("exact", "approximate", "recomputed", "computed"):
         assert re.search(rf'background-color: #\w+\\*"> {how} [1-9]', shown[4]), how
-    read = [int(tokens) for tokens in re.findall(r"'cache_read': (\d+)", shown[5])]
+    assert "image/png" in shown[5]
+    read = [int(tokens) for tokens in re.findall(r"'cache_read': (\d+)", shown[6])]
     assert len(read) == 2
     assert read[1] > 100
+    assert "image/png" in shown[7]
 
 
 def shows_a_choice(shown: list[str]) -> None:
     assert shown[1].count("<tr><td") == 6
     assert ">policy</th>" in shown[1]
-    assert "auto -> " in shown[2]
-    assert re.search(r"tolerance 0\.\d+ \(cosine\)", shown[3])
+    assert "image/png" in shown[2]
+    assert "auto -> " in shown[3]
+    assert re.search(r"tolerance 0\.\d+ \(cosine\)", shown[4])
 
 
 def shows_the_faults(shown: list[str]) -> None:

@@ -145,7 +145,7 @@ def test_what_is_there_is_not_asked_again(
 def test_a_full_that_is_not_the_models_own_gives_no_figure(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fidelity, "_generated", lambda *_: (1, 2, 3))
+    monkeypatch.setattr(fidelity, "generated", lambda *_: (1, 2, 3))
     with pytest.raises(RagCacheError, match="do not trust any figure"):
         run({}, per_type=1, policies=("reuse",))
 
