@@ -148,10 +148,9 @@ class TreeConfig:
 
 @dataclass(frozen=True)
 class ShadowConfig:
-    """Share of requests answered a second time in full, to measure the effect of reuse on answers.
+    """Share of requests prefilled a second time in full, to measure the effect of reuse on answers.
 
     - ``share``: Share of requests that are drawn, 0 to 1; 0: off.
-    - ``when``: Whether the full prefill runs in a background thread, or before the answer is returned.
     - ``window``: Number of last compared requests that the bound is about.
     - ``bound``: Warn when more than ``bound * window`` of the last ``window`` answers differed from those of
       full.
@@ -160,7 +159,6 @@ class ShadowConfig:
     """
 
     share: float
-    when: Literal["background", "after"] = "background"
     window: int = 50
     bound: float = 0.1
     fall_back: bool = False
@@ -171,8 +169,6 @@ class ShadowConfig:
         for name in ("share", "bound"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if self.when not in ("background", "after"):
-            raise ValueError(f"when must be 'background' or 'after', got {self.when!r}")
         if self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
 

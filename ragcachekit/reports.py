@@ -208,16 +208,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class ShadowReport(Report):
-    """What answering a share of the requests a second time, in full, has shown.
+    """What prefilling a share of the requests a second time, in full, has shown.
 
     - ``requests``: Prompts answered while shadow mode was on.
     - ``shadowed``: Of these, prefilled in full as well: drawn, and approximately reused.
-    - ``compared``: Of these, with compared answers (greedy ones that ran to their end).
-    - ``agreement``: Share of the compared answers with the same text as full (the same ids, without a
-      tokenizer).
-    - ``f1``: Mean F1 of their token ids, as a bag, against those of full.
-    - ``mean_kl``, ``max_kl``: KL(full || reused) of the first token, in nats.
-    - ``recent_disagreement``: Answers that differed among the last ``window`` compared, as a share of
+    - ``agreement``: Share of the first 8 tokens of full's greedy answer that are the most probable ones
+      with reuse as well.
+    - ``mean_kl``, ``max_kl``: KL(full || reused) per token of that answer, in nats.
+    - ``recent_disagreement``: Prompts with a token that differed among the last ``window``, as a share of
       ``window``; the highest of all namespaces.
     - ``waiting``, ``dropped``, ``failed``: Shadow prefills not begun yet, left out because too many waited,
       and ended by an error.
@@ -226,9 +224,7 @@ class ShadowReport(Report):
 
     requests: int = 0
     shadowed: int = 0
-    compared: int = 0
     agreement: float | None = None
-    f1: float | None = None
     mean_kl: float | None = None
     max_kl: float | None = None
     recent_disagreement: float = 0.0
@@ -240,9 +236,8 @@ class ShadowReport(Report):
     def __str__(self) -> str:
         text = f"{self.shadowed} of {self.requests} requests shadowed"
         if self.agreement is not None:
-            text += f", {self.agreement:.1%} of {self.compared} answers as in full (F1 {self.f1:.3f})"
-        if self.mean_kl is not None:
-            text += f", first-token KL {self.mean_kl:.3g} on average, {self.max_kl:.3g} at most"
+            text += f", {self.agreement:.1%} of the tokens as in full"
+            text += f", KL {self.mean_kl:.3g} on average, {self.max_kl:.3g} at most"
         lost = [f"{n} {what}" for n, what in ((self.dropped, "dropped"), (self.failed, "failed")) if n]
         return "; ".join([text, *lost, *(["falling back to full"] if self.falling_back else [])])
 

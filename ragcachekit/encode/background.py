@@ -50,7 +50,7 @@ class BackgroundEncoder:
         self.forgets, self._store, self._stored = forgets, store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
         self._averages = AverageEncoder(in_prompts)
-        self._still_valid = still_valid
+        self.still_valid = still_valid
         self._after = after
         self.stats, self._counting = EncodingStats(), Lock()
         # Written in ``forgets.storing``:
@@ -65,7 +65,7 @@ class BackgroundEncoder:
         The absent context of entries is encoded first.
         """
         for item, kv in self._encoded(self.complete(missing)):
-            if not self._still_valid():
+            if not self.still_valid():
                 return
             with self.forgets.storing:
                 if self._is_current(item):

@@ -20,6 +20,7 @@ from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.engine.admission import admit_once
 from ragcachekit.errors import ModelNotSupported
+from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
@@ -28,6 +29,7 @@ from ragcachekit.model.rope import describe_rope, guard_rotary
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
 from ragcachekit.plan.encodings import Fetch
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
@@ -183,10 +185,14 @@ class EngineComponents:
             return encoder_over(store, lambda *_: None, ForgetEpochs(), BackgroundWorker())
 
         self.background_encoder = encoder_over(self.store, planner.note_stored, self.forgets, self.background)
-        shadow, parser = settings.shadow, self.parser
+
+        def link(request: PromptRequest) -> tuple[LinkedPrompt, LinkPlan]:
+            return link_ahead(model, rope, planner.plan(planner.look_up(request)), planner.plan)
+
+        shadow = settings.shadow
         config = shadow if isinstance(shadow, ShadowConfig) else ShadowConfig(shadow or 0.0)
-        parts = config, model, rope, parser.decode, planner.unchanged, self.background, backoff
-        self.shadow = Shadow(*parts) if config.share else None
+        shown = config, model, link, planner.unchanged, self.background, backoff
+        self.shadow = Shadow(*shown) if config.share else None
         self.budgets = Budgets(folder, self.fingerprint, planner.encodings(open_policy("full")).name)
         self.auto = AutoPolicies(
             folder,

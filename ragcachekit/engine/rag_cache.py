@@ -30,7 +30,7 @@ from ragcachekit.config import QueueConfig
 from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, prompt_view
-from ragcachekit.engine.request import AnswerStream, GenerateCall, Request
+from ragcachekit.engine.request import AnswerStream, Request
 from ragcachekit.engine.runner import AfterAnswer, Runner
 from ragcachekit.engine.scheduler import Scheduler
 from ragcachekit.errors import Closed
@@ -99,7 +99,7 @@ class RagCache:
         Misses of a chunk before "background" encodes it: 2 spares chunks that are retrieved only once; 1 has
         every chunk warm at its second use.
     shadow : float or ShadowConfig, optional
-        Share of the requests that is answered again in full, for :meth:`shadow_report`.
+        Share of the prompts that is prefilled again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
         Whether chunks in slow tiers are loaded only where that is quicker than computing them.
     tree : TreeConfig or KnowledgeTree, optional
@@ -560,7 +560,7 @@ class RagCache:
     def _request(
         self, prompt: PromptRequest, options: dict[str, Any], stop: Sequence[str], **call: Any
     ) -> Request:
-        """A request with complete options of generate; ``call`` are further fields of its GenerateCall."""
+        """A request with complete options of generate; ``call`` are further fields of it."""
         parts, defaults, tokens = self.components, self.model.generation_config, len(prompt.token_ids)
         _ = parts.parser.tokens if stop else None  # stop strings are text
         options = filled_options(options, tokens, pad=parts.parser.pad, context=parts.rope.context)
@@ -568,19 +568,18 @@ class RagCache:
         if streamer is None and not uses_beams(options, defaults):
             streamer = TokenQueue()
         counted = None if streamer is None else RequestStreamer(streamer)
-        asked = GenerateCall(
-            prompt=prompt,
-            options={**options, "streamer": counted},
-            stop=stop,
+        return Request(
+            self.queue,
+            prompt,
+            {**options, "streamer": counted},
+            stop,
             estimator=parts.planner.estimator(prompt),
             new_tokens=min(effective(options, defaults, "max_new_tokens") or room, room),
-            cancel=Event(),
             streamer=counted,
+            tokens=streamer if isinstance(streamer, TokenQueue) else None,
+            detokenizer=Detokenizer(parts.parser.decode, stop),
             **call,
         )
-        read = streamer if isinstance(streamer, TokenQueue) else None
-        detokenizer = Detokenizer(parts.parser.decode, stop)
-        return Request(asked, read, detokenizer, self.queue.cancel, self.queue.refuse_own_thread)
 
     def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
 from threading import Event
 from traceback import clear_frames
@@ -30,41 +29,6 @@ _T = TypeVar("_T")
 State = Literal["waiting", "running", "done"]
 
 
-@dataclass(frozen=True, eq=False)
-class GenerateCall:
-    """A tokenised prompt, and everything that was asked for.
-
-    - ``options``: Complete ones of generate, with the ``streamer``; ``stop`` strings.
-    - ``new_tokens``: Limit of the answer.
-    - ``submitted_at``: In seconds of :func:`time.perf_counter`; ``deadline`` in those of
-      :func:`time.monotonic`.
-    - ``scope``: That of the calling thread; ``cancel`` ends this request alone.
-    - ``observed``: Its observers, if there are any.
-    """
-
-    prompt: PromptRequest
-    options: Mapping[str, Any]
-    stop: Sequence[str]
-    estimator: Estimator
-    new_tokens: int
-    submitted_at: float
-    deadline: float
-    scope: CancelScope
-    cancel: Event
-    streamer: RequestStreamer | None
-    observed: ObservedRequest | None
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the prompt and of the longest answer."""
-        return self.estimator.tokens + self.new_tokens
-
-    @property
-    def share(self) -> str:
-        """Whose share of the queue this takes: partitions ``NAME/...`` of a namespace have one together."""
-        return self.prompt.namespace.partition("/")[0]
-
-
 class Request:
     """One submitted prompt; :meth:`ragcachekit.RagCache.submit` returns it. Thread safe.
 
@@ -79,19 +43,33 @@ class Request:
     >>> answers = [request.result() for request in requests]           # doctest: +SKIP
     """
 
+    # ``options`` are complete ones of generate, ``new_tokens`` is the limit of the answer. ``submitted_at``
+    # is in seconds of time.perf_counter, ``deadline`` in those of time.monotonic. ``scope`` is that of the
+    # calling thread; ``ended`` cancels this request alone. ``tokens`` has those for :meth:`stream`.
     def __init__(
         self,
-        call: GenerateCall,
+        queue: Any,
+        prompt: PromptRequest,
+        options: Mapping[str, Any],
+        stop: Sequence[str],
+        *,
+        estimator: Estimator,
+        new_tokens: int,
+        submitted_at: float,
+        deadline: float,
+        scope: CancelScope,
+        observed: ObservedRequest | None,
+        streamer: RequestStreamer | None,
         tokens: TokenQueue | None,
         detokenizer: Detokenizer,
-        on_cancel: Callable[[Request], object],
-        refuse_own_thread: Callable[[], object],
     ) -> None:
-        self.call, self._on_cancel, self._refuse = call, on_cancel, refuse_own_thread
+        self.prompt, self.options, self.stop = prompt, options, stop
+        self.estimator, self.new_tokens = estimator, new_tokens
+        self.submitted_at, self.deadline, self.scope = submitted_at, deadline, scope
+        self.observed, self.streamer, self.detokenizer = observed, streamer, detokenizer
+        self.ended, self.prefetched = Event(), False
         self.state: State = "waiting"
-        self.prefetched = False
-        self._tokens, self.detokenizer = tokens, detokenizer
-        self._changed = Condition()
+        self._queue, self._tokens, self._changed = queue, tokens, Condition()
         self._answer: Answer | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Request], object]] = []
@@ -132,7 +110,7 @@ class Request:
             check_number("timeout", timeout, kinds=SECONDS_OR_NONE)
         if self.done() or timeout == 0:
             return self.done()
-        self._refuse()
+        self._queue.refuse_own_thread()
         try:
             return self._changed.wait_for(self.done, timeout)
         except KeyboardInterrupt:
@@ -147,7 +125,7 @@ class Request:
         given, tokens, self._tokens = "", self._tokens, None
         try:
             if not self.done():
-                self._refuse()
+                self._queue.refuse_own_thread()
             for ids in tokens or ():
                 if piece := self.detokenizer.push(ids):
                     given += piece
@@ -160,8 +138,8 @@ class Request:
 
     def cancel(self) -> None:
         """End the request: at once where it waits, else before the next layer of its prefill, or token."""
-        self.call.cancel.set()
-        self._on_cancel(self)
+        self.ended.set()
+        self._queue.cancel(self)
 
     def done(self) -> bool:
         """Whether it was answered, cancelled or failed."""
@@ -185,14 +163,24 @@ class Request:
     # -- for the scheduler -------------------------------------------------------------------------
 
     @property
+    def rows(self) -> int:
+        """Rows of the prompt and of the longest answer."""
+        return self.estimator.tokens + self.new_tokens
+
+    @property
+    def share(self) -> str:
+        """Whose share of the queue this takes: partitions ``NAME/...`` of a namespace have one together."""
+        return self.prompt.namespace.partition("/")[0]
+
+    @property
     def cancel_requested(self) -> bool:
         """Whether it, or the scope that it was submitted in, was cancelled."""
-        return self.call.cancel.is_set() or self.call.scope.requested
+        return self.ended.is_set() or self.scope.requested
 
     @property
     def is_late(self) -> bool:
         """Whether its deadline has passed, and nothing else has ended it."""
-        return self.call.deadline < time.monotonic() and not self.cancel_requested
+        return self.deadline < time.monotonic() and not self.cancel_requested
 
     def resolve(self, answer: Answer | None = None, error: BaseException | None = None) -> None:
         """End it with an answer or an error; called once, by the scheduler."""
@@ -205,8 +193,8 @@ class Request:
             self._answer, self._error, self.state = answer, error, "done"
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
-        if self.call.streamer is not None:
-            attempt(self.call.streamer.end)
+        if self.streamer is not None:
+            attempt(self.streamer.end)
         for callback in callbacks:
             attempt(callback, self)
 
@@ -337,7 +325,7 @@ class AsyncAnswerStream:
     @property
     def tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
-        return self._request.call.estimator.tokens + self._generated
+        return self._request.estimator.tokens + self._generated
 
     @property
     def answer(self) -> Answer:

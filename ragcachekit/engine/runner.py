@@ -14,12 +14,12 @@ from typing import Any
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
-from ragcachekit.engine.request import GenerateCall, Request
+from ragcachekit.engine.request import Request
 from ragcachekit.forward.linker import own_entries
 from ragcachekit.forward.prefill import Replan
 from ragcachekit.forward.rows import captured, turn_of, with_answer
 from ragcachekit.generate.batch import BatchDecoder, Decoding
-from ragcachekit.generate.run import FirstScores, Generated, answer_of
+from ragcachekit.generate.run import Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.threads import Condition, attempt
@@ -30,10 +30,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Run:
-    """A running request: when its turn began, what shadow mode drew, and its tokens so far."""
+    """A running request: when its turn began, and its tokens so far."""
 
     begun: float
-    first: FirstScores | None = None
     decoding: Decoding | None = None
     alone: Generated | None = None  # of a request that was not decoded in the batch
     kept: frozenset[KVKey] | None = None
@@ -77,21 +76,20 @@ class Runner:
         """Load entries of a waiting request from slow tiers, once."""
         if not request.prefetched and (loads := self._parts.loads) is not None:
             request.prefetched = True
-            loads.prefetch(request.call.estimator.to_load)
+            loads.prefetch(request.estimator.to_load)
 
     def is_ready(self, request: Request) -> bool:
         """Whether its prefill would not wait for entries that are being loaded or stored."""
-        call = request.call
-        if self._after_answer.awaits(call.prompt):
+        if self._after_answer.awaits(request.prompt):
             return False
         loads = self._parts.loads
-        return loads is None or loads.hidden(call.estimator.to_load, call.estimator.rows)
+        return loads is None or loads.hidden(request.estimator.to_load, request.estimator.rows)
 
     def has_room(self, request: Request) -> bool:
         """Whether the request may begin beside those that run, which need not wait for it."""
-        if self.runs and self._after_answer.awaits(request.call.prompt):
+        if self.runs and self._after_answer.awaits(request.prompt):
             return False
-        return self.decoder.has_room(request.call.tokens)
+        return self.decoder.has_room(request.rows)
 
     # -- requests that run -------------------------------------------------------------------------
 
@@ -101,24 +99,21 @@ class Runner:
         ``closed`` cancels it; ``wanted`` are entries of the requests that wait.
         """
         run = self.runs[request] = _Run(perf_counter())
-        call, prompt = request.call, request.call.prompt
-        with call.scope, CancelScope(closed), CancelScope(call.cancel, deadline=call.deadline):
-            shadow = self._parts.shadow
-            run.first = shadow.draw(call.options) if shadow is not None else None
+        prompt, streamer = request.prompt, request.streamer
+        with request.scope, CancelScope(closed), CancelScope(request.ended, deadline=request.deadline):
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
-            why = self.decoder.why_alone(call.options) if unchanged else "the model changed"
+            why = self.decoder.why_alone(request.options) if unchanged else "the model changed"
             if why is not None:
                 prompt = prompt.with_note(f"generated alone and not in a batch: {why}")
             try:
                 self._prefill(request, run, self._planned(prompt, wanted), why is None)
             except Exception as error:
-                if not prompt.reads_cache or (call.streamer is not None and call.streamer.streamed):
+                if not prompt.reads_cache or (streamer is not None and streamer.streamed):
                     raise
                 log.warning("a linked prompt failed and is computed in full", exc_info=True)
-                if call.streamer is not None:
-                    call.streamer.restart()
-                run.first = None  # nothing is reused, so there is nothing to compare
+                if streamer is not None:
+                    streamer.restart()
                 full = replace(prompt, fallback=f"the linked prompt failed: {error!r}")
                 self._prefill(request, run, self._plan(full), why is None)
             if wanted and run.decoding is not None and not run.decoding.finished:
@@ -139,16 +134,16 @@ class Runner:
 
     def answer(self, request: Request) -> Answer:
         """The answer of a request that has ended, once the caches have followed."""
-        run, call = self.runs.pop(request), request.call
+        run = self.runs.pop(request)
         generated = run.decoding.generated() if run.decoding is not None else run.alone
         assert generated is not None, "begun"
-        answer = answer_of(generated, run.begun, call.stop, call.options, self._parts.parser.decode)
-        self._after_answer.submit(generated, answer, call, run.first, run.kept)
-        queued, report = (run.begun - call.submitted_at) * 1e3, answer.report
+        answer = answer_of(generated, run.begun, request.stop, request.options, self._parts.parser.decode)
+        self._after_answer.submit(generated, request, run.kept)
+        queued, report = (run.begun - request.submitted_at) * 1e3, answer.report
         report = replace(
             report,
             ttft_ms=report.ttft_ms + queued,
-            total_ms=(perf_counter() - call.submitted_at) * 1e3,
+            total_ms=(perf_counter() - request.submitted_at) * 1e3,
             queue_ms=queued,
             batch=run.batch,
         )
@@ -157,8 +152,8 @@ class Runner:
 
     def empty_answer(self, request: Request) -> Answer:
         """The answer of a request that was cancelled before its turn."""
-        waited = (perf_counter() - request.call.submitted_at) * 1e3
-        link = plain_plan(request.call.prompt).report
+        waited = (perf_counter() - request.submitted_at) * 1e3
+        link = plain_plan(request.prompt).report
         return Answer("", (), GenerateReport(link, 0, waited, waited, "cancelled", waited))
 
     def drop(self, request: Request) -> None:
@@ -198,13 +193,12 @@ class Runner:
         )
 
     def _prefill(self, request: Request, run: _Run, plan: LinkPlan, together: bool) -> None:
-        call = request.call
-        how: dict[str, Any] = {"stop": call.stop, "cancel": call.cancel, "first": run.first}
+        how: dict[str, Any] = {"stop": request.stop, "cancel": request.ended}
         how |= {"capture_missing_rows": self._after_answer.captures, "replan": self._replan}
         if together:
-            run.decoding = self.decoder.begin(plan, call.options, **how)
+            run.decoding = self.decoder.begin(plan, request.options, **how)
         else:
-            run.alone = self.decoder.run(plan, call.options, **how)
+            run.alone = self.decoder.run(plan, request.options, **how)
 
 
 # -- after the answer ------------------------------------------------------------------------------
@@ -255,24 +249,16 @@ class AfterAnswer:
         """Whether rows of missing chunks are observed, to be stored as the prompt computes them."""
         return self.cold != "never"
 
-    def submit(
-        self,
-        generated: Generated,
-        answer: Answer,
-        call: GenerateCall,
-        first: FirstScores | None,
-        kept: frozenset[KVKey] | None,
-    ) -> None:
+    def submit(self, generated: Generated, request: Request, kept: frozenset[KVKey] | None) -> None:
         """Use what an answered request produced: timings, exact rows, missing chunks, its prompt.
 
-        ``kept`` is what :meth:`keep_early` returned for it, if that was called; ``first`` what shadow mode
-        drew.
+        ``kept`` is what :meth:`keep_early` returned for it, if that was called.
         """
         plan, parts = generated.plan, self._parts
         if generated.token_ids:  # else cancelled before the first token
-            with CancelScope(call.cancel):
+            with CancelScope(request.ended):
                 if parts.shadow is not None:
-                    parts.shadow.follow(plan, answer, first, call.options, call.stop)
+                    parts.shadow.follow(request.prompt, generated.report)
                 if parts.loads is not None:
                     parts.loads.follow(plan.skipped, plan.report.loaded_bytes)
                 if parts.cost.needed:

@@ -42,7 +42,7 @@ class Scheduler:
 
     def __init__(self, config: QueueConfig, runner: Runner, active: ActiveRequests) -> None:
         self._config, self.runner, self._active = config, runner, active
-        self._order = CacheAwareOrder[Request](config.window, lambda request: request.call.estimator.rows())
+        self._order = CacheAwareOrder[Request](config.window, lambda request: request.estimator.rows())
         self._pool = DaemonPool("ragcachekit-queue")
         self._changed = Condition()  # guards the order and everything below
         self._counts = Counter[str]()
@@ -133,9 +133,9 @@ class Scheduler:
                 raise Closed("this RagCache is closed; make a new one, or close it after its last use")
             if not self.has_room():
                 return False
-            self._order.add(request, request.call.share)
+            self._order.add(request, request.share)
             if not self._driving and not self._pool.submit(Job(self._drive)):
-                self._order.discard(request, request.call.share)
+                self._order.discard(request, request.share)
                 raise RuntimeError("can't start new thread")
             self._driving = True
             self._counts["submitted"] += 1
@@ -144,7 +144,7 @@ class Scheduler:
     def _discard(self, requests: list[Request]) -> list[Request]:
         """Take requests out of the queue; returns those that waited."""
         with self._changed:
-            found = [request for request in requests if self._order.discard(request, request.call.share)]
+            found = [request for request in requests if self._order.discard(request, request.share)]
             self._changed.notify_all()
             return found
 
@@ -188,7 +188,7 @@ class Scheduler:
         with self._changed:
             best = self._order.best(self.runner.is_ready)
             if best is not None and self.runner.has_room(best):
-                self._order.take(best, best.call.share)
+                self._order.take(best, best.share)
                 self._turns = [best]
                 best.state = "running"
                 self._changed.notify_all()
@@ -201,7 +201,7 @@ class Scheduler:
 
     def _begin(self, request: Request) -> None:
         with self._changed:
-            prompts = [waiting.call.prompt for waiting in self._order]
+            prompts = [waiting.prompt for waiting in self._order]
         wanted = {want.to_encode.key for prompt in prompts for want in prompt.wanted}
         try:
             if self.runner.begin(request, self._pool.closed, wanted):
@@ -212,7 +212,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         try:
-            with request.call.scope, CancelScope(self._pool.closed):
+            with request.scope, CancelScope(self._pool.closed):
                 answer = self.runner.answer(request)
         except BaseException as error:
             self._end(request, error)
@@ -226,7 +226,7 @@ class Scheduler:
     def _end(self, request: Request, error: BaseException) -> None:
         """End a request without the answer that it asked for."""
         if isinstance(error, Cancelled) and request.is_late:
-            waited = time.perf_counter() - request.call.submitted_at
+            waited = time.perf_counter() - request.submitted_at
             late = f"not answered within its deadline: {request.state} after {waited:.3g} s"
             self._resolve(request, "expired", error=DeadlineExceeded(late))
         elif isinstance(error, Cancelled):
@@ -243,7 +243,7 @@ class Scheduler:
             ended = self._discard([r for r in self._order if r.cancel_requested or r.is_late])
         for request in list(self.runner.runs):
             if over or request.cancel_requested:
-                request.call.cancel.set()  # which the batch looks at
+                request.ended.set()  # which the batch looks at
             elif request.is_late:
                 self.runner.drop(request)
                 ended.append(request)
@@ -268,7 +268,7 @@ class Scheduler:
         with self._changed:
             self._counts[outcome] += 1
         try:  # before the result is there, so that whoever reads metrics after an answer finds it counted
-            if (observed := request.call.observed) is not None:
+            if (observed := request.observed) is not None:
                 observed.end(None if answer is None else answer.report, error)
         finally:
             request.resolve(answer, error)
@@ -278,19 +278,13 @@ class Scheduler:
 
 T = TypeVar("T")
 
-REFRESHED = 8
-"""Estimates renewed per choice; a window of 32 is renewed in four choices."""
-
 
 @dataclass(eq=False)
 class _Entry(Generic[T]):
-    """A waiting item: how often later ones overtook it, and the last estimate of its tokens."""
+    """A waiting item: how often later ones overtook it."""
 
     item: T
     overtaken: int = 0
-    cached: int = 0
-    computed: int = 1
-    renewed: int = -1  # number of the choice
 
 
 class CacheAwareOrder(Generic[T]):
@@ -310,7 +304,7 @@ class CacheAwareOrder(Generic[T]):
         self._lines: dict[str, list[_Entry[T]]] = {}
         self._starts: dict[str, float] = {}
         self._now = 0.0  # virtual time: the start tag of the last namespace served
-        self._choices = self._count = 0
+        self._count = 0
         self.most_overtaken = 0
 
     def __len__(self) -> int:
@@ -337,16 +331,8 @@ class CacheAwareOrder(Generic[T]):
             return None
         if self._count == 1 or line[0].overtaken >= self._window:
             return line[0].item
-        near = line[: self._window + 1]
-        self._choices += 1
-        for entry in sorted(near, key=lambda entry: entry.renewed)[:REFRESHED]:
-            self._renew(entry)
-        while True:
-            ranked = sorted(near, key=lambda entry: -entry.cached / entry.computed)
-            best = next((entry for entry in ranked if ready(entry.item)), ranked[0])
-            if best.renewed == self._choices:
-                return best.item
-            self._renew(best)  # what it had cached may be evicted
+        ranked = sorted((entry.item for entry in line[: self._window + 1]), key=self._cost)
+        return next(filter(ready, ranked), ranked[0])
 
     def next_ones(self, count: int) -> list[T]:
         """The first ``count`` items of the namespace that is next, in the order of their arrival."""
@@ -359,10 +345,9 @@ class CacheAwareOrder(Generic[T]):
         for earlier in line[:place]:
             earlier.overtaken += 1
             self.most_overtaken = max(self.most_overtaken, earlier.overtaken)
-        if line[place].renewed < 0 and self._count > 1:  # of the last one the queue is empty
-            self._renew(line[place])
         self._now = max(self._now, self._starts[namespace])
-        self._starts[namespace] += line[place].computed
+        if self._count > 1:  # after the last one nobody has had too much
+            self._starts[namespace] += self._estimate(item)[1]
         self.discard(item, namespace)
 
     def discard(self, item: T, namespace: str) -> bool:
@@ -387,6 +372,6 @@ class CacheAwareOrder(Generic[T]):
         name = min(self._lines, key=self._starts.__getitem__, default=None)
         return [] if name is None else self._lines[name]
 
-    def _renew(self, entry: _Entry[T]) -> None:
-        entry.cached, entry.computed = self._estimate(entry.item)
-        entry.renewed = self._choices
+    def _cost(self, item: T) -> float:
+        cached, computed = self._estimate(item)
+        return -cached / computed

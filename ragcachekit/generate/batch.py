@@ -17,7 +17,7 @@ from ragcachekit.forward.attention import RequestKV, decode
 from ragcachekit.forward.check import why_not_together
 from ragcachekit.forward.rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.options import effective, end_tokens, uses_beams
-from ragcachekit.generate.run import DecodingLoop, FirstScores, Generated, StopStrings, run_generate
+from ragcachekit.generate.run import DecodingLoop, Generated, StopStrings, run_generate
 from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
@@ -51,7 +51,7 @@ class Decoding:
         """Use a request's own processors and criteria, over its own ids ``[1, tokens]``."""
         self._loop, prompt = loop, len(self.plan.token_ids)
         self.max_new_tokens = loop.config.max_length - prompt
-        self._processors = [one for one in loop.processors if not isinstance(one, FirstScores)]
+        self._processors = list(loop.processors)
         here = (MaxLengthCriteria, EosTokenCriteria, StopStrings)  # which need no ids on the device
         self._stops = [one for one in loop.criteria if isinstance(one, StopStrings)]
         self._criteria = StoppingCriteriaList(one for one in loop.criteria if not isinstance(one, here))

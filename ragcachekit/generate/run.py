@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -39,21 +38,6 @@ from ragcachekit.reports import Answer, GenerateReport, LinkReport
 from ragcachekit.store.loader import LoadFailed
 
 # -- hooks into one call of generate -------------------------------------------------------------------
-
-
-class FirstScores(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records the first token's distribution and changes nothing.
-
-    It runs after the requested processors (penalties), before temperature and the cuts of sampling.
-    ``log_probs`` is ``[vocab]`` float64 on the host, None before.
-    """
-
-    log_probs: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.log_probs is None:
-            self.log_probs = scores[0].detach().float().cpu().double().log_softmax(-1)
-        return scores
 
 
 class FirstTokenTimer(StoppingCriteria):  # type: ignore[misc]
@@ -186,7 +170,6 @@ def run_generate(
     decode: Callable[[Sequence[int]], str],
     cancel: threading.Event | None = None,
     stop: Sequence[str] = (),
-    first: FirstScores | None = None,
     capture_missing_rows: bool = False,
     replan: Replan | None = None,
     one_token: bool = False,
@@ -209,8 +192,6 @@ def run_generate(
         timer = FirstTokenTimer(scope)
         loop = None if beams > 1 else DecodingLoop(plan.token_ids, timer, streamer, one_token)
         options["custom_generate"] = loop
-        if first is not None:
-            options["logits_processor"] = [*(options.get("logits_processor") or ()), first]
         own_criteria = [*(options.get("stopping_criteria") or ())]
         own_criteria += [timer] if loop is None else []
         while True:

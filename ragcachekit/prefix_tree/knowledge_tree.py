@@ -73,7 +73,7 @@ class Turns:
             raise ValueError(f"turns_bytes must be >= 0, got {budget}")
         self.budget = budget
         self.epoch = 0  # number of ``forget`` calls; a turn begun before one is not kept after it
-        self._turns: OrderedDict[int, tuple[Turn, _Tokens]] = OrderedDict()
+        self.kept: OrderedDict[int, tuple[Turn, _Tokens]] = OrderedDict()
         self._nbytes = 0
         self._number = 0
         self._lock = Lock()
@@ -88,13 +88,13 @@ class Turns:
             return None
         asked = np.array(token_ids, np.int64)
         with self._lock:
-            turns = ((n, known) for n, (turn, known) in self._turns.items() if turn.root == root)
+            turns = ((n, known) for n, (turn, known) in self.kept.items() if turn.root == root)
             tokens, best = max(((_common(known, asked), n) for n, known in turns), default=(0, 0))
             self._counters.count("hits" if tokens >= MIN_TOKENS else "misses")
             if tokens < MIN_TOKENS:
                 return None
-            self._turns.move_to_end(best)
-            return self._turns[best][0], tokens
+            self.kept.move_to_end(best)
+            return self.kept[best][0], tokens
 
     def keep(self, turn: Turn, epoch: int) -> bool:
         """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
@@ -105,14 +105,14 @@ class Turns:
             if turn.kv.nbytes > self.budget:
                 self._counters.count("failed_writes")
                 return False
-            for number, (other, known) in list(self._turns.items()):
+            for number, (other, known) in list(self.kept.items()):
                 if other.root == turn.root and _common(known, tokens) == len(known):
                     self._remove(number)
             while self._nbytes + turn.kv.nbytes > self.budget:
-                self._remove(next(iter(self._turns)))
+                self._remove(next(iter(self.kept)))
                 self._counters.count("evictions")
             self._number += 1
-            self._turns[self._number] = (turn, tokens)
+            self.kept[self._number] = (turn, tokens)
             self._nbytes += turn.kv.nbytes
             return True
 
@@ -125,31 +125,31 @@ class Turns:
         """Drop turns whose prompt had one of these segments or texts; no ids drop the namespace's."""
         with self._lock:
             self.epoch += 1
-            before = len(self._turns)
-            for number, (turn, _) in list(self._turns.items()):
+            before = len(self.kept)
+            for number, (turn, _) in list(self.kept.items()):
                 named = chunk_ids is None or not chunk_ids.isdisjoint(turn.members)
                 if turn.root.namespace == namespace and (
                     named or (texts is not None and texts.begin_in(turn.token_ids))
                 ):
                     self._remove(number)
-            return before - len(self._turns)
+            return before - len(self.kept)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record; none where no turns are kept."""
         if not self.budget:
             return ()
         with self._lock:
-            entries, nbytes = len(self._turns), self._nbytes
+            entries, nbytes = len(self.kept), self._nbytes
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self.budget),)
 
     def clear(self) -> None:
         """Drop all turns."""
         with self._lock:
-            self._turns.clear()
+            self.kept.clear()
             self._nbytes = 0
 
     def _remove(self, number: int) -> None:
-        self._nbytes -= self._turns.pop(number)[0].kv.nbytes
+        self._nbytes -= self.kept.pop(number)[0].kv.nbytes
 
 
 def _common(one: _Tokens, other: _Tokens) -> int:
@@ -196,8 +196,8 @@ class KnowledgeTree:
         self._released: deque[tuple[Node, ...]] = deque()
         self._lock = RLock()
         self._writing = RLock()  # around writes to the disk and forgets; taken before the other one
-        self._disk = TreeDisk(disk)
-        self._levels = Levels(gpu, host)
+        self.disk = TreeDisk(disk)
+        self.levels = Levels(gpu, host)
         refuse_after_fork(self)
 
     def match(self, root: Root, path: Path) -> Match:
@@ -210,12 +210,12 @@ class KnowledgeTree:
             self._unpin_released()
             self._follow(root.namespace)
             epoch = self._epochs[root.namespace]
-            nodes = list(self._levels.walk(root, path))
+            nodes = list(self.levels.walk(root, path))
             for node in nodes:
-                self._levels.pin(node)
-            found = [self._levels.use(node) for node in nodes]
-            self._levels.count(len(path), found)
-        found += self._disk.read(root, path, len(found))
+                self.levels.pin(node)
+            found = [self.levels.use(node) for node in nodes]
+            self.levels.count(len(path), found)
+        found += self.disk.read(root, path, len(found))
         match = Match(root, path, tuple(found), epoch)
         if nodes:
             weakref.finalize(match, self._released.append, tuple(nodes)).atexit = False
@@ -224,7 +224,7 @@ class KnowledgeTree:
     def known(self, root: Root, path: Path) -> int:
         """Tokens of the longest beginning of ``path`` in memory; counts no access."""
         with self._lock:
-            return sum(node.step.tokens for node in self._levels.walk(root, path))
+            return sum(node.step.tokens for node in self.levels.walk(root, path))
 
     def insert(self, match: Match, kvs: Sequence[ChunkKV] = (), *, new: int = 0) -> int:
         """Insert what a request computed after its ``match``: once per request, after the answer.
@@ -249,21 +249,21 @@ class KnowledgeTree:
             self._follow(namespace)
             if match.epoch != self._epochs[namespace]:
                 return 0
-            added = self._levels.insert(match, kvs, missed)
+            added = self.levels.insert(match, kvs, missed)
         with self._writing:
-            state, path = self._disk.state(namespace), match.path[: len(match) + len(kvs)]
+            state, path = self.disk.state(namespace), match.path[: len(match) + len(kvs)]
             self._follow(namespace)
-            if match.epoch == self._epochs[namespace] and not self._disk.write(match.root, path, kvs, state):
+            if match.epoch == self._epochs[namespace] and not self.disk.write(match.root, path, kvs, state):
                 self._drop(namespace)
         return added
 
     def discard(self, root: Root, path: Path) -> None:
         """Drop the node at ``path``, whose KV cannot be used, from all tiers, and its subtree from memory."""
         with self._lock:
-            nodes = list(self._levels.walk(root, path))
+            nodes = list(self.levels.walk(root, path))
             if nodes and len(nodes) == len(path):
-                self._levels.drop(nodes[-1])
-            self._disk.store.discard(key_of(root, path))
+                self.levels.drop(nodes[-1])
+            self.disk.store.discard(key_of(root, path))
 
     def forget(
         self,
@@ -279,40 +279,40 @@ class KnowledgeTree:
         same disk folder follow at their next look-up: they drop the whole namespace from memory.
         """
         with self._writing:
-            self._disk.note(namespace)
+            self.disk.note(namespace)
             if chunk_ids is not None and texts is not None:
-                chunk_ids |= self._disk.holding(namespace, texts)
+                chunk_ids |= self.disk.holding(namespace, texts)
             keys, turns, chunk_ids = self._drop(namespace, chunk_ids, texts)
-            only_in_memory = sum(key not in self._disk.store for key in keys)
+            only_in_memory = sum(key not in self.disk.store for key in keys)
             try:
-                return turns + only_in_memory + self._disk.store.forget(namespace, chunk_ids)
+                return turns + only_in_memory + self.disk.store.forget(namespace, chunk_ids)
             finally:
-                self._disk.note(namespace)
+                self.disk.note(namespace)
                 self._drop(namespace, chunk_ids)  # what requests read from the disk meanwhile
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier, named ``tree:gpu``, ``tree:host``, ``tree:disk``, ``tree:turns``."""
         with self._lock:
-            records = [tier.stats() for tier in self._levels.tiers]
-        return (*records, *self._disk.stats(), *self.turns.stats())
+            records = [tier.stats() for tier in self.levels.tiers]
+        return (*records, *self.disk.stats(), *self.turns.stats())
 
     def close(self) -> None:
         """Drop what is in memory, and close the disk."""
         with suppress(Closed):
             with self._lock:
-                self._levels.clear()
+                self.levels.clear()
             self.turns.clear()
-            self._disk.store.close()
+            self.disk.store.close()
 
     def _unpin_released(self) -> None:
         while self._released:
             for node in self._released.popleft():
-                self._levels.pin(node, -1)
+                self.levels.pin(node, -1)
 
     def _follow(self, namespace: str) -> None:
         """Forget in memory what other processes on the same disk have forgotten: all of the namespace."""
         with self._lock:
-            if self._disk.changed(namespace):
+            if self.disk.changed(namespace):
                 self._drop(namespace)
 
     def _drop(
@@ -322,12 +322,12 @@ class KnowledgeTree:
         with self._lock:  # turns too, or a request could miss them and still match the nodes
             turns = self.turns.forget(namespace, chunk_ids, texts)
             if chunk_ids is not None and texts is not None:
-                chunk_ids |= self._levels.holding(namespace, texts)
+                chunk_ids |= self.levels.holding(namespace, texts)
             self._epochs[namespace] += 1
-            tops = self._levels.about(namespace, chunk_ids)
+            tops = self.levels.about(namespace, chunk_ids)
             keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
             for node in tops:
-                self._levels.drop(node)
+                self.levels.drop(node)
         return keys, turns, chunk_ids
 
 

@@ -243,11 +243,11 @@ class Levels:
     def __init__(self, gpu: MemoryTier | None, host: MemoryTier | None) -> None:
         self.gpu, self.host = gpu, host
         self.tiers = [tier for tier in (gpu, host) if tier is not None]
-        self._roots: dict[Root, dict[tuple[str, ...], Node]] = {}
+        self.roots: dict[Root, dict[tuple[str, ...], Node]] = {}
 
     def walk(self, root: Root, path: Path) -> Iterator[Node]:
         """Nodes along a path, as far as they exist."""
-        children = self._roots.get(root, {})
+        children = self.roots.get(root, {})
         for step in path:
             node = children.get(step.ids)
             if node is None:
@@ -257,7 +257,7 @@ class Levels:
 
     def about(self, namespace: str, chunk_ids: frozenset[str] | None) -> list[Node]:
         """Uppermost nodes of a namespace with one of these ids (None: all)."""
-        roots = [children for root, children in self._roots.items() if root.namespace == namespace]
+        roots = [children for root, children in self.roots.items() if root.namespace == namespace]
         stack, out = [node for children in roots for node in children.values()], []
         while stack:
             node = stack.pop()
@@ -345,7 +345,7 @@ class Levels:
                 for other in self.tiers:
                     if other is not tier:
                         other.use(node, access)
-                siblings = self._roots.setdefault(root, {}) if parent is None else parent.children
+                siblings = self.roots.setdefault(root, {}) if parent is None else parent.children
                 siblings[step.ids] = node
                 return node
         return None
@@ -362,7 +362,7 @@ class Levels:
 
     def clear(self) -> None:
         """Drop all nodes."""
-        for top in [node for children in self._roots.values() for node in children.values()]:
+        for top in [node for children in self.roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
 
     def _copy(self, node: Node) -> ChunkKV:
@@ -397,7 +397,7 @@ class Levels:
         siblings = self._siblings(node.root, node.parent)
         del siblings[node.step.ids]
         if node.parent is None and not siblings:
-            del self._roots[node.root]
+            del self.roots[node.root]
 
     def _siblings(self, root: Root, parent: Node | None) -> dict[tuple[str, ...], Node]:
-        return parent.children if parent is not None else self._roots.get(root, {})
+        return parent.children if parent is not None else self.roots.get(root, {})

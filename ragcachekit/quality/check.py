@@ -11,13 +11,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import link_ahead
-from ragcachekit.generate.options import end_tokens
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import Missing, make_plan
 from ragcachekit.plan.planner import Planner
@@ -25,7 +23,7 @@ from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import PolicyAndEncoder
 from ragcachekit.prompt.segments import TokenSegment
-from ragcachekit.quality.compare import Continuation, Reference, compare
+from ragcachekit.quality.compare import ANSWER_TOKENS, Continuation, compare, full_answer
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import Ids
@@ -56,9 +54,6 @@ MAX_PROMPTS, MIN_PROMPTS = 16, 3
 
 MAX_SECONDS = 60.0
 """Time budget of one check; the prompt that runs when it ends is dropped."""
-
-ANSWER_TOKENS = 8
-"""Tokens that the full prefill generates, and every candidate is measured on."""
 
 WORSE = 2.0
 """A candidate with more than this multiple of the least KL is dropped."""
@@ -165,11 +160,8 @@ class PolicyCheck:
     ) -> dict[PolicyAndEncoder, Measured]:
         """All ``policies`` on one prompt, over encodings in a private store."""
         tokens = [token for segment in prompt.segments for token in segment.token_ids]
-        ids = torch.tensor([tokens], device=self._model.device)
-        full = Continuation(self._model, {"input_ids": ids}, timer.before_forward)
-        answer, rows = full.greedy(ANSWER_TOKENS, end_tokens({}, self._model.generation_config))
-        # What follows the last token of the answer was not computed.
-        reference, out = Reference((answer[:-1],), (rows,)), dict[PolicyAndEncoder, Measured]()
+        reference = full_answer(self._model, tokens, timer.before_forward)
+        out = dict[PolicyAndEncoder, Measured]()
         with closing(HostStore(1 << 60)) as store:
             encoder = self._encoder_over(store)
             for pair, policy in policies.items():

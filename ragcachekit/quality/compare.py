@@ -14,7 +14,11 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ragcachekit.generate.options import end_tokens
 from ragcachekit.types import Ids
+
+ANSWER_TOKENS = 8
+"""Tokens that the full prefill generates, and a candidate or a shadowed prompt is measured on."""
 
 
 def divergence(full: torch.Tensor, other: torch.Tensor) -> float:
@@ -149,6 +153,15 @@ class Comparison:
     first_kl: float
     agreement: float
     losses: tuple[float, ...]
+
+
+def full_answer(
+    model: Any, ids: Sequence[int], before_forward: Callable[[], object] = lambda: None
+) -> Reference:
+    """A greedy answer of :data:`ANSWER_TOKENS` at most; its last token was chosen, but not run."""
+    full = Continuation(model, {"input_ids": torch.tensor([list(ids)], device=model.device)}, before_forward)
+    answer, rows = full.greedy(ANSWER_TOKENS, end_tokens({}, model.generation_config))
+    return Reference((answer[:-1],), (rows,))
 
 
 def compare(prompt: Continuation, reference: Reference) -> Comparison:

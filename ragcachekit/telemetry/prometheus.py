@@ -197,7 +197,7 @@ def _background(rag: RagCache) -> Iterator[Metric]:
     text = "Chunk tokens missed, captured and encoded."
     yield _family(CounterMetricFamily, "chunk_tokens", text, "event", tokens)
     if shadow.agreement is not None:
-        text = "Share of answers as in full."
+        text = "Share of answer tokens as in full."
         yield GaugeMetricFamily("ragcachekit_shadow_agreement", text, shadow.agreement)
     text = "1 while prompts are computed in full."
     yield GaugeMetricFamily("ragcachekit_shadow_falling_back", text, shadow.falling_back)

@@ -58,14 +58,12 @@ class Engine:
 
     def left(self, gone: frozenset[str] | None, namespace: str = SPACE) -> list[str]:
         """Where something of these chunks, or (None) of the namespace, lies: looked at, not asked for."""
-        memory = {"gpu": self.gpu._entries, "host": self.host._entries}
-        at = {name: list(entries) for name, entries in memory.items()}
+        at = {"gpu": list(self.gpu.keys()), "host": list(self.host.keys())}
         at["disk"] = _keys_in(self.folder / "kv")
         at["tree:host"] = [key_of(node.root, node.path()) for node in nodes(self.tree)]
         at["tree:disk"] = _keys_in(self.folder / "tree")
-        at["prefetched"] = [load.key for load in self.rag.components.loads.loader._active if load.joinable]
         out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]
-        turns = [turn for turn, _ in self.tree.turns._turns.values() if turn.root.namespace == namespace]
+        turns = [turn for turn, _ in self.tree.turns.kept.values() if turn.root.namespace == namespace]
         if any(gone is None or gone & turn.members for turn in turns):
             out.append("tree:turns")
         return out
@@ -98,8 +96,8 @@ class Meanwhile:
     """
 
     def __init__(self, work: Callable[[], object], at: int = 1, wait: bool = True) -> None:
-        self._work, self._at, self._wait = work, at, wait
-        self._calls = 0
+        self._work, self.at, self._wait = work, at, wait
+        self.calls = 0
         self._lock = threading.Lock()
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forgets")
@@ -114,8 +112,8 @@ class Meanwhile:
 
     def __call__(self) -> None:
         with self._lock:
-            self._calls += 1
-            now = self._calls == self._at
+            self.calls += 1
+            now = self.calls == self.at
         if now:
             self._thread.start()
             assert self._begun.wait(WAIT)
@@ -125,8 +123,8 @@ class Meanwhile:
     def finish(self) -> bool:
         """Whether it has happened; then it has also ended."""
         with self._lock:
-            began = self._calls >= self._at
-            self._calls = self._at  # too late from now on
+            began = self.calls >= self.at
+            self.calls = self.at  # too late from now on
         if began:
             self._joined()
         return began

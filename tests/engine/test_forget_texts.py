@@ -48,12 +48,12 @@ def holding(engine, text, namespace=SPACE):
         ids = [token for step in node.path() for token in step.token_ids]
         if node.root.namespace == namespace and found.begin_in(ids):
             out.append("tree:host")
-    disk = engine.tree._disk.store
+    disk = engine.tree.disk.store
     for key in list(disk.keys()):
         ids = token_ids_of(disk.get(key).kv.sums)
         if key.namespace == namespace and found.begin_in(ids):
             out.append("tree:disk")
-    turns = [turn for turn, _ in engine.tree.turns._turns.values() if turn.root.namespace == namespace]
+    turns = [turn for turn, _ in engine.tree.turns.kept.values() if turn.root.namespace == namespace]
     out += ["turns" for turn in turns if found.begin_in(turn.token_ids)]
     return sorted(set(out))
 

@@ -45,7 +45,7 @@ STEPS = {
     "ids": lambda engine: (engine.rag.components.planner, "missing"),
     "registration": lambda engine: (engine.rag.components.parser.registry, "add"),
     "forward": lambda engine: (engine.rag.model.base_model, "forward"),
-    "model check": lambda engine: (engine.rag.components.background_encoder, "_still_valid"),
+    "model check": lambda engine: (engine.rag.components.background_encoder, "still_valid"),
 }
 
 
@@ -186,7 +186,7 @@ class Race:
         self.meanwhile = Meanwhile(self.forget, self.random.randint(1, 12), self.random.random() < 0.5)
 
     def __str__(self):
-        return f"{self.namespace}: {self.kind}, forget by {self.what} at step {self.meanwhile._at}"
+        return f"{self.namespace}: {self.kind}, forget by {self.what} at step {self.meanwhile.at}"
 
     @property
     def ids(self):
@@ -253,7 +253,7 @@ def race(make, monkeypatch, seeds, **options):
         (engine.disk, "open"),
         (engine.tree, "match"),
         (stock.planner, "unchanged"),
-        (stock.background_encoder, "_still_valid"),
+        (stock.background_encoder, "still_valid"),
     ):
         around(monkeypatch, owner, name, step, after=False)
         around(monkeypatch, owner, name, step, after=True)
@@ -264,7 +264,7 @@ def race(make, monkeypatch, seeds, **options):
         now.append(trial)
         trial.work()
         now.clear()
-        raced += trial.meanwhile._calls >= trial.meanwhile._at
+        raced += trial.meanwhile.calls >= trial.meanwhile.at
         trial.check()
     return raced
 

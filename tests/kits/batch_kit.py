@@ -24,9 +24,7 @@ def plan_for(rag: RagCache, prompt: Prompt, policy: str | None = None) -> LinkPl
 def begin(decoder: BatchDecoder, rag: RagCache, prompt: Prompt, **asked: Any) -> Decoding:
     """Begin a greedy request; ``policy``, ``stop``, ``cancel``, and options."""
     plan = plan_for(rag, prompt, asked.pop("policy", None))
-    named = {
-        name: asked.pop(name) for name in ("stop", "cancel", "capture_missing_rows", "first") if name in asked
-    }
+    named = {name: asked.pop(name) for name in ("stop", "cancel", "capture_missing_rows") if name in asked}
     options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **asked}
     assert decoder.why_alone(options) is None
     return decoder.begin(plan, options, **named)

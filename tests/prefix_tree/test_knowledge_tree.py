@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tree_check import check
 
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import open_eviction
 from ragcachekit.store.memory import HostStore
-from tree_kit import ROOT, ROW, check, kv_of, nodes, path_of, request, same, tiers
+from tree_kit import ROOT, ROW, kv_of, nodes, path_of, request, same, tiers
 
 
 def host_tree(rows: int = 1000, **options) -> KnowledgeTree:
@@ -140,9 +141,9 @@ def test_swapped_out_once_and_later_only_let_go() -> None:
     request(tree, path_of("a4"))
     request(tree, path_of("b8"))  # a4 is swapped out
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["host"]
-    host = tree._levels.host
+    host = tree.levels.host
     assert host is not None
-    copy = host.get(next(iter(tree._levels.walk(ROOT, path_of("a4")))))
+    copy = host.get(next(iter(tree.levels.walk(ROOT, path_of("a4")))))
     request(tree, path_of("a4"))  # comes up again, b8 is swapped out
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["gpu"]
     request(tree, path_of("b8"))  # a4 leaves a second time

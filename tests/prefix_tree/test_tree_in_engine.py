@@ -10,7 +10,6 @@ import torch
 from engine_kit import bare, chunk, ids, rag_for, text
 from families import LONGROPE_THRESHOLD, oracle, plain, prefill
 from ragcachekit import Prompt, StoreConfig, TreeConfig
-from ragcachekit.generate.run import FirstScores
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.disk import DiskStore
 from tree_kit import nodes
@@ -28,9 +27,14 @@ def tree_of() -> KnowledgeTree:
 
 
 def first_log_probs(rag: Any, prompt: Prompt, **options: Any) -> tuple[Any, torch.Tensor]:
-    seen = FirstScores()
-    answer = rag.generate(prompt, max_new_tokens=5, do_sample=False, logits_processor=[seen], **options)
-    return answer, seen.log_probs
+    seen: list[torch.Tensor] = []
+
+    def kept(_: Any, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores[0].double().log_softmax(-1))
+        return scores
+
+    answer = rag.generate(prompt, max_new_tokens=5, do_sample=False, logits_processor=[kept], **options)
+    return answer, seen[0]
 
 
 def full_log_probs(name: str, prompt: Prompt) -> torch.Tensor:
@@ -128,7 +132,7 @@ def test_stored_kv_is_never_written_to() -> None:
     tree = tree_of()
     with rag_for("llama", policy="lego:4", tree=tree, cold="now") as rag:
         rag.generate(THREE, max_new_tokens=2)
-        copies = {node: tree._levels.use(node).kv for node in nodes(tree)}
+        copies = {node: tree.levels.use(node).kv for node in nodes(tree)}
         originals = {node: [t.clone() for t in (*kv.keys, *kv.values)] for node, kv in copies.items()}
         for policy in POLICIES:
             rag.generate(TWO_OF_THEM, max_new_tokens=3, policy=policy)

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tree_check import check
 
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Match, Root, Step
 from ragcachekit.store.disk import DiskStore
-from tree_kit import check, kv_of, path_of, same
+from tree_kit import kv_of, path_of, same
 
 ROOTS = [Root("weights-1", "acme"), Root("weights-1", "globex"), Root("weights-1", "acme", "long")]
 BUDGETS = {"gpu": 600, "host": 1200}  # some 40 rows on the device, some 80 on the host

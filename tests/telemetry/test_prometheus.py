@@ -99,7 +99,7 @@ def test_the_engine_is_read_at_the_scrape(folder, tmp_path, prompt) -> None:
         assert values["ragcachekit_decode_steps_total",] == queue.steps > 0
         assert values["ragcachekit_queue_requests", "running"] == 0
         assert values["ragcachekit_shadow_agreement",] == shadow.agreement
-        assert shadow.compared > 0
+        assert shadow.shadowed > 0
         (build,) = [set(labels) for (name, *labels) in values if name == "ragcachekit_build_info"]
         assert build == {ragcachekit.__version__, "LlamaForCausalLM", rag.fingerprint[:12], "cpu"}
         assert ("process_open_fds",) in values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,17 +129,21 @@ def test_a_full_queue_says_what_to_do_and_waits_where_asked():
 def test_a_request_may_be_cancelled_before_and_after_its_turn():
     with warmed("llama", PROMPT) as rag:
         want = rag.generate(PROMPT, **LONG_ANSWER).token_ids
+        seen = []
+
+        def put(value):
+            seen.append(value)
+            if len(seen) == 4:  # the prompt and three tokens
+                other.cancel()
+
         with held(rag):
-            waiting, other = (rag.submit(PROMPT, **LONG_ANSWER) for _ in range(2))
+            waiting = rag.submit(PROMPT, **LONG_ANSWER)
+            streamer = SimpleNamespace(put=put, end=lambda: None)
+            other = rag.submit(PROMPT, streamer=streamer, **LONG_ANSWER)
             assert (waiting.state, waiting.done()) == ("waiting", False)
             waiting.cancel()
             assert (waiting.state, waiting.cancelled()) == ("done", True)
             assert waiting.result().token_ids == ()
-        seen = []
-        for piece in iter(lambda: other._tokens._queue.get(), None):
-            seen += piece
-            if len(seen) == 3:
-                other.cancel()
         answer = other.result(LONG)
         assert answer.report.finish_reason == "cancelled"
         assert answer.token_ids == want[: len(answer.token_ids)]

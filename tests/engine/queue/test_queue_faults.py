@@ -141,8 +141,3 @@ def test_a_dying_thread_answers_everything_and_the_next_request_starts_another(r
     assert rag.queue.drain(LONG)
     assert (rag.queue.waiting, rag.queue.running) == (0, 0)
     usable(rag)
-
-
-def test_a_store_that_cannot_say_what_it_has_costs_the_order_alone(rag):
-    rag.components.store.in_memory = lambda _: 1 / 0
-    usable(rag)

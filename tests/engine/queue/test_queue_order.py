@@ -107,7 +107,7 @@ def test_a_new_namespace_has_no_credit_of_the_past_and_an_old_one_no_debt():
 
 
 @pytest.mark.parametrize("namespaces", [1, 1000])
-def test_a_choice_looks_at_few_of_many(namespaces):
+def test_a_choice_looks_at_its_window_alone(namespaces):
     asked = Counter()
 
     def estimate(item):
@@ -120,7 +120,7 @@ def test_a_choice_looks_at_few_of_many(namespaces):
     take(order)
     asked.clear()
     take(order)
-    assert asked.total() <= 12
+    assert asked.total() <= 34
 
 
 def test_what_is_not_ready_comes_after_the_others_until_it_may_wait_no_longer():
