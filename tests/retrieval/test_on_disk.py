@@ -58,8 +58,7 @@ def test_what_was_acknowledged_is_there_again(tmp_path: Path, kind: str, end: An
 
 def keys_of(path: Path) -> list[str]:
     with JsonStore(path / "documents") as store:
-        names = list(store.keys())
-        return [key for key in names if not key.startswith("doc:")]
+        return [key for key in sorted(store.keys()) if not key.startswith("doc:")]
 
 
 def test_the_log_is_bounded_and_the_file_follows(tmp_path: Path) -> None:
