@@ -1,16 +1,18 @@
-"""RagCache: what users call. Every prompt takes one path, whatever it was asked by:
+"""RagCache: what users call. Every prompt that is answered takes one path:
 
 1. :meth:`RagCache.submit` has it rendered, tokenised and searched for chunks (``prompt/parser.py``), and its
    entries named (``plan/planner.py``), and puts it in the queue (``engine/scheduler.py``).
 2. At its turn, in the scheduler's thread, ``engine/runner.py`` makes the plan (:meth:`RagCache.plan`: what
-   of it is cached, which rows the policy recomputes), and has transformers' generate run it, linked
-   (``generate/run.py``, ``forward/linker.py``), up to the first token.
-3. It then gets one token per step, together with the other running requests (``generate/batch.py``).
+   of it is cached), and has transformers' generate run it, linked (``generate/run.py``,
+   ``forward/linker.py``), up to the first token. The policy chooses the rows to recompute in the plan, after
+   a scoring pass, or between layers. What cannot be linked is computed again in full.
+3. It then gets one token per step, together with the other running requests (``generate/batch.py``), or
+   alone, as with beams.
 4. After its last token, ``AfterAnswer`` (``engine/runner.py``) keeps exact rows and has missing chunks
    encoded in the background, and the waiting caller gets the answer with its report.
 
 ``generate``, ``stream``, ``generate_batch``, ``agenerate``, ``astream``, the frameworks and the server all
-submit.
+submit. Only :meth:`RagCache.link` and :meth:`RagCache.inspect` plan and link in the caller's thread.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ class RagCache:
         ... (an unknown name lists all). ``auto``, the default, chooses it and the
         encoder by a check of at most a minute on the model and a namespace's prompts: :meth:`tune`, or in the
         background while no request runs, once 16 prompts with chunks were answered (not with ``cold="now"``
-        or ``"never"``). Or what may be lost, ``budget:0.1``, by the last ``ragcachekit calibrate``.
+        or ``"never"``). ``budget:0.1`` instead says how much may be lost; the last ``ragcachekit calibrate``
+        then decides the policy.
     encoder : str, optional
         What chunks are encoded after: ``standalone``, ``sinks:4``, ``system``, ``similar:10``, ``in-prompt``;
         default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy alone.
@@ -421,9 +424,9 @@ class RagCache:
         """Drop the KV of chunks and texts, and KV that was computed after them; returns the entries dropped.
 
         A text is forgotten wherever it was: as a chunk, as a part of one, in a question, in the text before
-        the first chunk, in an earlier turn. Whitespace does not count. KV of which it is unknown whether it
-        holds the text is dropped, too, and so are cached search results with such a chunk. Chunks that merely
-        hold it stay registered.
+        the first chunk, in an earlier turn. Whitespace does not count. KV that may hold the text is dropped
+        as well, and so are cached search results that contain a forgotten chunk. Chunks that merely hold it
+        stay registered.
 
         Delete the document from its index first: what a search finds is registered again. Work that began
         before this returns stores no forgotten chunk. Another process on the same disk folder keeps its own
@@ -517,7 +520,7 @@ class RagCache:
         self._observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
-        """Call an observer no more; no error if it was not added."""
+        """Stop calling an observer; does nothing if it was never added."""
         self._observers.remove(observer)
 
     def flush(self, timeout: float | None = None) -> bool:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from page_names import PLACES, names_for
 
+from ragcachekit.store.base import KVStore
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n+)?```python\n(?P<source>.*?)```", re.DOTALL)
@@ -73,3 +75,17 @@ def test_a_block_that_is_not_run_is_named(page: Path) -> None:
 def test_most_blocks_run() -> None:
     every = [block for page in PAGES for block in blocks(page)]
     assert sum(block.why is None for block in every) > 0.8 * len(every)
+
+
+def test_the_store_of_the_guide_overrides_the_contract_as_it_is() -> None:
+    """A method with other parameters would fail at its first call, in a background job."""
+    names: dict[str, Any] = {}
+    source = blocks(ROOT / "docs" / "own_store.md")[0].source
+    exec(source[: source.index("\nrag = ")] if "\nrag = " in source else source, names)
+    methods = {name: one for name, one in vars(names["DictStore"]).items() if hasattr(KVStore, name)}
+    assert {"get", "put", "keys", "discard", "forget"} <= methods.keys()
+    for name, method in methods.items():
+        if not name.startswith("__"):
+            assert list(inspect.signature(method).parameters) == list(
+                inspect.signature(getattr(KVStore, name)).parameters
+            ), name
