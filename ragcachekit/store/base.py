@@ -72,7 +72,7 @@ class StoreStats(Report):
 
     ``damaged`` entries failed verification or have another shape than the model's, and were dropped.
     ``failed_writes`` counts refused puts (no space, larger than the budget, I/O error). ``writable`` is False
-    while the medium can only be read.
+    after the medium refused a write, until it takes one.
     """
 
     tier: str

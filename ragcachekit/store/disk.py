@@ -59,7 +59,8 @@ class DiskStore(KVStore):
 
     A power failure may tear what was written last, which checksums detect: a miss. What was forgotten does
     not come back. A folder that cannot be written to is opened for reading, and a put returns False until it
-    can be. StoreError if the folder is not ours alone, or cannot be made.
+    can be. On a full volume a put evicts entries of its size. StoreError if the folder is not ours alone, or
+    cannot be made.
     """
 
     shared = True
@@ -73,7 +74,8 @@ class DiskStore(KVStore):
         self._budget = budget
         self._counters = Counters("disk")
         self._files = EntryFolder(self.folder, budget, quotas or {}, self._counters)
-        self._writable = self._closed = False
+        self._prepared = self._writable = self._closed = False
+        self._undeleted: set[str] = set()  # names of forgotten entries whose files could not be deleted
         claim_folder(self.folder)
         try:
             self._prepare(SECONDS_TO_OPEN)
@@ -104,7 +106,7 @@ class DiskStore(KVStore):
         """
         name, file, seen = entry_name(key), None, None
         try:
-            if self._closed:
+            if not self._is_served(name):
                 raise FileNotFoundError(name)
             file = open_file(self._files.path(name))
             seen = os.fstat(file.fd)
@@ -152,12 +154,15 @@ class DiskStore(KVStore):
         except (OSError, StoreError) as error:
             self._counters.warn_once("write", "cannot write to %s: %s", self.folder, error)
             kept = False
+            if not (isinstance(error, LockFailed) and error.busy):
+                self._writable = False
         if not kept:
             self._counters.count("failed_writes")
         return kept
 
     def __contains__(self, key: KVKey) -> bool:
-        return not self._closed and os.path.exists(self._files.path(entry_name(key)))
+        name = entry_name(key)
+        return self._is_served(name) and os.path.exists(self._files.path(name))
 
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
         if key in self and self._files.remove(entry_name(key)):
@@ -167,12 +172,12 @@ class DiskStore(KVStore):
         """Keys of all entries, the most recently used first; every header is read."""
         if self._closed or in_memory:
             return
-        for name in reversed(entry_files(self.folder)):
+        for name in filter(self._is_served, reversed(entry_files(self.folder))):
             with suppress(OSError, EntryDamaged):
                 yield read_key(self.folder / name)
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        """Delete entries; StoreError if some may be left.
+        """Delete entries; StoreError if some may be left. This store hides those it could not delete.
 
         Waits for puts under way in other processes, and goes on after a while.
         """
@@ -219,7 +224,10 @@ class DiskStore(KVStore):
 
     def _prepare(self, seconds: float) -> None:
         self._files.prepare(seconds)
-        self._writable = True
+        self._prepared = self._writable = True
+
+    def _is_served(self, name: str) -> bool:
+        return not self._closed and name not in self._undeleted
 
     def _ended(self, name: str, seen: os.stat_result | None, error: EntryDamaged | OSError | None) -> None:
         """Count how reading an entry ended, and delete a damaged one if it still is the file ``seen``."""
@@ -236,7 +244,7 @@ class DiskStore(KVStore):
             self._counters.warn_once("read", "cannot read from %s: %s", self.folder, error)
 
     def _write(self, name: str, parts: Sequence[memoryview]) -> bool:
-        if not self._writable:
+        if not self._prepared:
             self._prepare(SECONDS_TO_LOCK)
         limit, nbytes = self._files.limit(name), sum(map(len, parts))
         if nbytes > limit:
@@ -245,6 +253,8 @@ class DiskStore(KVStore):
             )
             return False
         self._files.put(name, parts)
+        self._writable = True
+        self._undeleted.discard(name)
         return True
 
     def _drops(self, name: str, namespace: str, chunk_ids: frozenset[str] | None) -> bool:
@@ -257,5 +267,7 @@ class DiskStore(KVStore):
         except FileNotFoundError:  # another process evicted it just now
             return False
         if not self._files.remove(name):
+            self._undeleted.add(name)
             raise OSError(f"cannot delete {self._files.path(name)}")
+        self._undeleted.discard(name)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -10,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from operator import itemgetter
 from pathlib import Path
 from threading import RLock
 
@@ -39,6 +39,8 @@ _ENTRY_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{64}\.safetensors")
 _TEMP_NAME = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
 _LOCK_POLL = 0.001  # seconds between tries, as no system has a lock with a deadline
 _ALL = "*"  # group of all entries
+_TICK = 1_000  # nanoseconds; where times of files are coarser, every change lists the folder
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LockFailed(StoreError):
@@ -129,6 +131,7 @@ class EntryFolder:
         self._changed_at: int | None = None  # the folder's modification time when the next two were right
         self._files: dict[str, tuple[int, int]] = {}  # when used and size; least recently used first
         self._nbytes = Counter[str]()  # by group
+        self._still_full = False  # since entries were evicted in vain, until a put succeeds
 
     def path(self, name: str) -> str:
         """Path of an entry file; as text, since joining paths is a tenth of what a small read costs."""
@@ -148,26 +151,25 @@ class EntryFolder:
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
         """Evict for an entry and write it; OSError or LockFailed leaves an older file unchanged.
 
+        On a full volume, entries of its size leave, and it is written once more.
+
         Not fsynced: what a power failure tears fails its checksums and is computed again, and a sync would
         cost more than the write.
         """
         with self._changing(SECONDS_TO_LOCK):
-            nbytes = sum(map(len, parts))
-            more = nbytes - self._files.get(name, (0, 0))[1]
-            self._shrink(group_of(name), more, but=name)
-            self._shrink(_ALL, more, but=name)
-            path = self.path(f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
+            nbytes, old = sum(map(len, parts)), self._files.get(name, (0, 0))[1]
+            self._shrink(group_of(name), nbytes - old, but=name)
+            self._shrink(_ALL, nbytes - old, but=name)
             try:
-                with OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW) as file:
-                    write_all(file.fd, parts)
-                used = _touch(path)
-                os.replace(path, self.path(name))
-            except BaseException:
-                with suppress(OSError):  # if the medium fails, the next start sweeps it
-                    os.unlink(path)
-                raise
-            self._remove(name)
-            self._add(name, used, nbytes)
+                self._write(name, parts, nbytes)
+            except OSError as error:
+                rest = self._nbytes[_ALL] - nbytes
+                if error.errno not in _NO_SPACE or self._still_full or rest < old:
+                    raise
+                self._still_full = True
+                self._shrink(_ALL, self._budget - rest, but=name)
+                self._write(name, parts, nbytes)
+            self._still_full = False
 
     def remove(self, name: str, seen: os.stat_result | None = None) -> bool:
         """Delete an entry, even if the folder cannot be locked; False if the file cannot be deleted.
@@ -221,8 +223,11 @@ class EntryFolder:
             self._changed_at = None  # an error or a kill from here on has the folder listed the next time
             yield
             with suppress(OSError):
+                now = time.time_ns()
                 _touch(self._folder)
-                self._changed_at = os.stat(self._folder).st_mtime_ns
+                changed_at = os.stat(self._folder).st_mtime_ns
+                if changed_at > now - _TICK:  # a coarser time may be that of somebody's next change too
+                    self._changed_at = changed_at
 
     # -- the lock is held --------------------------------------------------------------------------
 
@@ -231,6 +236,20 @@ class EntryFolder:
         self._files, self._nbytes = {}, Counter()
         for name, status in found:
             self._add(name, status.st_mtime_ns, status.st_size)
+
+    def _write(self, name: str, parts: Sequence[memoryview], nbytes: int) -> None:
+        path = self.path(f"{os.getpid()}-{secrets.token_hex(8)}.tmp")
+        try:
+            with OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_FOLLOW) as file:
+                write_all(file.fd, parts)
+            used = _touch(path)
+            os.replace(path, self.path(name))
+        except BaseException:
+            with suppress(OSError):  # if the medium fails, the next start sweeps it
+                os.unlink(path)
+            raise
+        self._remove(name)
+        self._add(name, used, nbytes)
 
     def _add(self, name: str, used: int, nbytes: int) -> None:
         self._files[name] = used, nbytes
@@ -244,22 +263,24 @@ class EntryFolder:
 
     def _shrink(self, group: str, more: int = 0, but: str = "") -> None:
         """Evict least recently used entries of a group, except ``but``, until ``more`` bytes fit."""
-        limit = self._budget if group == _ALL else quota_of(self._quotas, group)
+        limit, listed = self._budget if group == _ALL else quota_of(self._quotas, group), False
         while limit is not None and self._nbytes[group] > limit - more:
             candidates = (name for name in self._files if name != but and group in (_ALL, group_of(name)))
             victim = next(candidates, None)
             if victim is None:
                 raise OSError(f"no entry in {self._folder} can be deleted")
-            self._evict(victim)
+            if not self._evict(victim) and not listed:
+                self._list()  # once: what is used from now on is the most recent
+                listed = True
 
-    def _evict(self, name: str) -> None:
-        """Delete a file, or put it in its place in the order if it was used since it was listed."""
+    def _evict(self, name: str) -> bool:
+        """Delete a file; False if it was used since it was listed, which makes it the last to leave."""
         (used, nbytes), path = self._files[name], self.path(name)
         try:
             if (now := os.lstat(path).st_mtime_ns) != used:
+                del self._files[name]
                 self._files[name] = now, nbytes
-                self._files = dict(sorted(self._files.items(), key=itemgetter(1)))
-                return
+                return False
             os.unlink(path)
             self._counters.count("evictions")
         except FileNotFoundError:  # by somebody who could not lock the folder
@@ -267,8 +288,9 @@ class EntryFolder:
         except OSError as error:
             self._warn_undeleted(error)
             del self._files[name]  # but it goes on counting
-            return
+            return True
         self._remove(name)
+        return True
 
     def _warn_undeleted(self, error: OSError) -> None:
         self._counters.warn_once("remove", "cannot delete from %s: %s", self._folder, error)

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from faults import Faults, injected
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import LayerSource
+from ragcachekit.store.base import Counters, LayerSource
+from ragcachekit.store.disk_folder import EntryFolder
 from ragcachekit.store.entry import EntryDamaged
 from store_kit import KEY, agrees_with_files, contents, entry_size, file_of, filled, holds, key_of, kv_of
 
@@ -127,6 +129,23 @@ def test_room_is_made_before_writing(tmp_path, opened):
         assert max(seen) <= 3 * size  # a new one has its room before
         assert store.put(key_of(7), kv_of(7))
     assert max(seen) <= 4 * size  # one that takes an older one's place is there beside it
+
+
+def test_one_put_is_quick_though_half_of_a_large_folder_was_used(tmp_path):
+    """Others wait for the folder meanwhile, and not for long."""
+    names = [f"{0:032x}-{number:064x}.safetensors" for number in range(8_001)]
+    begin = time.time_ns() - 10**12
+    for number, name in enumerate(names[:-1]):
+        (tmp_path / name).write_bytes(b"0123456789")
+        os.utime(tmp_path / name, ns=(begin + number, begin + number))
+    folder = EntryFolder(tmp_path, 80_000, {}, Counters("disk"))
+    folder.prepare(5.0)
+    for name in names[:4_000]:
+        folder.record_use(name)
+    before = time.thread_time()
+    folder.put(names[-1], [memoryview(b"0123456789")])
+    assert time.thread_time() - before < 1.0
+    assert [name for name in names if not (tmp_path / name).exists()] == [names[4_000]]
 
 
 @pytest.fixture

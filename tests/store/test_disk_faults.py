@@ -168,20 +168,27 @@ def undeletable(path, *numbers):
     return faults
 
 
-@pytest.mark.parametrize("ids", [None, frozenset({"chunk-1", "chunk-2"})])
-def test_what_cannot_be_deleted_is_reported_by_forget(tmp_path, ids, opened):
+@pytest.mark.parametrize(("ids", "then"), [(None, "forget"), (frozenset({"chunk-1", "chunk-2"}), "put")])
+def test_what_cannot_be_deleted_is_reported_by_forget_and_not_served(tmp_path, ids, then, opened):
     path = tmp_path / "kv"
     filled(path)
-    store = opened(path)
+    store, other = opened(path), opened(path)
     with (
         injected(undeletable(path, 1)),
         pytest.raises(StoreError, match=r"1 entries could not be .* forget again"),
     ):
         store.forget("acme/docs", ids)
     assert file_of(path, key_of(1)).exists()
+    assert (store.get(key_of(1)), store.open(key_of(1)), key_of(1) in store) == (None, None, False)
+    assert key_of(1) not in set(store.keys())
     assert [holds(store, n) for n in (0, 2, 3)] == [ids is not None, False, ids is not None]
+    if then == "put":
+        assert store.put(key_of(1), kv_of(1))
+        assert holds(store, 1)
     assert store.forget("acme/docs", ids) == 1
     assert agrees_with_files(store, path)
+    assert other.put(key_of(1), kv_of(1))
+    assert holds(store, 1), "another process computed it anew"
 
 
 def test_what_cannot_be_read_is_reported_by_forget_and_the_others_go(tmp_path, opened):
@@ -222,14 +229,40 @@ def test_only_a_deletion_is_flushed(tmp_path, opened):
 # -- full volumes ----------------------------------------------------------------------------------------
 
 
-def test_on_a_full_volume_puts_are_refused_and_nothing_leaves(tmp_path, opened):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path, code, opened):
+    path = tmp_path / "kv"
+    filled(path)
+    store = opened(path)
+    assert holds(store, 0)  # now 1 is the least recently used
+
+    def full(_):
+        there = [file for file in path.iterdir() if file.suffix in (".tmp", ".safetensors")]
+        return faults.calls[-1] == "write" and len(there) > 4
+
+    faults = Faults(path, code, full)
+    with injected(faults):
+        assert store.put(key_of(8), kv_of(8))
+        assert [n for n in range(10) if holds(store, n)] == [0, 2, 3, 8]
+        assert store.put(key_of(9), kv_of(9)), "again and again"
+        assert [n for n in range(10) if holds(store, n)] == [2, 3, 8, 9]
+    (stats,) = store.stats()
+    assert (stats.evictions, stats.failed_writes, stats.entries, stats.writable) == (2, 0, 4, True)
+    assert agrees_with_files(store, path)
+
+
+def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path, opened):
     filled(tmp_path / "kv")
     store = opened(tmp_path / "kv")
     with injected(by_name(tmp_path, errno.ENOSPC, "write")):
+        assert not store.put(key_of(9), kv_of(9, tokens=4000)), "larger than all that could leave"
+        assert store.stats()[0].evictions == 0
         assert not any(store.put(key_of(9), kv_of(9)) for _ in range(5))
-    (stats,) = store.stats()
-    assert (stats.entries, stats.evictions, stats.failed_writes) == (4, 0, 5)
+        (stats,) = store.stats()
+    assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
+    assert not stats.writable
     assert store.put(key_of(9), kv_of(9))
+    assert store.stats()[0].writable
     assert agrees_with_files(store, tmp_path / "kv")
 
 

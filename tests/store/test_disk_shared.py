@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import pytest
 
@@ -59,6 +60,18 @@ def test_a_store_that_writes_alone_does_not_list_the_folder(tmp_path, quota, ope
     assert kept == list(range(80 - len(kept) - 1, 79))
     assert 25 <= len(kept) <= (quota or 40)
     assert agrees_with_files(store, path)
+
+
+def test_stores_that_write_in_turn_keep_the_budget_where_times_are_coarse(tmp_path, monkeypatch, opened):
+    """On a file system with times of whole seconds, all of this happens within one."""
+    path, real, second = tmp_path / "kv", os.utime, time.time_ns() // 10**9 * 10**9
+    filled(path)
+    monkeypatch.setattr(os, "utime", lambda target, *, ns: real(target, ns=(second, second)))
+    budget = 6 * entry_size(path) + 400
+    stores = [opened(path, budget) for _ in range(2)]
+    for number in range(4, 24):
+        assert stores[number % 2].put(key_of(number), kv_of(number))
+        assert stores[0].stats()[0].nbytes <= budget
 
 
 def test_files_that_were_removed_by_hand_make_room(tmp_path, opened):
