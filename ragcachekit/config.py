@@ -152,8 +152,8 @@ class ShadowConfig:
 
     - ``share``: Share of requests that are drawn, 0 to 1; 0: off.
     - ``window``: Number of last compared requests that the bound is about.
-    - ``bound``: Warn when more than ``bound * window`` of the last ``window`` answers differed from those of
-      full.
+    - ``bound``: Warn when more than ``bound * window`` of the last ``window`` prompts had a token that
+      differed from full's.
     - ``fall_back``: From then on compute prompts of that namespace in full, until ``rag.shadow.reset()``.
     - ``seed``: Seed of the draw: the same seed draws the same requests.
     """

@@ -28,6 +28,7 @@ from langchain_ragcachekit.search import (
     DEFAULT_K,
     LANGCHAIN,
     Search,
+    metric_of,
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
@@ -157,6 +158,8 @@ class RagCacheRetriever(BaseRetriever):
         if self.embeddings is None and store is not None:
             self.embeddings = store.embeddings
         index = store.index if isinstance(store, RagCacheVectorStore) else None
+        if self.metric is None and index is None:
+            self.metric = metric_of(store)
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.partition is not None and not callable(self.partition):

@@ -47,6 +47,16 @@ def source_of(document: Document) -> str | None:
     return next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)
 
 
+def metric_of(store: VectorStore | None) -> str | None:
+    """The metric that a store says it searches by."""
+    strategy = getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
+    named = str(getattr(strategy, "value", strategy)).lower()
+    space = getattr(getattr(store, "_collection", None), "metadata", None) or {}
+    named = str(space.get("hnsw:space", named)) if isinstance(space, Mapping) else named
+    known = {"euclid": "l2", "l2": "l2", "inner": "ip", "ip": "ip", "cos": "cosine"}
+    return next((metric for word, metric in known.items() if named.startswith(word)), None)
+
+
 LANGCHAIN = Framework(
     RULES,
     lambda document: document.id,

@@ -112,8 +112,8 @@ class RagCache:
     queue : QueueConfig, optional
         Size of the batch in which requests are decoded, and how many may wait for it.
     cache_dir : path, optional
-        Folder of file digests, passed checks, calibrations, choices of ``auto`` and timings; default the
-        user's cache folder.
+        Folder of passed checks, calibrations, choices of ``auto`` and timings; default the user's cache
+        folder.
 
     Raises
     ------

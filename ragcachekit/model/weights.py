@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def state_digest(model: nn.Module) -> str:
     ModelNotSupported if a tensor has no readable bytes.
     """
     lines, tensors = list[str](), dict[tuple[object, ...], tuple[str, torch.Tensor]]()
-    for name, value in sorted(model.state_dict().items()):
+    for name, value in _leaves("", model.state_dict()):
         if not isinstance(value, torch.Tensor):
             lines.append(f"{name} {value!r}")
             continue
@@ -39,6 +39,18 @@ def state_digest(model: nn.Module) -> str:
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
         lines += pool.map(_tensor_digest, tensors.values())
     return hashlib.sha256("\0".join(lines).encode()).hexdigest()
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """What a state holds, in containers as well (packed parameters, extra states), by name."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _leaves(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for place, one in enumerate(value):
+            yield from _leaves(f"{name}.{place}", one)
+    else:
+        yield name, value
 
 
 def _tensor_digest(named: tuple[str, torch.Tensor]) -> str:

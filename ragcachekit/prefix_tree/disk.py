@@ -1,71 +1,73 @@
-"""Disk tier of a knowledge tree: every node that was computed, for the next process too."""
+"""Disk tier of a knowledge tree: nodes evicted from memory, and forgets of other processes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
+from threading import RLock
+from typing import NamedTuple
 from uuid import uuid4
 
 import torch
 
+from ragcachekit.errors import StoreError
 from ragcachekit.files import read_regular, replace_file
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.nodes import Path, Reused, Root, fault, key_of
-from ragcachekit.store.base import ForgottenTexts, KVStore, NullStore, StoreStats
+from ragcachekit.store.base import ForgottenTexts, KVStore, NullStore, StoreStats, concerns
+from ragcachekit.store.disk_folder import FolderLock, LockFailed
+from ragcachekit.types import KVKey
 
 DISK = "tree:disk"
 FOLDER = "tree"
 """Folder of a tree's entries, in that of the chunk store's disk tier."""
 
-
 FORGETS = "forgets"
-"""Folder beside the entries: one file per namespace, which every ``forget`` replaces."""
+"""Folder of the log of forgets, beside the entries."""
+
+_SECONDS_TO_WRITE = 5.0
+"""Longest wait of a writer for another process; then it writes nothing."""
+
+_SECONDS_TO_FORGET = 60.0
+"""Longest wait of a ``forget`` for a writer; then it continues, and raises StoreError at the end."""
 
 _LOG = logging.getLogger(__name__)
 
+Ids = frozenset[str] | None
+"""Forgotten segment ids, or None for the whole namespace."""
+
+
+class Dropped(NamedTuple):
+    """What a forget dropped from memory: keys of nodes, a number of turns, and all ids that it was about."""
+
+    keys: list[KVKey]
+    turns: int
+    ids: Ids
+
+
+Drop = Callable[[str, Ids, ForgottenTexts | None], Dropped]
+"""Forgets ids and texts of a namespace in memory, :meth:`TreeDisk.drop_pending` included."""
+
 
 class TreeDisk:
-    """Store of nodes, which other processes may share. Not thread safe, but for reading.
+    """Store of evicted nodes, written outside ``lock``, the tree's, which look-ups take.
 
     Entries have the token ids of their whole path, so that texts can be found in them.
     """
 
-    def __init__(self, store: KVStore | None) -> None:
+    def __init__(self, store: KVStore | None, lock: RLock, drop: Drop) -> None:
         self._keeps = store is not None
         self.store = NullStore() if store is None else store
-        folder = getattr(store, "folder", None)
-        self._forgets = folder / FORGETS if folder is not None else None
-        self._seen: dict[str, bytes] = {}  # content of a namespace's file
-
-    def changed(self, namespace: str) -> bool:
-        """Whether other processes forgot something since the last call; never the first time."""
-        state, seen = self.state(namespace), self._seen.get(namespace)
-        self._seen[namespace] = state
-        return seen is not None and seen != state
-
-    def note(self, namespace: str) -> None:
-        """Let other processes know that something is being forgotten; a failing medium is only logged.
-
-        Called before deleting, for those who are just writing, and after it, for those who still read it.
-        """
-        if self._forgets is None:
-            return
-        before, note = self.state(namespace), uuid4().hex
-        try:
-            replace_file(self._forgets / _digest(namespace), note)
-        except OSError as error:
-            _LOG.warning("other processes are not told what was forgotten: %s", error)
-        if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
-            self._seen[namespace] = note.encode()
-
-    def state(self, namespace: str) -> bytes:
-        """Changes with every forget, also in other processes."""
-        try:
-            return read_regular(self._forgets / _digest(namespace)) if self._forgets is not None else b""
-        except OSError:
-            return b""
+        folder = getattr(store, "folder", None)  # which other processes may share
+        self._log = ForgetLog(folder / FORGETS) if folder is not None else None
+        self._drop = drop
+        self._pending: dict[KVKey, ChunkKV] = {}
+        self._lock = lock
+        self._writing = RLock()  # taken before the other one
 
     def read(self, root: Root, path: Path, known: int) -> Iterator[Reused]:
         """The steps after the first ``known``, as far as they are stored."""
@@ -81,26 +83,57 @@ class TreeDisk:
             yield Reused(step, replace(found.kv, sums={}), DISK)
             start += step.tokens
 
-    def write(self, root: Root, path: Path, kvs: Sequence[ChunkKV], state: bytes) -> bool:
-        """Store KV of the last steps of a path, where it is not there yet.
+    def add(self, root: Root, path: Path, kv: ChunkKV) -> None:
+        """Queue KV for the next :meth:`write`; the lock is held."""
+        if self._keeps:
+            ids = [token for step in path for token in step.token_ids]
+            known = len(ids) == sum(step.tokens for step in path)
+            self._pending[key_of(root, path)] = with_token_ids(kv, ids) if known else kv
 
-        False, with nothing stored, if others forgot something since the namespace's :meth:`state`.
-        """
-        keys = []
-        for stop, kv in enumerate(kvs, len(path) - len(kvs) + 1):
-            key = key_of(root, path[:stop])
-            if self._keeps and key not in self.store:
-                keys.append(key)
-                ids = [token for step in path[:stop] for token in step.token_ids]
-                known = len(ids) == sum(step.tokens for step in path[:stop])
-                self.store.put(key, (with_token_ids(kv, ids) if known else kv).to("cpu"))
-        if self.state(root.namespace) == state:
-            return True
-        for key in keys:
-            self.store.discard(key, damaged=False)
-        return False
+    def discard(self, root: Root, path: Path) -> None:
+        """Drop the entry of a path's last node, which cannot be used; the lock is held."""
+        key = key_of(root, path)
+        self._pending.pop(key, None)
+        self.store.discard(key)
 
-    def holding(self, namespace: str, texts: ForgottenTexts) -> set[str]:
+    def drop_pending(self, namespace: str, chunk_ids: Ids, texts: ForgottenTexts | None) -> None:
+        """Remove what was forgotten from the queue; the lock is held."""
+        for key, kv in list(self._pending.items()):
+            of_text = texts is not None and key.namespace == namespace and _may_hold(kv.sums, texts)
+            if of_text or concerns(key, namespace, chunk_ids):
+                del self._pending[key]
+
+    def apply_forgets(self, namespace: str) -> None:
+        """Forget what other processes on the same disk have forgotten; the lock is held."""
+        if self._log is not None and self._log.changed(namespace):
+            self._drop(namespace, None, None)  # ids are not written down: all of it can be computed again
+
+    def write(self) -> None:
+        """Write the queue. Writes and forgets exclude each other, across processes too."""
+        if not self._pending:
+            return
+        with self._writing, self._log.writing() if self._log else nullcontext(True) as may_write:
+            with self._lock:
+                for namespace in {key.namespace for key in self._pending}:
+                    self.apply_forgets(namespace)
+                pending, self._pending = self._pending, {}
+            for key, kv in pending.items() if may_write else ():
+                if key not in self.store:
+                    self.store.put(key, kv.to("cpu"))
+
+    def forget(self, namespace: str, chunk_ids: Ids, texts: ForgottenTexts | None = None) -> int:
+        """Forget in memory, in the store and in other processes; returns the number of nodes and turns."""
+        with self._writing, self._log.forgetting(namespace) if self._log else nullcontext():
+            if chunk_ids is not None and texts is not None:
+                chunk_ids |= self._holding(namespace, texts)
+            dropped = self._drop(namespace, chunk_ids, texts)
+            only_in_memory = sum(key not in self.store for key in dropped.keys)
+            try:
+                return dropped.turns + only_in_memory + self.store.forget(namespace, dropped.ids)
+            finally:
+                self._drop(namespace, dropped.ids, None)  # what requests read from the disk meanwhile
+
+    def _holding(self, namespace: str, texts: ForgottenTexts) -> set[str]:
         """Ids of the stored nodes whose path holds one of the texts, or has unknown tokens."""
         ids, last = set[str](), tuple[str, ...]()
         every = self.store.keys()
@@ -119,9 +152,85 @@ class TreeDisk:
         """The store's records, under the tree's names."""
         return [replace(record, tier=f"tree:{record.tier}") for record in self.store.stats()]
 
+    def close(self) -> None:
+        """Write the rest and close the store."""
+        self.write()
+        self.store.close()
 
-def _digest(namespace: str) -> str:
-    return blake2b(namespace.encode(), digest_size=16).hexdigest()
+
+class ForgetLog:
+    """One file per namespace, which every ``forget`` replaces. Not thread safe.
+
+    ``forget`` holds the folder's lock while it deletes and replaces the file, a writer while it looks and
+    writes: in either order, forgotten entries are gone afterwards.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._lock = FolderLock(folder / "lock")
+        self._seen: dict[str, bytes] = {}  # content of a namespace's file
+
+    def changed(self, namespace: str) -> bool:
+        """Whether others forgot something since the last call; never the first time."""
+        state, seen = self._state(namespace), self._seen.get(namespace)
+        self._seen[namespace] = state
+        return seen is not None and seen != state
+
+    @contextmanager
+    def writing(self) -> Iterator[bool]:
+        """Exclude other writers and forgets; False if that fails, and nothing must be written."""
+        with ExitStack() as held:
+            error = self._try(held, _SECONDS_TO_WRITE)
+            if error is not None:
+                _LOG.warning("the tree is not written to the disk: %s", error)
+            yield error is None
+
+    @contextmanager
+    def forgetting(self, namespace: str) -> Iterator[None]:
+        """Exclude writers, and note the forget at the end. A failing medium is only logged.
+
+        The note comes last, as others may still read entries while they are being deleted. StoreError, after
+        all else, if the wait for a writer timed out: it may write forgotten entries again.
+        """
+        with ExitStack() as held:
+            error = self._try(held, _SECONDS_TO_FORGET)
+            if error is not None and not error.busy:
+                _LOG.warning("other processes do not wait while something is forgotten: %s", error)
+            try:
+                yield
+            finally:
+                try:
+                    self._note(namespace)
+                except OSError as failed:
+                    _LOG.warning("other processes are not told what was forgotten: %s", failed)
+        if error is not None and error.busy:
+            raise StoreError(
+                "another process has been writing to the tree's folder all the time and may write what was "
+                f"forgotten; forget again when it goes on or has ended: {error}"
+            ) from error
+
+    def _try(self, held: ExitStack, seconds: float) -> LockFailed | None:
+        """Hold the folder's lock; why that failed."""
+        try:
+            held.enter_context(self._lock.held(seconds))
+        except LockFailed as error:
+            return error
+        return None
+
+    def _note(self, namespace: str) -> None:
+        before, note = self._state(namespace), uuid4().hex
+        replace_file(self._path(namespace), note)
+        if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
+            self._seen[namespace] = note.encode()
+
+    def _path(self, namespace: str) -> pathlib.Path:
+        return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()
+
+    def _state(self, namespace: str) -> bytes:
+        try:
+            return read_regular(self._path(namespace))
+        except OSError:
+            return b""
 
 
 def _may_hold(sums: Mapping[str, torch.Tensor], texts: ForgottenTexts) -> bool:

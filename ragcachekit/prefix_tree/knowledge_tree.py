@@ -18,7 +18,7 @@ import torch
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.prefix_tree.disk import FOLDER, TreeDisk
+from ragcachekit.prefix_tree.disk import FOLDER, Dropped, TreeDisk
 from ragcachekit.prefix_tree.nodes import (
     Cost,
     Levels,
@@ -34,7 +34,6 @@ from ragcachekit.store.base import Counters, ForgottenTexts, KVStore, StoreStats
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import MISS, Access, EvictionPolicy, Lru, open_eviction
 from ragcachekit.threads import refuse_after_fork
-from ragcachekit.types import KVKey
 
 MIN_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""
@@ -163,11 +162,13 @@ class KnowledgeTree:
     """Exact KV of ordered chunks, found by the path from the start of the prompt (RAGCache section 5.1).
 
     A node's KV equals that of a prefill of exactly its path, rotated for exactly its position. Nodes without
-    children are evicted first, from the GPU to the host the first time ("swap out only once"). Thread safe.
-    The disk is written in :meth:`insert`, outside the lock that look-ups take.
+    children are evicted first, from the GPU to the host the first time ("swap out only once"), from memory
+    to the disk. Thread safe. The disk is written in :meth:`insert` and :meth:`close`, outside the lock that
+    look-ups take.
 
     - ``gpu_bytes``, ``host_bytes``: Budgets, on ``device`` and on the host; 0 leaves a tier out.
-    - ``disk``: Holds all nodes; the tree closes it. Trees of several processes may share its folder.
+    - ``disk``: Holds what was evicted from memory; the tree closes it. Forgets of other trees on the same
+      folder, also in other processes, apply to this one too.
     - ``policy``: Makes one eviction policy per tier.
     - ``cost``: Estimated seconds of a prefill of (cached, new) tokens; default: the number of new ones.
     - ``turns_bytes``: Budget of :attr:`turns`, the last turns of conversations, which :meth:`match` never
@@ -195,9 +196,8 @@ class KnowledgeTree:
         # Nodes of collected matches; a finalizer may run anywhere, so it takes no lock.
         self._released: deque[tuple[Node, ...]] = deque()
         self._lock = RLock()
-        self._writing = RLock()  # around writes to the disk and forgets; taken before the other one
-        self.disk = TreeDisk(disk)
-        self.levels = Levels(gpu, host)
+        self.disk = TreeDisk(disk, self._lock, self._drop)
+        self.levels = Levels(gpu, host, self.disk.add)
         refuse_after_fork(self)
 
     def match(self, root: Root, path: Path) -> Match:
@@ -208,7 +208,7 @@ class KnowledgeTree:
         path = tuple(path)
         with self._lock:
             self._unpin_released()
-            self._follow(root.namespace)
+            self.disk.apply_forgets(root.namespace)
             epoch = self._epochs[root.namespace]
             nodes = list(self.levels.walk(root, path))
             for node in nodes:
@@ -231,11 +231,11 @@ class KnowledgeTree:
 
         ``kvs`` are those of the first steps that ``match`` did not find, in order, and are kept by reference.
         ``new`` is the number of tokens that the request computed. Matched nodes move up into memory and the
-        GPU tier, ``kvs`` are written to the disk. Returns how many of ``kvs`` are new in memory.
+        GPU tier, evicted ones are written to the disk. Returns how many of ``kvs`` are new in memory.
         ValueError, and nothing is inserted, for KV that is not exactly that step's (quantised, other position
         or length).
         """
-        steps, start, namespace = match.path[len(match) :], match.tokens, match.root.namespace
+        steps, start = match.path[len(match) :], match.tokens
         if len(kvs) > len(steps):
             raise ValueError(f"{len(kvs)} KVs for the {len(steps)} steps that the tree did not have")
         for step, kv in zip(steps, kvs, strict=False):
@@ -246,15 +246,11 @@ class KnowledgeTree:
         missed = Access(False, seconds, new) if new else MISS
         with self._lock:
             self._unpin_released()
-            self._follow(namespace)
-            if match.epoch != self._epochs[namespace]:
+            self.disk.apply_forgets(match.root.namespace)
+            if match.epoch != self._epochs[match.root.namespace]:
                 return 0
             added = self.levels.insert(match, kvs, missed)
-        with self._writing:
-            state, path = self.disk.state(namespace), match.path[: len(match) + len(kvs)]
-            self._follow(namespace)
-            if match.epoch == self._epochs[namespace] and not self.disk.write(match.root, path, kvs, state):
-                self._drop(namespace)
+        self.disk.write()
         return added
 
     def discard(self, root: Root, path: Path) -> None:
@@ -263,7 +259,7 @@ class KnowledgeTree:
             nodes = list(self.levels.walk(root, path))
             if nodes and len(nodes) == len(path):
                 self.levels.drop(nodes[-1])
-            self.disk.store.discard(key_of(root, path))
+            self.disk.discard(root, path)
 
     def forget(
         self,
@@ -275,20 +271,11 @@ class KnowledgeTree:
 
         With ``texts`` also those whose tokens hold one of the texts, or end inside one, and those whose
         tokens are not known. Without ids the whole namespace is dropped. What running requests have computed
-        is not inserted. Returns the number of nodes and turns dropped. Trees of other processes on the
-        same disk folder follow at their next look-up: they drop the whole namespace from memory.
+        is not inserted. Returns the number of nodes and turns dropped. Trees of other processes on the same
+        disk folder follow at their next look-up, and write nothing of it until then: they drop the whole
+        namespace from memory.
         """
-        with self._writing:
-            self.disk.note(namespace)
-            if chunk_ids is not None and texts is not None:
-                chunk_ids |= self.disk.holding(namespace, texts)
-            keys, turns, chunk_ids = self._drop(namespace, chunk_ids, texts)
-            only_in_memory = sum(key not in self.disk.store for key in keys)
-            try:
-                return turns + only_in_memory + self.disk.store.forget(namespace, chunk_ids)
-            finally:
-                self.disk.note(namespace)
-                self._drop(namespace, chunk_ids)  # what requests read from the disk meanwhile
+        return self.disk.forget(namespace, chunk_ids, texts)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier, named ``tree:gpu``, ``tree:host``, ``tree:disk``, ``tree:turns``."""
@@ -297,28 +284,22 @@ class KnowledgeTree:
         return (*records, *self.disk.stats(), *self.turns.stats())
 
     def close(self) -> None:
-        """Drop what is in memory, and close the disk."""
+        """Write what is in memory to the disk, if there is one, and drop everything."""
         with suppress(Closed):
             with self._lock:
                 self.levels.clear()
             self.turns.clear()
-            self.disk.store.close()
+            self.disk.close()
 
     def _unpin_released(self) -> None:
         while self._released:
             for node in self._released.popleft():
                 self.levels.pin(node, -1)
 
-    def _follow(self, namespace: str) -> None:
-        """Forget in memory what other processes on the same disk have forgotten: all of the namespace."""
-        with self._lock:
-            if self.disk.changed(namespace):
-                self._drop(namespace)
-
     def _drop(
-        self, namespace: str, chunk_ids: frozenset[str] | None = None, texts: ForgottenTexts | None = None
-    ) -> tuple[list[KVKey], int, frozenset[str] | None]:
-        """Forget in memory: the keys of nodes, the number of turns, and all ids that it was about."""
+        self, namespace: str, chunk_ids: frozenset[str] | None, texts: ForgottenTexts | None = None
+    ) -> Dropped:
+        """Forget in memory."""
         with self._lock:  # turns too, or a request could miss them and still match the nodes
             turns = self.turns.forget(namespace, chunk_ids, texts)
             if chunk_ids is not None and texts is not None:
@@ -328,7 +309,8 @@ class KnowledgeTree:
             keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
             for node in tops:
                 self.levels.drop(node)
-        return keys, turns, chunk_ids
+            self.disk.drop_pending(namespace, chunk_ids, texts)
+        return Dropped(keys, turns, chunk_ids)
 
 
 def open_tree(

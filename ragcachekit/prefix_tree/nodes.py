@@ -236,13 +236,19 @@ class MemoryTier:
 class Levels:
     """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
 
-    Every node is in some tier; a node in the GPU tier has its parent there. Not thread safe: the tree's lock
-    protects it.
+    Every node is in some tier; a node in the GPU tier has its parent there. ``evicted`` is called with KV
+    that is evicted from memory, or does not fit into it. Not thread safe: the tree's lock protects it.
     """
 
-    def __init__(self, gpu: MemoryTier | None, host: MemoryTier | None) -> None:
+    def __init__(
+        self,
+        gpu: MemoryTier | None,
+        host: MemoryTier | None,
+        evicted: Callable[[Root, Path, ChunkKV], object],
+    ) -> None:
         self.gpu, self.host = gpu, host
         self.tiers = [tier for tier in (gpu, host) if tier is not None]
+        self._evicted = evicted
         self.roots: dict[Root, dict[tuple[str, ...], Node]] = {}
 
     def walk(self, root: Root, path: Path) -> Iterator[Node]:
@@ -325,6 +331,8 @@ class Levels:
                             self.use(node, missed)
                 if node is not None:
                     nodes.append(node)
+                elif number >= known:
+                    self._evicted(root, match.path[: number + 1], kv)
                 added += is_new and number >= known
             for node in nodes:
                 if self.gpu is None or (
@@ -354,14 +362,16 @@ class Levels:
         """Remove a node and its subtree from the tree."""
         for node in reversed(list(top.subtree())):
             # A tier keeps the uses of an evicted node, unless the node is forgotten.
-            for tier in self.tiers:
-                if forgotten or node in tier:
-                    tier.remove(node)
+            here = [tier for tier in self.tiers if forgotten or node in tier]
+            if here and not forgotten:
+                self._evicted(node.root, node.path(), self._copy(node))
+            for tier in here:
+                tier.remove(node)
             node.children.clear()
         self._unlink(top)
 
     def clear(self) -> None:
-        """Drop all nodes."""
+        """Evict all nodes."""
         for top in [node for children in self.roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
 
@@ -388,6 +398,7 @@ class Levels:
         if host is not None and victim not in host:
             self._take(host, victim, kv)
         if not victim.copies:
+            self._evicted(victim.root, victim.path(), kv)
             for child in list(victim.children.values()):
                 self.drop(child, forgotten=False)
             self._unlink(victim)

@@ -145,7 +145,8 @@ class Comparison:
     """A linked prompt against a full prefill.
 
     ``kl`` is KL(full || linked) per token of full's answer and ``first_kl`` that of the first token, both in
-    nats. ``agreement`` is the share of the answer's tokens that are the most probable here as well.
+    nats. ``agreement`` is the share of the answer's tokens, the last one included, that are the most probable
+    here as well.
     ``losses`` are nats per token of each continuation.
     """
 
@@ -167,11 +168,11 @@ def full_answer(
 def compare(prompt: Continuation, reference: Reference) -> Comparison:
     """Run the continuations of a full prefill after a linked prompt."""
     found = tuple(map(prompt.log_probs, reference.continuations))
-    full, linked, answer = reference.log_probs[0], found[0], reference.continuations[0]
-    same = linked.argmax(-1)[: len(answer)].cpu() == torch.tensor(answer, dtype=torch.long)
+    full, linked = reference.log_probs[0], found[0]
+    same = linked.argmax(-1).cpu() == full.argmax(-1).cpu()
     return Comparison(
         kl=divergence(full, linked),
         first_kl=divergence(full[0], linked[0]),
-        agreement=float(same.double().mean()) if answer else 1.0,
+        agreement=float(same.double().mean()),
         losses=tuple(map(loss_per_token, found, reference.continuations)),
     )

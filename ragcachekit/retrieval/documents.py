@@ -88,7 +88,7 @@ class DocumentIndex:
     embedder : str, optional
         Name of the embedding model. It is stored, and opening with another one is refused.
     **options
-        Options of the index, such as ``links`` or ``probes``.
+        Options of the index, such as ``links``.
 
     Raises
     ------

@@ -80,8 +80,8 @@ class RetrieverSettings(TypedDict, total=False):
         Maximum distance of a hit in the metric's unit; 0 (the default) is an equal vector, and an equal
         question where the search does not go by vector. Calibrate anything else.
     capacity, metric, eviction
-        As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default. ``metric`` is that of an index
-        of one's own, else ``cosine``.
+        As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default. ``metric`` is that of
+        the index or store that is searched, where it says one, else ``cosine``.
     ttl : float or None
         Seconds after which a result expires.
     guard : bool or callable

@@ -226,6 +226,23 @@ def test_names_and_shapes_count_beside_bytes() -> None:
     assert len(set(digests)) == len(digests)
 
 
+class Packed(nn.Module):
+    """Weights inside an extra state, as those of packed and quantised layers."""
+
+    def __init__(self, last: float) -> None:
+        super().__init__()
+        self.weights = torch.zeros(5000)
+        self.weights[2500] = last
+
+    def get_extra_state(self) -> object:
+        return {"packed": (self.weights, None, "qint8")}
+
+
+def test_every_weight_of_an_extra_state_counts() -> None:
+    one, same, other = map(weights_digest.state_digest, (Packed(0.0), Packed(0.0), Packed(1.0)))
+    assert one == same != other
+
+
 def test_weights_that_are_not_here_are_refused_by_name() -> None:
     model = tiny()
     model.model.layers[1].mlp.to("meta")

@@ -194,6 +194,21 @@ def test_what_a_disk_gives_back_must_be_exact_and_whole(change) -> None:
 # -- forgetting ------------------------------------------------------------------------------------
 
 
+def test_a_full_disk_keeps_the_beginnings(tmp_path: Path) -> None:
+    paths = [path_of("s9", f"{letter}9") for letter in "abcdefgh"]
+    tree = host_tree(disk=DiskStore(tmp_path / "probe", 1 << 20))
+    request(tree, paths[0])
+    tree.close()
+    budget = 5 * max(path.stat().st_size for path in (tmp_path / "probe").glob("*.safetensors"))
+    tree = host_tree(disk=DiskStore(tmp_path / "disk", budget))
+    for path in paths:
+        request(tree, path)
+    tree.close()
+    new = host_tree(disk=DiskStore(tmp_path / "disk", budget))
+    assert [len(new.match(ROOT, path)) for path in paths] == [1] * 4 + [2] * 4
+    new.close()
+
+
 def test_a_forgotten_chunk_takes_along_what_stands_behind_it(tmp_path: Path) -> None:
     tree = two_tiers(8, 12, disk=DiskStore(tmp_path, 1 << 20))
     for names in (("s3", "a4", "b5"), ("s3", "b5", "a4"), ("s3", "c6")):
@@ -212,63 +227,22 @@ def test_a_forgotten_chunk_takes_along_what_stands_behind_it(tmp_path: Path) -> 
     tree.close()
 
 
-def test_processes_share_the_disk_and_a_forget_deletes_there(tmp_path: Path) -> None:
-    path, other = path_of("s3", "a4", "b5"), Root("weights-1", "globex")
-    one, two = (host_tree(disk=DiskStore(tmp_path, 1 << 20)) for _ in range(2))
-    request(one, path)
-    request(two, path, other)
-    assert tiers(two.match(ROOT, path)) == ["disk"] * 3, "also before the other one is closed"
-    under_way = one.match(ROOT, path_of("s3", "a4", "c6"))
-    assert two.forget("acme", frozenset({"a4"})) == 2
-    assert one.insert(under_way, [kv_of(ROOT, under_way.path)]) == 0
-    assert tiers(one.match(ROOT, path)) == ["disk"], "the system text"
-    assert len(one.match(other, path)) == 3
-    one.close()
-    two.close()
-    new = host_tree(disk=DiskStore(tmp_path, 1 << 20))
-    assert (known(new, "s3", "a4"), len(new.match(other, path))) == (1, 3)
-    new.close()
-
-
-def test_what_is_written_while_another_process_forgets_does_not_stay(tmp_path: Path) -> None:
-    class Overtaken(DiskStore):
-        def put(self, key, kv):
-            other.forget("acme", frozenset({"a4"}))
-            return super().put(key, kv)
-
-    path = path_of("s3", "a4")
-    one, other = host_tree(disk=Overtaken(tmp_path, 1 << 20)), host_tree(disk=DiskStore(tmp_path, 1 << 20))
-    request(one, path)
-    assert other.stats()[-1].entries == 0
-    assert known(one, "s3", "a4") == 0
-    one.close()
-    other.close()
-
-
-def test_what_is_found_while_it_is_being_deleted_is_not_kept(tmp_path: Path) -> None:
-    matches = []
-
-    class Asked(DiskStore):
-        def drop(self, *what):
-            matches.append(tree.match(ROOT, path))
-            return super().drop(*what)
-
-    path, tree = path_of("s3", "a4", "b5"), host_tree(disk=Asked(tmp_path, 1 << 20))
-    request(tree, path)
-    tree.forget("acme", frozenset({"a4"}))
-    (match,) = matches
-    assert len(match) == 3
-    tree.insert(match, new=10)
-    assert known(tree, *("s3", "a4", "b5")) == 1
-    tree.close()
-
-
 def test_what_was_computed_before_a_forget_is_not_taken_in_after_it() -> None:
     tree, path = host_tree(), path_of("s3", "a4")
     match = tree.match(ROOT, path)
     tree.forget("acme", frozenset({"a4"}))
     assert tree.insert(match, [kv_of(ROOT, path[:1]), kv_of(ROOT, path)]) == 0
     assert known(tree, "s3", "a4") == 0
+
+
+def test_what_waits_to_be_written_is_forgotten_too() -> None:
+    disk = HostStore(1 << 20)
+    tree = two_tiers(8, 100, disk=disk)
+    request(tree, path_of("a8", "b4"))
+    tree.levels.clear()  # queued to be written with the next request
+    tree.forget("acme", frozenset({"a8"}))
+    request(tree, path_of("c4"))
+    assert disk.stats()[0].entries == 0
 
 
 def test_discarding_takes_a_branch_out() -> None:

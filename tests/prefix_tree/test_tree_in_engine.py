@@ -12,6 +12,7 @@ from families import LONGROPE_THRESHOLD, oracle, plain, prefill
 from ragcachekit import Prompt, StoreConfig, TreeConfig
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.store.memory import HostStore
 from tree_kit import nodes
 
 FAMILIES = ["llama", "mistral-sliding", "gemma2", "gemma3", "gpt-oss", "qwen3", "phi3-longrope", "cohere"]
@@ -198,6 +199,26 @@ def test_the_disk_keeps_it_for_the_next_process(tmp_path) -> None:
         assert answer.token_ids == bare("llama", THREE)
         assert rag.generate(THREE, max_new_tokens=1).report.link.uses[0].source == "tree:host"
     assert DiskStore(tmp_path / "tree", 1 << 28).stats()[0].entries == 4
+
+
+@pytest.mark.parametrize("cold", ["background", "now"])
+def test_no_request_waits_for_the_disk_while_there_is_memory(cold: str) -> None:
+    written = []
+
+    class Recorded(HostStore):
+        def put(self, key, kv):
+            written.append(key)
+            return super().put(key, kv)
+
+    tree = KnowledgeTree(host_bytes=1 << 28, disk=Recorded(1 << 28))
+    with rag_for("llama", policy="prefix", tree=tree, cold=cold) as rag:
+        rag.generate(THREE, max_new_tokens=1)
+        rag.generate(TWO_OF_THEM, max_new_tokens=1)
+        assert rag.flush()
+        kept = len(nodes(tree))
+        assert (len(written), kept > 3) == (0, True)
+    tree.close()
+    assert len(written) == kept
 
 
 def test_bad_configurations_say_what_to_do() -> None:

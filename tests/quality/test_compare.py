@@ -67,8 +67,8 @@ def test_figures_are_those_of_one_step_per_token(tmp_path: Path, make: Any) -> N
         for rows, tokens, loss in ((along, answer, one.losses[0]), (rightly, gold, one.losses[1])):
             own = [-row[token].item() for row, token in zip(rows, tokens, strict=False)]
             assert loss == pytest.approx(sum(own) / len(tokens), rel=1e-4, abs=1e-6)
-        same = [int(row.argmax()) == token for row, token in zip(along, answer, strict=False)]
-        assert one.agreement == sum(same) / len(answer)
+        same = [p.argmax() == q.argmax() for p, q in zip(right, along, strict=True)]
+        assert one.agreement == sum(same) / (len(answer) + 1), "the token after the answer counts as well"
     assert max(one.kl for one in found.values()) > 1e-5
 
 

@@ -48,7 +48,7 @@ def by_hand(rag, prompt, policy=None):
         reused.append(rag.model(torch.tensor([[rows[at]]]), **here).logits[0, -1].double().numpy())
     p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (full, np.array(reused)))
     p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
-    same = p.argmax(-1)[:-1] == q.argmax(-1)[:-1]
+    same = p.argmax(-1) == q.argmax(-1)
     return float((p * np.log(p / q)).sum(-1).mean()), float(same.mean())
 
 

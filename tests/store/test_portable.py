@@ -29,6 +29,7 @@ from store_kit import contents, entry_size, file_of, key_of, kv_of
 from ragcachekit import StoreConfig
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.tiered import open_store
+from ragcachekit.prefix_tree.disk import ForgetLog
 
 folder = Path(sys.argv[1]) / "kv"
 
@@ -70,6 +71,12 @@ assert tiers.forget("acme/docs") >= 3
 tiers.close()
 assert {path.name for path in folder.iterdir() if path.is_file()} <= {"lock"}
 
+log, heard = ForgetLog(folder / "tree"), ForgetLog(folder / "tree")
+assert not heard.changed("acme")
+with log.forgetting("acme"):
+    pass
+with log.writing() as may_write:
+    assert may_write and heard.changed("acme")
 print("all")
 """
 
