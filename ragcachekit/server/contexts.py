@@ -265,7 +265,7 @@ class ContextStore:
             now = self._clock()
             found = await asyncio.to_thread(self.get, tenant, name)
             context = replace(found, updated=now, expires=lifetime(now))
-            await asyncio.to_thread(self._files.put, _owner(tenant), context)
+            await _to_end(self._files.put, _owner(tenant), context)
         return context
 
     async def delete(self, tenant: Tenant, name: str) -> None:
@@ -277,7 +277,7 @@ class ContextStore:
         owner = _owner(tenant)
         async with self._locks[owner]:
             context = replace(await asyncio.to_thread(self.get, tenant, name), expires=0.0)
-            await asyncio.to_thread(self._files.put, owner, context)
+            await _to_end(self._files.put, owner, context)
             if not await self._swept(owner):
                 message = "The cache could not confirm the deletion; it will be retried. The content is gone."
                 raise ApiError(500, message, kind="server_error")
@@ -345,7 +345,7 @@ class ContextStore:
 
     async def _swept(self, owner: str) -> bool:
         try:
-            await asyncio.to_thread(self._sweep, owner)
+            await _to_end(self._sweep, owner)  # a cancelled one would go on without the lock
         except Exception:
             log.exception("could not forget contexts that ended; will retry")
             return False
