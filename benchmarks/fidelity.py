@@ -83,7 +83,7 @@ def fidelity(
     policies: opt.Policies = None,
     encoders: opt.Encoders = "standalone",
     neighbours: Annotated[
-        str, typer.Option(help="Of similar:n: embedding (all-MiniLM) or document (chunks before).")
+        str, typer.Option(help="Of similar:n and average:n: embedding (all-MiniLM) or document (chunks before).")
     ] = EMBEDDING,
     questions_per_type: Annotated[int, typer.Option(min=1, help="About the sample world.")] = 100,
     dataset: Annotated[str | None, typer.Option(help="squad:FILE or musique:FILE instead.")] = None,
@@ -117,7 +117,7 @@ def fidelity(
         asked = draw_questions(dataset, Sampling(count, distractors, half, seed))
         documents = dict.fromkeys(one.document for one in asked if one.document)
         sample = Sample(asked, neighbours=PrecedingChunks(list(documents)))
-    if neighbours == EMBEDDING and any(map(needs_neighbours, over)):
+    if neighbours == EMBEDDING and any(needs_neighbours(one) or one.startswith("average") for one in over):
         sample = similar(sample)
     work = resume or (json.with_name(json.name + ".work") if json is not None else None)
     asked_how = {"prompt": prompt, "neighbours": neighbours, "max_new_tokens": max_new_tokens}
