@@ -83,7 +83,7 @@ def fidelity(
     policies: opt.Policies = None,
     encoders: opt.Encoders = "standalone",
     neighbours: Annotated[
-        str, typer.Option(help="Of similar:n and average:n: embedding (all-MiniLM) or document (chunks before).")
+        str, typer.Option(help="Of similar:n, average:n: embedding (all-MiniLM) or document (chunks before).")
     ] = EMBEDDING,
     questions_per_type: Annotated[int, typer.Option(min=1, help="About the sample world.")] = 100,
     dataset: Annotated[str | None, typer.Option(help="squad:FILE or musique:FILE instead.")] = None,
