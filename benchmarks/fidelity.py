@@ -38,7 +38,7 @@ from ragcachekit.commands.report import RESAMPLES, BenchReport, Bootstrap, table
 from ragcachekit.commands.workspace import load_checked, needs_neighbours
 from ragcachekit.errors import RagCacheError
 from ragcachekit.plan.companions import PrecedingChunks, SimilarChunks
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder
 
 POLICIES = (
     *("reuse", "lego0", *(f"lego:{k}" for k in (1, 2, 4, 6, 12))),

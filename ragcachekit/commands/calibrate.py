@@ -20,7 +20,7 @@ from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
 from ragcachekit.model.rope import describe_rope
 from ragcachekit.plan.encodings import Encodings
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
 

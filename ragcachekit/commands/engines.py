@@ -13,7 +13,7 @@ from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import LinkedPrompt
 from ragcachekit.plan.companions import Neighbours
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport
 from ragcachekit.store.tiered import open_store

@@ -20,7 +20,7 @@ from ragcachekit.errors import PromptTooLong, RagCacheError
 from ragcachekit.model.rope import describe_rope
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.variants import IN_PROMPT
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.compare import Reference, exact_match, word_f1
 from ragcachekit.reports import Answer

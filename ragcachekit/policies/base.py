@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ragcachekit.reports import ShownPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions
+
+
+class PolicyAndEncoder(NamedTuple):
+    """Names of a policy and of the encoder of the chunks that it selects from."""
+
+    policy: str
+    encoder: str
+
+    def __str__(self) -> str:
+        return f"{self.policy} on {self.encoder}"
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.reports import ShownPolicy
-
-
-class PolicyAndEncoder(NamedTuple):
-    """Names of a policy and of the encoder of the chunks that it selects from."""
-
-    policy: str
-    encoder: str
-
-    def __str__(self) -> str:
-        return f"{self.policy} on {self.encoder}"
 
 
 class _Replaced(ShownPolicy):

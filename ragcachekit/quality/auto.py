@@ -16,8 +16,7 @@ from ragcachekit.errors import ModelChanged, RagCacheError
 from ragcachekit.plan.link_plan import PromptRequest
 from ragcachekit.plan.planner import MODEL_CHANGED, Planner
 from ragcachekit.plan.variants import IN_PROMPT
-from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder, SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.check import (

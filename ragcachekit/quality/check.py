@@ -20,8 +20,7 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import Missing, make_plan
 from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.variants import VariantPool
-from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder, SelectionPolicy
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality.compare import ANSWER_TOKENS, Continuation, compare, full_answer
 from ragcachekit.store.base import KVStore

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ragcachekit.files import parse_json, read_regular, replace_file
-from ragcachekit.policies.measured import Auto, Budget, PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder
+from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Report
 

@@ -13,9 +13,10 @@ import torch
 from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
 from ragcachekit.cancellation import ActiveRequests
+from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.policies.baselines import Reuse
 from ragcachekit.policies.lego import Lego
-from ragcachekit.policies.measured import Auto, PolicyAndEncoder
+from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.quality import check

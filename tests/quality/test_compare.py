@@ -15,7 +15,7 @@ from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
 from ragcachekit.commands.engines import FULL, Engines
 from ragcachekit.commands.questions import PromptMaker
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.quality.compare import Continuation
 
 NAMES = ("reuse", "lego:4", "random:0.2", "query:0.2", "deep:0.2", "cacheblend:0.2", "craft:0.3")

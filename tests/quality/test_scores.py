@@ -13,7 +13,7 @@ from benchmarks.fidelity import ALONE, add_recovery, normalized_f1
 from ragcachekit.commands.engines import FULL
 from ragcachekit.commands.fidelity import REUSE, Measurement, quality_rows
 from ragcachekit.commands.questions import Question
-from ragcachekit.policies.measured import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.quality.compare import bag_f1, divergence, exact_match, loss_per_token, word_f1
 
 
