@@ -12,7 +12,7 @@ from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import LinkedPrompt
-from ragcachekit.plan.companions import Neighbours
+from ragcachekit.plan.companions import Neighbours, SimilarChunks
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport
@@ -28,8 +28,8 @@ class Engines:
     """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
 
     Chunks of the encoder ``standalone+int8`` are rounded to eight bits at rest. ``neighbours`` are for the
-    encoders ``similar:n``; ``average:n`` takes the chunks of a question, or of its document. ``stop`` are
-    texts where an answer ends.
+    encoders ``similar:n``; ``average:n`` takes the nearest chunks if they are :class:`SimilarChunks`, else
+    those of a question, or of its document. ``stop`` are texts where an answer ends.
     """
 
     def __init__(
@@ -57,7 +57,11 @@ class Engines:
                 tokenizer,
                 policy="reuse",
                 encoder=name.partition("+")[0],
-                neighbours=neighbours if needs_neighbours(name) else None,
+                # A mean over contexts takes the chunks encoded together, not those before in a document.
+                neighbours=neighbours
+                if needs_neighbours(name)
+                or (name.startswith("average") and isinstance(neighbours, SimilarChunks))
+                else None,
                 store=self._stores[quantisation(name)],
                 cold="now",
                 cache_dir=cache_dir,

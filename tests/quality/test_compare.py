@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
 from ragcachekit.commands.engines import FULL, Engines
 from ragcachekit.commands.questions import PromptMaker
+from ragcachekit.plan.companions import SimilarChunks
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.quality.compare import Continuation
 
@@ -98,3 +100,27 @@ def test_greedy_answers_are_those_of_generate_up_to_an_end_token() -> None:
     end = tokens.index(tokens[4])
     assert full.greedy(9, {tokens[4]})[0] == tokens[: end + 1]
     torch.testing.assert_close(full.log_probs(answer[:-1]), rows, rtol=1e-4, atol=1e-4)
+
+
+class Asked(SimilarChunks):
+    """Notes whose neighbours were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(QUESTION.chunks, torch.eye(len(QUESTION.chunks)).numpy() + 0.1)
+        self.texts: set[str] = set()
+
+    def of(self, text: str) -> Sequence[str]:
+        self.texts.add(text.strip())
+        return super().of(text)
+
+
+@pytest.mark.parametrize("encoder", ["similar:1", "average:2"])
+def test_similar_chunks_are_the_companions_of_both_encoders_that_pair_chunks(
+    tmp_path: Path, encoder: str
+) -> None:
+    prompt, near = MAKER.prompt(QUESTION), Asked()
+    options: dict[str, Any] = {"max_new_tokens": 2, "cache_dir": tmp_path, "neighbours": near}
+    with closing(Engines(reader(), TOKENIZER, [encoder], **options)) as engines:
+        _, reference = engines.full(prompt)
+        engines.compare(QUESTION, prompt, PolicyAndEncoder("reuse", encoder), reference)
+    assert near.texts == {text.strip() for text in QUESTION.chunks}
