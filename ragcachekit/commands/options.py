@@ -20,6 +20,15 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
+# Of ``bench ttft``, over a model and over random weights.
+PromptTokens = Annotated[str, typer.Option(help="Of the whole prompt; sizes with commas.")]
+PromptChunkTokens = Annotated[int, typer.Option(min=1, help="Of each chunk, about.")]
+QuestionTokens = Annotated[int, typer.Option(min=1)]
+PolicyNames = Annotated[str, typer.Option(help="With commas between.")]
+Tiers = Annotated[str, typer.Option(help="Where the KV lies: gpu, host, disk, disk-cold.")]
+Dtypes = Annotated[str, typer.Option(help="float32, bfloat16, float16; with commas.")]
+Runs = Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")]
+
 
 def _model(name: str) -> str:
     if not name:
