@@ -14,7 +14,8 @@ from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncodi
 from ragcachekit.model.kv import ChunkKV, with_token_ids
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.reports import EncodingStats
-from ragcachekit.store.base import ForgetEpochs, KVStore, concerns
+from ragcachekit.store.base import KVStore, concerns
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.threads import BackgroundWorker, Pause
 from ragcachekit.types import KVKey
 
@@ -92,7 +93,7 @@ class BackgroundEncoder:
         forgets, namespace = self.forgets, item.key.namespace
         if forgets.forgot(item.key, item.epoch):
             return False
-        return item.epoch == forgets.now() or not forgets.forgot_within(namespace, item.content, item.epoch)
+        return item.epoch == forgets.epoch or not forgets.forgot_within(namespace, item.content, item.epoch)
 
     def _put(self, item: Missing, kv: ChunkKV) -> None:
         key, kv = item.key, with_token_ids(kv, item.content)

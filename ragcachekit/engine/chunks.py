@@ -22,7 +22,8 @@ from ragcachekit.prompt.segments import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-from ragcachekit.store.base import ForgottenTexts, NullStore, concerns
+from ragcachekit.store.base import NullStore, concerns
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import attempt
 from ragcachekit.types import check_type, chunk_id, whole_id
 
@@ -47,7 +48,7 @@ class Chunks:
 
     def register(self, texts: Iterable[str], namespace: str, sources: Sequence[str | None] | None) -> int:
         """Search prompts for these texts; returns how many can be found."""
-        since = self._parts.forgets.now()  # before the texts are read: what gives them may forget
+        since = self._parts.forgets.epoch  # before the texts are read: what gives them may forget
         texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.companions.register, texts, namespace, since)
@@ -57,7 +58,7 @@ class Chunks:
         self, chunks: Iterable[str], namespace: str, system: str | None, policy: SelectionPolicy
     ) -> None:
         """Begin to load chunks from slow tiers, in the background."""
-        since = self._parts.forgets.now()
+        since = self._parts.forgets.epoch
         texts = strings(chunks, "chunks")
         self._unless_forgotten(self._parser.special_tokens.add, texts, namespace, since)
         if policy.reads_cache and self._parts.loads is not None:
@@ -74,7 +75,7 @@ class Chunks:
         progress: bool,
     ) -> list[str]:
         """Register chunks and compute their KV now, except what is stored already; returns their ids."""
-        encoder, since = self._parts.background_encoder, self._parts.forgets.now()
+        encoder, since = self._parts.background_encoder, self._parts.forgets.epoch
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
         texts = strings(texts, "texts")

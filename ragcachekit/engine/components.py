@@ -38,11 +38,12 @@ from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets, ResolvedPolicy
+from ragcachekit.quality.budget import Budgets
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
-from ragcachekit.store.base import ForgetEpochs, KVStore, StoreStats
+from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
 from ragcachekit.types import KVKey, check_type
@@ -203,21 +204,15 @@ class EngineComponents:
             self.background,
             self.active.wait_for_none,
         )
-        self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
-
-    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy of a budget or of ``auto``; any other one as it is."""
-        if isinstance(policy, Auto):
-            return self.auto.resolve(namespace)
-        if isinstance(policy, Budget):
-            return self.budgets.resolve(policy, namespace)
-        return ResolvedPolicy(policy, policy.name)
+        self.policy_to_encode(settings.namespace, known=True)  # warns now of what there is to warn of
 
     def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
         """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""
         if isinstance(self.policy, Auto):
             return self.auto.to_encode(namespace, known)
-        return self.resolve(self.policy, namespace).policy
+        if isinstance(self.policy, Budget):
+            return self.budgets.resolve(self.policy, namespace).policy
+        return self.policy
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""

@@ -324,7 +324,7 @@ class RagCache:
     ) -> PromptRequest:
         """The prompt, tokenised, with its policy and the keys of its chunks; nothing is looked up yet."""
         namespace, parts = self._checked(namespace), self.components
-        chosen, epoch = self._choose(policy, namespace), parts.forgets.now()
+        chosen, epoch = self._choose(policy, namespace), parts.forgets.epoch
         parsed = parts.parser.parse(prompt, namespace, tools)
         request = parts.planner.prepare(parsed, chosen.policy, epoch)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
@@ -470,12 +470,12 @@ class RagCache:
     @property
     def policy(self) -> str:
         """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
-        return self.components.resolve(self.components.policy, self.namespace).label
+        return self._resolve(self.components.policy, self.namespace).label
 
     @property
     def encoder(self) -> str:
         """Name of the encoder of the default policy."""
-        chosen = self.components.resolve(self.components.policy, self.namespace).policy
+        chosen = self._resolve(self.components.policy, self.namespace).policy
         return self.components.planner.encodings(chosen).name
 
     @property
@@ -595,13 +595,19 @@ class RagCache:
     def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
         asked = self.components.policy if policy is None else open_policy(policy)
-        is_measured = isinstance(asked, Auto | Budget)
-        resolve = self.components.resolve
-        chosen = resolve(asked, namespace) if is_measured else ResolvedPolicy(asked, asked.name)
+        chosen = self._resolve(asked, namespace)
         if self.shadow is None or not chosen.policy.reads_cache:
             return chosen
         why = self.shadow.fallback(namespace)
         return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
+
+    def _resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
+        """The concrete policy of a budget or of ``auto``; any other one as it is."""
+        if isinstance(policy, Auto):
+            return self.components.auto.resolve(namespace)
+        if isinstance(policy, Budget):
+            return self.components.budgets.resolve(policy, namespace)
+        return ResolvedPolicy(policy, policy.name)
 
     def _about(self) -> list[tuple[str, object]]:
         model = f"{type(self.model).__name__} on {self.model.device}"

@@ -282,7 +282,7 @@ class AfterAnswer:
     def _feed_auto(self, plan: LinkPlan) -> None:
         with self._registering:  # no forget ends meanwhile
             # Of another epoch it may hold a forgotten chunk.
-            if plan.request is not None and plan.request.epoch == self._parts.forgets.now():
+            if plan.request is not None and plan.request.epoch == self._parts.forgets.epoch:
                 self._parts.auto.follow(plan.request, self.cold == "background")
 
     # -- exact rows --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ragcachekit.model.kv import SENSITIVITY, KVLayout, misfit
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.load_planner import LoadPlanner
 from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
-from ragcachekit.prompt.segments import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
@@ -91,7 +91,7 @@ class Encodings:
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:
         """Every segment whose KV can come from the store, in order."""
         system, start, before, names = self.system_of(segments), 0, list[Ids](), list[str]()
-        length = sum(len(segment.token_ids) for segment in segments)
+        length = token_count(segments)
         for segment in segments:
             ids = segment.token_ids
             if not ids:

@@ -22,8 +22,9 @@ from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
-from ragcachekit.prompt.segments import TokenSegment
-from ragcachekit.store.base import ForgottenTexts, KVStore
+from ragcachekit.prompt.segments import TokenSegment, token_count
+from ragcachekit.store.base import KVStore
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import Ids, KVKey, whole_id
 
 log = logging.getLogger(__name__)
@@ -330,7 +331,7 @@ class Estimator:
     def __init__(
         self, request: PromptRequest, store: KVStore, variants: VariantPool, tree: KnowledgeTree | None
     ) -> None:
-        self.tokens = sum(len(segment.token_ids) for segment in request.segments)
+        self.tokens = token_count(request.segments)
         self._store, self._variants, self._tree = store, variants, tree
         self._place = request.place if request.reads_cache else None
         self._wanted = [want for want in request.wanted if request.may_reuse(want)]

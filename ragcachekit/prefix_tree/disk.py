@@ -18,8 +18,9 @@ from ragcachekit.errors import StoreError
 from ragcachekit.files import read_regular, replace_file
 from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.nodes import Path, Reused, Root, fault, key_of
-from ragcachekit.store.base import ForgottenTexts, KVStore, NullStore, StoreStats, concerns
+from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
 from ragcachekit.store.disk_folder import FolderLock, LockFailed
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import KVKey
 
 DISK = "tree:disk"

@@ -30,9 +30,10 @@ from ragcachekit.prefix_tree.nodes import (
     fault,
     key_of,
 )
-from ragcachekit.store.base import Counters, ForgottenTexts, KVStore, StoreStats
+from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.disk import DiskStore
-from ragcachekit.store.eviction import MISS, Access, EvictionPolicy, Lru, open_eviction
+from ragcachekit.store.eviction import MISS, Access, Counters, EvictionPolicy, Lru, open_eviction
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import refuse_after_fork
 
 MIN_TOKENS = 16

@@ -11,8 +11,9 @@ from itertools import takewhile
 import torch
 
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, ForgottenTexts, StoreStats
-from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Ranking
+from ragcachekit.store.base import StoreStats
+from ragcachekit.store.eviction import HIT, Access, Counters, EvictionPolicy, Ranking
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.memory import in_own_memory
 from ragcachekit.types import KVKey, chunk_id, whole_id
 

@@ -67,6 +67,11 @@ class TokenSegment:
         return part_id(chunk_id(self.own, namespace), self.first, self.first + len(self.token_ids))
 
 
+def token_count(segments: Iterable[TokenSegment]) -> int:
+    """Tokens of a whole prompt."""
+    return sum(len(segment.token_ids) for segment in segments)
+
+
 def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 

@@ -18,6 +18,7 @@ from ragcachekit.plan.planner import MODEL_CHANGED, Planner
 from ragcachekit.plan.variants import IN_PROMPT
 from ragcachekit.policies.base import PolicyAndEncoder, SelectionPolicy
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prompt.segments import token_count
 from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.check import (
     MAX_PROMPTS,
@@ -36,7 +37,7 @@ from ragcachekit.quality.records import (
     read_choice,
     write_record,
 )
-from ragcachekit.store.base import ForgottenTexts
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import BackgroundWorker
 from ragcachekit.types import Ids
 
@@ -132,11 +133,14 @@ class AutoPolicies:
         with self._lock:
             known = self._of(namespace)
             prompt = CheckPrompt(request.segments, request.texts)
-            if self._encoder == IN_PROMPT or not prompt.is_informative:
+            if self._encoder == IN_PROMPT or not _can_differ(prompt):
                 return
             others = [other for other in self._seen.pop(namespace, []) if other != prompt]
             self._seen[namespace] = seen = [prompt, *others][:MAX_PROMPTS]
-            while sum(one.size for prompts in self._seen.values() for one in prompts) > MAX_TOKENS:
+            while (
+                sum(token_count(one.segments) for prompts in self._seen.values() for one in prompts)
+                > MAX_TOKENS
+            ):
                 del self._seen[next(iter(self._seen))]
             if background and not known.checked and len(seen) >= MAX_PROMPTS:
                 known.checked = self._jobs.add(namespace)
@@ -150,7 +154,7 @@ class AutoPolicies:
         """Check now and use the result; errors as :meth:`ragcachekit.RagCache.tune`."""
         if self._encoder == IN_PROMPT:
             raise ValueError("the encoder in-prompt has nothing to check: its chunks are exact at first")
-        found = self.seen(namespace) if prompts is None else [p for p in prompts if p.is_informative]
+        found = self.seen(namespace) if prompts is None else [p for p in prompts if _can_differ(p)]
         if not found:
             raise ValueError("tune needs prompts with two chunks and text after them: give prompts=[...]")
         with self._lock:
@@ -252,3 +256,8 @@ class AutoPolicies:
                 except OSError as error:
                     log.warning("the record of policy='auto' could not be stored: %s", error)
         return report
+
+
+def _can_differ(prompt: CheckPrompt) -> bool:
+    """Whether candidates can differ on a prompt: it has two chunks or more, and text after them."""
+    return sum(segment.is_chunk for segment in prompt.segments) > 1 and not prompt.segments[-1].is_chunk

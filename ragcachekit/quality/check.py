@@ -21,7 +21,7 @@ from ragcachekit.plan.link_plan import Missing, make_plan
 from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import PolicyAndEncoder, SelectionPolicy
-from ragcachekit.prompt.segments import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.quality.compare import ANSWER_TOKENS, Continuation, compare, full_answer
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory import HostStore
@@ -80,17 +80,6 @@ class CheckPrompt:
     segments: tuple[TokenSegment, ...]
     texts: Mapping[Ids, str] = field(default_factory=dict, compare=False)
 
-    @property
-    def size(self) -> int:
-        """Tokens of the whole prompt."""
-        return sum(len(segment.token_ids) for segment in self.segments)
-
-    @property
-    def is_informative(self) -> bool:
-        """Whether candidates can differ on it: it has two chunks or more, and text after them."""
-        chunks = sum(segment.is_chunk for segment in self.segments)
-        return chunks > 1 and not self.segments[-1].is_chunk
-
 
 class Measured(NamedTuple):
     """KL per answer token in nats, and recomputed / cached rows, of one candidate on one prompt."""
@@ -138,7 +127,7 @@ class PolicyCheck:
         timer = _Timer(self.clock, wait)
         results: dict[PolicyAndEncoder, list[Measured]] = {pair: [] for pair in policies}
         longest = self._planner.context - ANSWER_TOKENS
-        fitting = (prompt for prompt in prompts if prompt.size <= longest)
+        fitting = (prompt for prompt in prompts if token_count(prompt.segments) <= longest)
         chosen = islice(fitting, MAX_PROMPTS)
         for prompt in tqdm(chosen, total=MAX_PROMPTS, unit="prompt", disable=not progress):
             try:

@@ -12,7 +12,7 @@ from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import StoreError
 from ragcachekit.files import sync_folder
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Found, KVStore, LayerSource, Pair, StoreStats, concerns
+from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, StoreStats, concerns
 from ragcachekit.store.disk_folder import (
     SECONDS_TO_LOCK,
     SECONDS_TO_OPEN,
@@ -32,6 +32,7 @@ from ragcachekit.store.entry import (
     open_file,
     read_key,
 )
+from ragcachekit.store.eviction import Counters
 from ragcachekit.types import KVKey
 
 

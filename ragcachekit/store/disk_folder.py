@@ -25,8 +25,9 @@ from ragcachekit.files import (
     others_may_write,
     write_all,
 )
-from ragcachekit.store.base import Counters, quota_of
+from ragcachekit.store.base import quota_of
 from ragcachekit.store.entry import hashed
+from ragcachekit.store.eviction import Counters
 from ragcachekit.threads import refuse_after_fork
 
 SECONDS_TO_LOCK = 5.0

@@ -1,13 +1,23 @@
-"""Eviction: policies give every entry a number, and the lowest one in the ranking is evicted first."""
+"""Eviction and a tier's counters.
+
+Policies give every entry a number, and the lowest one in the ranking is evicted first.
+"""
 
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from threading import Lock
 from typing import Generic, TypeVar
+
+from ragcachekit.store.base import StoreStats
+from ragcachekit.threads import refuse_after_fork
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,3 +361,34 @@ class Ranking(Generic[K]):
         priority, at, item = entry
         record = self._live.get(item)
         return record is not None and not record.holds and record.at == at and record.priority == priority
+
+
+# -- counters ------------------------------------------------------------------------------------------
+
+
+class Counters:
+    """Thread-safe event counts of one tier, and a log of its failures."""
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._lock = Lock()
+        self._warned: set[str] = set()
+        refuse_after_fork(self)
+        self._counts = {"hits": 0, "misses": 0, "evictions": 0, "damaged": 0, "failed_writes": 0}
+
+    def count(self, event: str, by: int = 1) -> None:
+        """Add to ``hits``, ``misses``, ``evictions``, ``damaged`` or ``failed_writes``."""
+        with self._lock:
+            self._counts[event] += by
+
+    def warn_once(self, kind: str, message: str, *args: object) -> None:
+        """Log a warning the first time, at debug level afterwards."""
+        with self._lock:
+            level = logging.DEBUG if kind in self._warned else logging.WARNING
+            self._warned.add(kind)
+        _log.log(level, f"%s tier: {message}", self._tier, *args)
+
+    def stats(self, *, entries: int, nbytes: int, budget: int, writable: bool = True) -> StoreStats:
+        """The counts together with the tier's present content."""
+        with self._lock:
+            return StoreStats(self._tier, entries, nbytes, budget, **self._counts, writable=writable)

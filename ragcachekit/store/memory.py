@@ -12,8 +12,8 @@ import torch
 
 from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Evicted, Found, KVStore, StoreStats, concerns, quota_of
-from ragcachekit.store.eviction import HIT, Access, EvictionPolicy, Lru, Ranking
+from ragcachekit.store.base import Evicted, Found, KVStore, StoreStats, concerns, quota_of
+from ragcachekit.store.eviction import HIT, Access, Counters, EvictionPolicy, Lru, Ranking
 from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 

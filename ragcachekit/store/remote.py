@@ -15,8 +15,9 @@ import numpy as np
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, Found, KVStore, StoreStats, concerns
+from ragcachekit.store.base import Found, KVStore, StoreStats, concerns
 from ragcachekit.store.entry import EntryDamaged, decode_entry, encode_entry, read_header
+from ragcachekit.store.eviction import Counters
 from ragcachekit.threads import DaemonPool, Job, refuse_after_fork
 from ragcachekit.types import KVKey
 

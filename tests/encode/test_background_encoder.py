@@ -18,7 +18,7 @@ from ragcachekit.plan.encodings import Encodings, Fetch
 from ragcachekit.plan.link_plan import Missing, make_plan
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.base import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.memory import HostStore
 from store_kit import key_of, kv_of
 
@@ -71,10 +71,10 @@ def forgetting(work, store, chunk_ids=None):
 
 def test_what_was_missed_before_a_forgetting_is_not_stored_after_it(made):
     work, store, _ = made()
-    old = work.forgets.now()
+    old = work.forgets.epoch
     with forgetting(work, store):
-        during = work.forgets.now()
-    new = work.forgets.now()
+        during = work.forgets.epoch
+    new = work.forgets.epoch
     items = [missing(0, old), missing(1, during), missing(2, new)]
     work.now(items)
     assert stored(store) == [2]
@@ -85,10 +85,10 @@ def test_what_was_missed_before_a_forgetting_is_not_stored_after_it(made):
 
 def test_a_miss_before_a_forgetting_does_not_count_after_it(made):
     work, store, _ = made(after=2)
-    old = work.forgets.now()
+    old = work.forgets.epoch
     with forgetting(work, store):
         pass
-    new = work.forgets.now()
+    new = work.forgets.epoch
     for epoch, expected in ((old, []), (new, []), (new, [0])):
         work.later([missing(0, epoch)])
         assert work.worker.flush(WAIT)
@@ -97,7 +97,7 @@ def test_a_miss_before_a_forgetting_does_not_count_after_it(made):
 
 def test_other_chunks_and_namespaces_are_not_concerned(made):
     work, store, _ = made()
-    item = missing(0, work.forgets.now())
+    item = missing(0, work.forgets.epoch)
     with forgetting(work, store, frozenset(["chunk-1"])):
         pass
     work.forgets.add("another")
@@ -109,7 +109,7 @@ def test_what_waits_and_was_not_forgotten_is_stored(made):
     work, store, encoder = made()
     reached, gate = threading.Event(), threading.Event()
     encoder.before = lambda: (reached.set(), gate.wait(WAIT))
-    epoch = work.forgets.now()
+    epoch = work.forgets.epoch
     work.later([missing(0, epoch), missing(1, epoch)])
     assert reached.wait(WAIT)
     with forgetting(work, store, frozenset(["chunk-0"])):
@@ -127,7 +127,7 @@ def test_what_is_missed_again_while_the_forgotten_is_encoded_is_stored(made):
     assert reached.wait(WAIT)
     with forgetting(work, store):
         pass
-    work.later([missing(0, work.forgets.now())])
+    work.later([missing(0, work.forgets.epoch)])
     gate.set()
     assert work.worker.flush(WAIT)
     assert stored(store) == [0]

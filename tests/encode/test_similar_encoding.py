@@ -14,7 +14,7 @@ from ragcachekit.forward.attention import install
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.store.base import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.memory import HostStore
 
 SYSTEM, CHUNK = tokens(9, 1), tokens(14, 2)

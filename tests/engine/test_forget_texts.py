@@ -9,7 +9,8 @@ from loading_kit import WAIT
 from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import token_ids_of
-from ragcachekit.store.base import ForgottenTexts, Found
+from ragcachekit.store.base import Found
+from ragcachekit.store.forgets import ForgottenTexts
 from tree_kit import nodes
 
 SECRET = "PIN 4417 is Ada's"

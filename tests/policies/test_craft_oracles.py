@@ -25,7 +25,7 @@ from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
-from ragcachekit.store.base import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.memory import HostStore
 
 NAMES = [name for name in FAMILIES if name != "phi3-longrope"]

@@ -18,7 +18,7 @@ from ragcachekit.policies.baselines import Reuse
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import known_policies, open_policy
-from ragcachekit.prompt.segments import TokenSegment
+from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.quality import check
 from ragcachekit.quality.auto import CHANGING, UNKNOWN
 from ragcachekit.quality.check import (
@@ -408,7 +408,9 @@ def test_seen_prompts_are_bounded(make, monkeypatch):
             rag.generate(prompt(number), namespace=namespace, **ONE)
     rag.generate(Prompt([Text(SYSTEM), Chunk(TEXTS[0]), Text("Where?")]), namespace="a", **ONE)
     assert (len(seen("a")), len(seen("b"))) == (2, 2), "different ones of two chunks"
-    monkeypatch.setattr("ragcachekit.quality.auto.MAX_TOKENS", sum(one.size for one in seen("b")))
+    monkeypatch.setattr(
+        "ragcachekit.quality.auto.MAX_TOKENS", sum(token_count(one.segments) for one in seen("b"))
+    )
     rag.generate(prompt(3), namespace="b", **ONE)
     assert (len(seen("a")), len(seen("b"))) == (0, 2), "those of the namespace that was idle go"
 

@@ -229,6 +229,7 @@ def test_answers_do_not_wait_and_the_queue_is_bounded(monkeypatch):
 
 
 def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
+    others = set(threading.enumerate())  # idle ones of earlier tests' engines
     gate = Gate(monkeypatch)
     rag = shadowed()
     for _ in range(3):
@@ -242,7 +243,7 @@ def test_close_ends_the_one_in_work_and_drops_the_rest(monkeypatch):
     assert not closing.is_alive()
     assert gate.runs == 1
     assert (rag.shadow_report().shadowed, rag.shadow_report().dropped) == (0, 1)
-    assert not [t for t in threading.enumerate() if t.name == "ragcachekit-background"]
+    assert not [t for t in threading.enumerate() if t not in others and t.name == "ragcachekit-background"]
 
 
 @pytest.mark.parametrize("way", ["reset", "forget"])

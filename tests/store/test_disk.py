@@ -12,9 +12,10 @@ import torch
 from faults import Faults, injected
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Counters, LayerSource
+from ragcachekit.store.base import LayerSource
 from ragcachekit.store.disk_folder import EntryFolder
 from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.eviction import Counters
 from store_kit import KEY, agrees_with_files, contents, entry_size, file_of, filled, holds, key_of, kv_of
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ragcachekit.store import base
-from ragcachekit.store.base import ForgetEpochs
+from ragcachekit.store.forgets import ForgetEpochs
 from store_kit import key_of
 
 SPACE = key_of(0).namespace
@@ -12,13 +12,13 @@ TEXT = "Berlin is the capital of Germany."
 
 def test_a_chunk_and_what_was_encoded_behind_it():
     forgets = ForgetEpochs()
-    since = forgets.now()
+    since = forgets.epoch
     forgets.add(SPACE, {"chunk-1"})
     assert forgets.forgot(key_of(1), since)
     assert forgets.forgot(key_of(2, context=("chunk-0", "chunk-1")), since)
     assert not forgets.forgot(key_of(2), since)
     assert not forgets.forgot(key_of(1, namespace="another"), since)
-    assert not forgets.forgot(key_of(1), forgets.now())
+    assert not forgets.forgot(key_of(1), forgets.epoch)
 
 
 @pytest.mark.parametrize("most", [1, 100])
@@ -26,7 +26,7 @@ def test_the_whole_namespace(most, monkeypatch):
     monkeypatch.setattr(base, "MAX_NAMES", most)
     forgets = ForgetEpochs()
     forgets.add(SPACE, {"chunk-1"})
-    since = forgets.now()
+    since = forgets.epoch
     forgets.add(SPACE)
     forgets.add(SPACE, {"chunk-3"})
     assert forgets.forgot(key_of(2), since)
@@ -41,7 +41,7 @@ def test_texts_whatever_whitespace_stands_around_them(given):
     forgets.add(SPACE, {"chunk-1"}, [given])
     assert forgets.forgot_text(SPACE, TEXT, 0)
     assert not forgets.forgot_text(SPACE, "Paris", 0)
-    assert not forgets.forgot_text(SPACE, TEXT, forgets.now())
+    assert not forgets.forgot_text(SPACE, TEXT, forgets.epoch)
     forgets.add(SPACE, {"chunk-1"}, ["\ud800"])  # half a character, as broken JSON has it
     assert forgets.forgot_text(SPACE, "\ud800", 1)
 
