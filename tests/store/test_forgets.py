@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragcachekit.store import base
+from ragcachekit.store import forgets as module
 from ragcachekit.store.forgets import ForgetEpochs
 from store_kit import key_of
 
@@ -23,7 +23,7 @@ def test_a_chunk_and_what_was_encoded_behind_it():
 
 @pytest.mark.parametrize("most", [1, 100])
 def test_the_whole_namespace(most, monkeypatch):
-    monkeypatch.setattr(base, "MAX_NAMES", most)
+    monkeypatch.setattr(module, "MAX_NAMES", most)
     forgets = ForgetEpochs()
     forgets.add(SPACE, {"chunk-1"})
     since = forgets.epoch
@@ -47,7 +47,7 @@ def test_texts_whatever_whitespace_stands_around_them(given):
 
 
 def test_beyond_its_bound_more_counts_as_forgotten_and_never_less(monkeypatch):
-    monkeypatch.setattr(base, "MAX_NAMES", 3)
+    monkeypatch.setattr(module, "MAX_NAMES", 3)
     forgets = ForgetEpochs()
     for number in range(6):
         forgets.add(SPACE, {f"chunk-{number}"})
