@@ -473,6 +473,11 @@ class RagCache:
         return self._resolve(self.components.policy, self.namespace).label
 
     @property
+    def grade(self) -> str:
+        """``linked``: chunks are reused at any place of a prompt. ``prefix``: exact beginnings alone."""
+        return self.components.grade.name
+
+    @property
     def encoder(self) -> str:
         """Name of the encoder of the default policy."""
         chosen = self._resolve(self.components.policy, self.namespace).policy
@@ -602,12 +607,17 @@ class RagCache:
         return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
 
     def _resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy of a budget or of ``auto``; any other one as it is."""
+        """The concrete policy of a budget or of ``auto``; any other one as it is.
+
+        Where chunks cannot be linked, every policy that reuses anything stands for exact beginnings.
+        """
+        if self.grade == "prefix":
+            return ResolvedPolicy(open_policy("reuse"), "prefix") if policy.reads_cache else _as_it_is(policy)
         if isinstance(policy, Auto):
             return self.components.auto.resolve(namespace)
         if isinstance(policy, Budget):
             return self.components.budgets.resolve(policy, namespace)
-        return ResolvedPolicy(policy, policy.name)
+        return _as_it_is(policy)
 
     def _about(self) -> list[tuple[str, object]]:
         model = f"{type(self.model).__name__} on {self.model.device}"
@@ -616,3 +626,7 @@ class RagCache:
         tiers = "; ".join(f"{tier.tier} {tier.entries} entries" for tier in self.stats()) or "none"
         named = {"policy": self.policy, "encoder": self.encoder, "namespace": self.namespace}
         return [("model", model), *named.items(), ("tiers", tiers)]
+
+
+def _as_it_is(policy: SelectionPolicy) -> ResolvedPolicy:
+    return ResolvedPolicy(policy, policy.name)

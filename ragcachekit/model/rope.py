@@ -234,8 +234,13 @@ def describe_rope(model: Any) -> Rope:
     layers = [
         _fit_layer(index, kv, [kvs[index] for kvs in others], tables) for index, kv in enumerate(at_zero)
     ]
-    context = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
-    return Rope(tables, layers, context)
+    return Rope(tables, layers, context_of(model))
+
+
+def context_of(model: Any) -> int:
+    """Longest prompt in tokens; 2^20 where the configuration names none."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) and known > 0 else 1 << 20
 
 
 def _fit_layer(index: int, at_zero: _KV, others: Sequence[_KV], tables: Sequence[RotaryTable]) -> LayerRope:
