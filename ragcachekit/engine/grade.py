@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,27 +64,29 @@ def check_generates(model: Any) -> None:
 def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
     """The grade of a model that generates, by checks on the model itself.
 
-    Whether it is linked is noted in a small file in ``folder``, for the next time; an unreadable or
+    That a model can be linked is noted in a small file in ``folder``, for the next time; an unreadable or
     unwritable one only costs another check.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
     record = folder / "admitted" / f"{fingerprint}.json"
+    with suppress(OSError, ValueError):
+        if parse_json(read_regular(record)) == versions:
+            install(model)
+            return Grade("linked", describe_rope(model), KVLayout.of(model))
     try:
-        known = parse_json(read_regular(record))
-        known = known if {**known, **versions} == known else {}
-    except (OSError, ValueError, TypeError):
-        known = {}
-    why = known.get("why")
-    if why is None:
-        why = why_not_linked(model)
-        try:
-            make_folder(record.parent)
-            record.write_text(json.dumps({**versions, "why": why}))
-        except OSError as error:
-            log.warning("could not note that the model passed its check: %s", error)
-    if not why:
-        install(model)
-        return Grade("linked", describe_rope(model), KVLayout.of(model))
+        rope = describe_rope(model)
+        log.info("admitted %s: %s", type(model).__name__, admit(model, rope))
+    except Exception as error:  # of the model's own code, too
+        return _prefix_grade(model, str(error) or type(error).__name__)
+    try:
+        make_folder(record.parent)
+        record.write_text(json.dumps(versions))
+    except OSError as error:
+        log.warning("could not note that the model passed its check: %s", error)
+    return Grade("linked", rope, KVLayout.of(model))
+
+
+def _prefix_grade(model: Any, why: str) -> Grade:
     log.info("%s: exact beginnings of prompts only: %s", type(model).__name__, why)
     rope = Rope((), (), context_of(model))
     try:
@@ -93,16 +96,6 @@ def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
         none = f"{why}; and its cache cannot be copied, so nothing is reused: {error}"
         return Grade("prefix", rope, None, none)
     return Grade("prefix", rope, layout, why)
-
-
-def why_not_linked(model: Any) -> str:
-    """Why chunks cannot be linked on the model; empty if they can, and the model then has our attention."""
-    try:
-        passed = admit(model, describe_rope(model))
-    except Exception as error:  # of the model's own code, too
-        return str(error) or type(error).__name__
-    log.info("admitted %s: %s", type(model).__name__, passed)
-    return ""
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from ragcachekit.forward.rows import OwnRows
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import PAST, run
-from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection, plain_plan
 from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.policies.base import (
     AttentionObserver,
@@ -102,11 +102,11 @@ def prepare_ahead(
     cache. ``repeats`` is the number of beams.
     """
     if plan.prefix_match is not None and plan.prefix_match.snapshots is not None:
-        return (
-            continue_snapshot(model, plan, ahead=True)
-            if repeats == 1
-            else Prefill(_whole_prompt(plan, model.device), plan)
-        )
+        if repeats == 1:
+            return continue_snapshot(model, plan, ahead=True)
+        assert plan.request is not None
+        why = "several beams do not go on from a snapshot"
+        return Prefill(_whole_prompt(plan, model.device), plain_plan(replace(plan.request, fallback=why)))
     plan, buffers = choose(model, rope, plan)
     # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
