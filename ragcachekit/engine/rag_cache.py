@@ -264,6 +264,8 @@ class RagCache:
             if not self._template_noted and parser.lacks_template(prompt):
                 self._template_noted = True
                 prepared = prepared.with_note(NO_TEMPLATE)
+            if self.chunks.reordered:
+                prepared = self.chunks.with_order_note(prepared)
             raise_if_cancelled()
             left = inf if deadline is None else deadline - (time.perf_counter() - started_at)
             request = self._request(
@@ -391,6 +393,16 @@ class RagCache:
         """
         namespace = self._checked(namespace)
         self.chunks.prefetch(chunks, namespace, system, self._choose(None, namespace).policy)
+
+    def cached_first(self, texts: Iterable[str], *, namespace: str | None = None) -> list[int]:
+        """An order of retrieved texts in which more of their prompt is an exact cached beginning.
+
+        Returns their numbers: first the texts that make the longest chain in the knowledge tree's memory
+        after the namespace's last system text, then the others as given; without a tree, all as given. Loads
+        and computes nothing, and counts no access. The report of a prompt with the texts in another order has
+        a note. Called by retrievers with ``order="cached"``.
+        """
+        return self.chunks.cached_first(texts, self._checked(namespace))
 
     def encode(
         self,

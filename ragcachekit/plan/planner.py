@@ -24,6 +24,7 @@ from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
 from ragcachekit.prompt.segments import TokenSegment, token_count
+from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import Ids, KVKey, whole_id
@@ -42,15 +43,17 @@ class LastPrompts:
     """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`. Thread safe."""
 
     def __init__(self) -> None:
-        # The text; hashes of the last ones, and whether each was new then.
-        self._known: dict[str, tuple[Ids, deque[tuple[int, bool]]]] = {}
+        # The text; hashes of the last ones, whether each was new then, and its tokens shared with the one
+        # before it.
+        self._known: dict[str, tuple[Ids, deque[tuple[int, bool, int]]]] = {}
         self._lock = threading.Lock()
 
     def observe(self, namespace: str, system: Ids) -> None:
         """Record the system text of a prompt with chunks."""
         with self._lock:
-            _, seen = self._known.pop(namespace, ((), deque(maxlen=WINDOW)))
-            seen.append((hash(system), all(hash(system) != known for known, _ in seen)))
+            last, seen = self._known.pop(namespace, (system, deque(maxlen=WINDOW)))
+            is_new = all(hash(system) != known for known, *_ in seen)
+            seen.append((hash(system), is_new, common_length(last, system)))
             self._known[namespace] = system, seen
             if len(self._known) > MAX_NAMESPACES:
                 del self._known[next(iter(self._known))]
@@ -69,7 +72,13 @@ class LastPrompts:
         """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
         with self._lock:
             _, seen = self._known.get(namespace, ((), ()))
-            return sum(new for _, new in seen) > WINDOW // 2
+            return sum(new for _, new, _ in seen) > WINDOW // 2
+
+    def common(self, namespace: str) -> Ids:
+        """Tokens that the last :data:`WINDOW` system texts begin with; others may be a chunk's metadata."""
+        with self._lock:
+            system, seen = self._known.get(namespace, ((), ()))
+            return system[: min((shared for *_, shared in seen), default=len(system))]
 
     def forget(self, namespace: str) -> None:
         """Forget the namespace's system text."""
