@@ -63,10 +63,11 @@ def model_of(name: str) -> Any:
     return model
 
 
-def hybrid_speaker(seed: int = 0) -> Any:
+def hybrid_speaker(seed: int = 0, **changes: Any) -> Any:
     """A fresh tiny hybrid over the byte-level vocabulary of ``speaking``."""
     torch.manual_seed(seed)
-    return sharpened(tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**{**SIZES, **LINEAR, "vocab_size": 340})))
+    sizes = {**SIZES, **LINEAR, "vocab_size": 340, **changes}
+    return sharpened(tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**sizes)))
 
 
 def rag_of(name: str, **options: Any) -> RagCache:
