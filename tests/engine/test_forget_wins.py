@@ -172,6 +172,7 @@ def test_forget_while_entries_are_prefetched(make, monkeypatch, what):
 
 # -- at random -------------------------------------------------------------------------------------
 
+
 class Race:
     """One kind of work and a forget, which the work's ``at``-th step releases."""
 
