@@ -34,6 +34,7 @@ from langchain_ragcachekit.search import (
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.retrieval.plumbing import (
     Call,
+    Order,
     Partition,
     Retrieved,
     RetrieverCache,
@@ -75,7 +76,7 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition
+    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition, order
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -96,6 +97,7 @@ class RagCacheRetriever(BaseRetriever):
     partition: SkipValidation[Callable[[str, RunnableConfig], object] | None] = Field(
         default=None, exclude=True, repr=False
     )
+    order: Order = "found"
     _retrieval: RetrieverCache[Document] = PrivateAttr()
 
     @classmethod
@@ -179,7 +181,8 @@ class RagCacheRetriever(BaseRetriever):
 
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
-        return self.retriever, self.embeddings, self._namespace, self.k, self.tolerance, self.partition
+        names = "retriever", "embeddings", "_namespace", "k", "tolerance", "partition", "order"
+        return tuple(getattr(self, name) for name in names)
 
     def invoke(self, input: str, config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
         """As of every retriever; the wrapped one runs with the whole ``config``."""

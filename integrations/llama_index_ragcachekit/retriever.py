@@ -151,7 +151,8 @@ class RagCacheRetriever(BaseRetriever):
 
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
-        return self._retriever, self._embed_model, self._namespace, self._exact, self._custom
+        order = self.query_cache.order
+        return self._retriever, self._embed_model, self._namespace, self._exact, self._custom, order
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return _handed_out(*finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from transformers import DynamicCache
 
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.forward.attention import install, uninstall
 from ragcachekit.forward.check import compare, tolerance_for
 from ragcachekit.forward.linker import link
@@ -22,10 +17,6 @@ from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.reports import LinkReport
-
-log = logging.getLogger(__name__)
-
-CHECK_VERSION = 3  # raised when the check itself changes
 
 CHUNK, PROMPT = 24, 48
 """Tokens of the check's chunk and prompt: beyond the windows of test models, cheap for real ones."""
@@ -133,25 +124,3 @@ def _exact_piece(cache: DynamicCache, rope: Rope, start: int, stop: int, length:
         for i, layer in enumerate(cache.layers)
     ]
     return Piece(start, ChunkKV(tuple(keys for keys, _ in kv), tuple(values for _, values in kv)))
-
-
-def admit_once(model: Any, rope: Rope, fingerprint: str, folder: Path) -> None:
-    """Run :func:`admit` unless this fingerprint passed under the same versions before.
-
-    The record is a small file in ``folder``; an unreadable or unwritable one only costs another check.
-    """
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
-    record = folder / "admitted" / f"{fingerprint}.json"
-    try:
-        if parse_json(read_regular(record)) == versions:
-            install(model)
-            return
-    except (OSError, ValueError):
-        pass
-    passed = admit(model, rope)
-    log.info("admitted %s: %s", type(model).__name__, passed)
-    try:
-        make_folder(record.parent)
-        record.write_text(json.dumps(versions))
-    except OSError as error:
-        log.warning("could not note that the model passed its check: %s", error)

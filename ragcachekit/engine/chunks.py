@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.kv import token_ids_of
+from ragcachekit.plan.link_plan import PromptRequest
 from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
@@ -29,6 +30,7 @@ from ragcachekit.types import check_type, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
+MAX_REORDERED = 1024  # lists of texts whose other order is remembered for their prompt
 NOT_KEPT = "could not be kept, as the store is too small, full or failing (see failed_writes in stats())"
 
 _Item = TypeVar("_Item")
@@ -44,6 +46,9 @@ class Chunks:
         self._parts, self._parser, self._planner = components, components.parser, components.planner
         self.query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
         self.registering = Lock()  # held while a forget ends
+        # Notes for prompts of these texts in this order, by namespace and hashes of the texts.
+        self.reordered: dict[tuple[str, tuple[int, ...]], str] = {}
+        self._reordering = Lock()
         self._warned = False
 
     def register(self, texts: Iterable[str], namespace: str, sources: Sequence[str | None] | None) -> int:
@@ -64,6 +69,38 @@ class Chunks:
         if policy.reads_cache and self._parts.loads is not None:
             find = self._planner.prefetch_keys
             self._parts.loads.prefetch(lambda: find(texts, namespace, policy, system))
+
+    def cached_first(self, texts: Iterable[str], namespace: str) -> list[int]:
+        """Numbers of the texts, those that continue the longest cached beginning first."""
+        texts, tree = strings(texts, "texts"), self._parts.tree
+        order, last = list(range(len(texts))), self._planner.last_prompts
+        system, common = last.last(namespace), last.common(namespace)
+        if tree is None or system is None or len(texts) < 2:
+            return order
+        since, numbers = self._parts.forgets.epoch, dict[str, list[int]]()
+        for number, text in enumerate(texts):
+            for ids in filter(None, {self._parser.chunk_ids(form) for form in forms(text)}):
+                numbers.setdefault(chunk_id(ids, namespace), []).append(number)
+        first = tree.longest_chain(self._parts.fingerprint, namespace, system, len(common), numbers)
+        order.sort(key=lambda number: first.index(number) if number in first else len(first))
+        changed, key = order != sorted(order), self._order_key(namespace, [texts[number] for number in order])
+        with self._reordering:
+            self.reordered.pop(key, None)
+            if changed and since == self._parts.forgets.epoch:
+                self.reordered[key] = (
+                    f"documents were put in another order: {len(first)} of {len(texts)} continue a cached "
+                    "beginning"
+                )
+            if len(self.reordered) > MAX_REORDERED:
+                del self.reordered[next(iter(self.reordered))]
+        return order
+
+    def with_order_note(self, request: PromptRequest) -> PromptRequest:
+        """The request with a note if :meth:`cached_first` put exactly its chunks into their order."""
+        texts = [request.texts.get(one.token_ids, "") for one in request.segments if one.is_chunk]
+        with self._reordering:
+            note = self.reordered.pop(self._order_key(request.namespace, texts), None)
+        return request if note is None else request.with_note(note)
 
     def encode(
         self,
@@ -86,6 +123,9 @@ class Chunks:
                 raise ValueError("give encode system= or prompt=, not both: the prompt has the system text")
             self._unless_forgotten(self._parser.register, texts, namespace, since)
             self._planner.observe(self._parser.parse(prompt, namespace))
+        if self._parts.grade.name == "prefix":  # chunks have no KV of their own
+            self._unless_forgotten(self._parser.register, texts, namespace, since)
+            return [chunk_id(self._parser.chunk_ids(text), namespace) for text in texts]
         policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._unless_forgotten(self._parser.register, texts, namespace, since)
@@ -104,6 +144,8 @@ class Chunks:
         """Choose encoder and policy of ``auto`` now."""
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
+        if self._parts.grade.name == "prefix":
+            raise ValueError(f"nothing to choose: only exact beginnings are reused: {self._parts.grade.why}")
         asked = None if prompts is None else [self._check_prompt(prompt, namespace) for prompt in prompts]
         return self._parts.auto.tune(asked, namespace, progress)
 
@@ -133,6 +175,11 @@ class Chunks:
         return self._forget(namespace, named | also, texts, ForgottenTexts([*every, *decoded], decode))
 
     # -- steps -------------------------------------------------------------------------------------
+
+    def _order_key(self, namespace: str, texts: Iterable[str]) -> tuple[str, tuple[int, ...]]:
+        """By the texts that prompts are searched for, in the form that all chains leave."""
+        bare, least = [text.strip() for text in texts], self._parser.registry.min_chars
+        return namespace, tuple(hash(text) for text in bare if len(text) >= least)
 
     def _check_prompt(self, prompt: PromptLike, namespace: str) -> CheckPrompt:
         parsed = self._parser.parse(prompt, namespace)
@@ -198,6 +245,8 @@ class Chunks:
                         self._parser.forget(namespace, None if ids is None else texts)
                     finally:
                         forgets.add(namespace, ids, texts, within)
+                        with self._reordering:
+                            self.reordered = {k: v for k, v in self.reordered.items() if k[0] != namespace}
                         self._parts.auto.forget(namespace, ids is None, within)
 
     def drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:

@@ -104,6 +104,8 @@ class Runner:
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
             why = self.decoder.why_alone(request.options, request.rows) if unchanged else "the model changed"
+            if self._parts.grade.name != "linked":
+                why = "this model's caches are not decoded together"
             if why is not None:
                 prompt = prompt.with_note(f"generated alone and not in a batch: {why}")
             try:
@@ -375,7 +377,8 @@ class AfterAnswer:
         match = with_answer(plan, generated.token_ids, rope)
         if tree is None or plan.prefix_match is None or match is None:
             return
-        kvs, storing = captured(plan, match, generated.cache, rope), self._parts.forgets.storing_in_tree
+        taken, storing = generated.snapshots, self._parts.forgets.storing_in_tree
+        kvs = captured(plan, match, generated.cache, rope, taken)
         with storing:
             if not self._forgot(generated, plan.prefix_match.members):
                 tree.insert(match, kvs, new=len(plan.token_ids) - plan.prefix_match.tokens)

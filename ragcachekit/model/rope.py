@@ -254,9 +254,7 @@ def describe_rope(model: Any) -> Rope:
     layers = [
         _fit_layer(index, kv, [kvs[index] for kvs in others], tables) for index, kv in enumerate(at_zero)
     ]
-    config = model.config.get_text_config()
-    context = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
-    return Rope(tables, layers, context, _exact_up_to(config))
+    return Rope(tables, layers, context_of(model), _exact_up_to(model.config.get_text_config()))
 
 
 def _exact_up_to(config: Any) -> int | None:
@@ -273,6 +271,12 @@ def _exact_up_to(config: Any) -> int | None:
     if getattr(config, "attn_temperature_tuning", False):  # Llama 4's layers without rotation
         limits.append(int(config.floor_scale) - 1)
     return min(limits, default=None)
+
+
+def context_of(model: Any) -> int:
+    """Longest prompt in tokens; 2^20 where the configuration names none."""
+    known = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return known if isinstance(known, int) and known > 0 else 1 << 20
 
 
 def _fit_layer(index: int, at_zero: _KV, others: Sequence[_KV], tables: Sequence[RotaryTable]) -> LayerRope:

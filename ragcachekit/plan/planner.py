@@ -13,6 +13,7 @@ from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.identity import ModelGuard
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
+from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.companions import Companions, Neighbours
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS, Encodings, Fetch, Wanted, keys_for
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan
@@ -23,6 +24,7 @@ from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
 from ragcachekit.prompt.segments import TokenSegment, token_count
+from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.types import Ids, KVKey, whole_id
@@ -41,15 +43,17 @@ class LastPrompts:
     """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`. Thread safe."""
 
     def __init__(self) -> None:
-        # The text; hashes of the last ones, and whether each was new then.
-        self._known: dict[str, tuple[Ids, deque[tuple[int, bool]]]] = {}
+        # The text; hashes of the last ones, whether each was new then, and its tokens shared with the one
+        # before it.
+        self._known: dict[str, tuple[Ids, deque[tuple[int, bool, int]]]] = {}
         self._lock = threading.Lock()
 
     def observe(self, namespace: str, system: Ids) -> None:
         """Record the system text of a prompt with chunks."""
         with self._lock:
-            _, seen = self._known.pop(namespace, ((), deque(maxlen=WINDOW)))
-            seen.append((hash(system), all(hash(system) != known for known, _ in seen)))
+            last, seen = self._known.pop(namespace, (system, deque(maxlen=WINDOW)))
+            is_new = all(hash(system) != known for known, *_ in seen)
+            seen.append((hash(system), is_new, common_length(last, system)))
             self._known[namespace] = system, seen
             if len(self._known) > MAX_NAMESPACES:
                 del self._known[next(iter(self._known))]
@@ -68,7 +72,13 @@ class LastPrompts:
         """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
         with self._lock:
             _, seen = self._known.get(namespace, ((), ()))
-            return sum(new for _, new in seen) > WINDOW // 2
+            return sum(new for _, new, _ in seen) > WINDOW // 2
+
+    def common(self, namespace: str) -> Ids:
+        """Tokens that the last :data:`WINDOW` system texts begin with; others may be a chunk's metadata."""
+        with self._lock:
+            system, seen = self._known.get(namespace, ((), ()))
+            return system[: min((shared for *_, shared in seen), default=len(system))]
 
     def forget(self, namespace: str) -> None:
         """Forget the namespace's system text."""
@@ -81,7 +91,7 @@ class Planner:
 
     ``encoder`` None is the policy's own. ``neighbours`` are sources by namespace; with ``same_source`` a
     chunk is encoded only after chunks of its own source. ``fetch`` makes the look-ups of one prompt; by
-    default they read ``store``.
+    default they read ``store``. Unless the model ``is_linked``, only beginnings of prompts are looked up.
     """
 
     def __init__(
@@ -97,7 +107,8 @@ class Planner:
         same_source: bool = False,
         fetch: Callable[[], Fetch] | None = None,
         tree: KnowledgeTree | None = None,
-        layout: KVLayout | None = None,
+        layout: KVLayout | SnapshotLayout | None = None,
+        is_linked: bool = True,
     ) -> None:
         self.context, self.last_prompts = rope.context, LastPrompts()
         self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source)
@@ -107,6 +118,7 @@ class Planner:
         )
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder, self._layout = fingerprint, encoder, layout
+        self._is_linked = is_linked
         self._pairs_chunks = encoder is None or encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
@@ -160,12 +172,16 @@ class Planner:
         encodings = self.encodings(policy, lambda ids: self._near(parsed.texts.get(ids), namespace, notes))
         fallback = parsed.fallback or self._rope.why_not_linked(count)
         if fallback is None and policy.reads_cache:
-            wanted = tuple(encodings.wanted(segments, self._fingerprint, namespace))
+            if self._is_linked:
+                wanted = tuple(encodings.wanted(segments, self._fingerprint, namespace))
             if self.companions.same_source:  # a prompt's own rows come after any chunks
                 wanted = tuple(replace(want, in_place=None) for want in wanted)
             if self._tree is not None:
                 regime = str(self._rope.regime(count)) if self._rope.depends_on_length else ""
-                place = Root(self._fingerprint, namespace, regime), path_of(segments, wanted, namespace)
+                path = path_of(segments, wanted, namespace)
+                while not self._is_linked and sum(step.tokens for step in path) > count - 2:
+                    path = path[:-1]  # the prompt's last tokens are always computed
+                place = Root(self._fingerprint, namespace, regime), path
             notes += [parsed.no_chunks] if parsed.no_chunks else []
         return PromptRequest(
             segments,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pathlib
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, RLock
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.disk import FOLDER, Dropped, TreeDisk
 from ragcachekit.prefix_tree.nodes import (
+    BLOCK,
     Cost,
     Levels,
     Match,
@@ -27,17 +29,23 @@ from ragcachekit.prefix_tree.nodes import (
     Node,
     Path,
     Root,
+    blocks_of,
     fault,
     key_of,
 )
+from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import MISS, Access, Counters, EvictionPolicy, Lru, open_eviction
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import refuse_after_fork
+from ragcachekit.types import Ids, whole_id
 
 MIN_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""
+
+MAX_LOOKS = 10_000
+"""Nodes that :meth:`KnowledgeTree.longest_chain` looks at, at most."""
 
 _Tokens = npt.NDArray[np.int64]
 
@@ -227,6 +235,27 @@ class KnowledgeTree:
         with self._lock:
             return sum(node.step.tokens for node in self.levels.walk(root, path))
 
+    def longest_chain(
+        self, fingerprint: str, namespace: str, text: Ids, common: int, numbers: Mapping[str, Sequence[int]]
+    ) -> tuple[int, ...]:
+        """Numbers of the chunks that make the longest chain in memory below a prompt's first ``text``.
+
+        In the order of the chain, the longest by tokens; of equal ones that after most of ``text``. Only the
+        first ``common`` tokens must be those: the others may depend on the first chunk. ``numbers`` are those
+        of every chunk id: several for a text that comes more than once. Any text may be between two chunks.
+        Counts no access.
+        """
+        blocks, best = blocks_of(text[:common], namespace), _NO_CHAIN
+        with self._lock:
+            self.disk.apply_forgets(namespace)
+            for root, tops in self.levels.roots.items():
+                if (root.fingerprint, root.namespace) == (fingerprint, namespace):
+                    nodes = list(self.levels.walk(root, blocks))
+                    if len(nodes) == len(blocks):
+                        below = nodes[-1].children if nodes else tops
+                        best = max(best, _longest_chain(below, text, common, numbers))
+        return tuple(-number for number in best.numbers)
+
     def insert(self, match: Match, kvs: Sequence[ChunkKV] = (), *, new: int = 0) -> int:
         """Insert what a request computed after its ``match``: once per request, after the answer.
 
@@ -312,6 +341,47 @@ class KnowledgeTree:
                 self.levels.drop(node)
             self.disk.drop_pending(namespace, chunk_ids, texts)
         return Dropped(keys, turns, chunk_ids)
+
+
+class _Chain(NamedTuple):
+    """Chunks in a row. Of two, the better one is greater."""
+
+    tokens: int  # from the first chunk to the end of the last
+    shared: int  # tokens of the first text that are as in the last prompt
+    numbers: tuple[int, ...]  # negative
+
+
+_NO_CHAIN = _Chain(0, 0, ())
+_Children = Mapping[tuple[str, ...], Node]
+
+
+def _longest_chain(
+    children: _Children, text: Ids, common: int, numbers: Mapping[str, Sequence[int]]
+) -> _Chain:
+    """The best chain among ``children`` and below, where the blocks of ``text[:common]`` lead."""
+    best, looks = _NO_CHAIN, 0
+    stack: list[tuple[_Children, Ids, _Chain]] = [(children, text[: common // BLOCK * BLOCK], best)]
+    while stack:
+        children, before, chain = stack.pop()  # ``before``: the first text so far
+        for node in children.values():
+            looks += 1
+            if looks > MAX_LOOKS:
+                return best
+            step, tokens = node.step, chain.tokens + node.step.tokens
+            if not step.document and chain.numbers:
+                stack.append((node.children, before, chain._replace(tokens=tokens)))
+            elif not step.document:
+                longer = (*before, *step.token_ids)
+                if step.token_ids and longer[:common] == text[: min(common, len(longer))]:
+                    stack.append((node.children, longer, chain))
+            elif chain.numbers or len(before) >= common:
+                free = (-one for one in numbers.get(whole_id(step.ids[-1]), ()) if -one not in chain.numbers)
+                if (number := next(free, None)) is not None:
+                    shared = chain.shared or common_length(before, text)
+                    after = _Chain(tokens, shared, (*chain.numbers, number))
+                    stack.append((node.children, before, after))
+                    best = max(best, after)
+    return best
 
 
 def open_tree(

@@ -11,7 +11,8 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, NoReturn, TypedDict, TypeVar
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,6 +43,7 @@ __all__ = [
     "Call",
     "Framework",
     "KeyRules",
+    "Order",
     "OwnSearch",
     "Partition",
     "Retrieved",
@@ -55,6 +57,8 @@ log = logging.getLogger(__name__)
 
 Document = TypeVar("Document")
 T = TypeVar("T")
+
+Order = Literal["found", "cached"]
 
 FACTOR = 4
 """Candidates per document that is asked for, in an index of one's own."""
@@ -94,6 +98,10 @@ class RetrieverSettings(TypedDict, total=False):
         the namespace and the search arguments, such as a user's id. None from it: do not cache. It
         replaces the wrapped retriever's state and the run's configurable values; changes of the stores in
         the retriever's fields, and of those that it returns itself, still count.
+    order : {"found", "cached"}
+        "cached" puts the documents that continue the longest beginning in the engine's knowledge tree first
+        (:meth:`ragcachekit.RagCache.cached_first`), at every call. Their prompt reuses more exactly, and the
+        answer may depend on the order.
     """
 
     cache: Any
@@ -106,6 +114,7 @@ class RetrieverSettings(TypedDict, total=False):
     guard: bool | Guard
     version: Callable[[], object] | None
     partition: Callable[..., object] | None
+    order: Order
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,12 @@ class RetrieverCache(CachedRetrieval[Document]):
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
+        order: Order = "found",
     ) -> None:
+        if order not in ("found", "cached"):
+            raise ValueError(f"order must be 'found' or 'cached', got {order!r}")
+        if order == "cached" and not hasattr(cache, "cached_first"):
+            raise ValueError("order='cached' needs cache=RagCache(...), whose tree tells the order")
         if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
 
@@ -213,7 +227,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         keys = ProximityCache(capacity, tolerance, metric, eviction)
         super().__init__(keys, text_of, guard=guard, ttl=ttl)
         self._reads_files = index is not None and index.path is not None
-        self._framework, self._engine = framework, cache
+        self._framework, self._engine, self.order = framework, cache, order
         self._custom, self._present_version = partition, version or (lambda: None)
         if cache is not None:
             cache.add_query_cache(self)
@@ -291,6 +305,9 @@ class RetrieverCache(CachedRetrieval[Document]):
                 result = self._keep(call, lookup, [(self._framework.id(one), one) for one in found])
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
+        if self.order == "cached":
+            ordered = partial(self._cached_first, call.namespace, documents)
+            documents = await call.in_thread(ordered) if call.in_thread else ordered()
         return documents, result
 
     def invalidate(
@@ -377,6 +394,16 @@ class RetrieverCache(CachedRetrieval[Document]):
             self.while_current(epoch, register)
         except Exception:
             log.warning("could not register the retrieved chunks with the engine", exc_info=True)
+
+    def _cached_first(self, namespace: str, documents: Sequence[Document]) -> tuple[Document, ...]:
+        """The documents in the engine's order; as found if that fails."""
+        texts = list(map(self._framework.text, documents))
+        try:
+            order = self._engine.cached_first(texts, namespace=namespace)
+        except Exception:
+            log.warning("the retrieved chunks are in the order found", exc_info=True)
+            return tuple(documents)
+        return tuple(documents[number] for number in order)
 
     def _not_embedded(self) -> None:
         log.warning("embedding the question failed, searching without the query cache", exc_info=True)

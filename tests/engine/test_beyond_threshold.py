@@ -6,7 +6,7 @@ import pytest
 
 from engine_kit import RecordingStore, bare, chunk, text, warmed
 from families import BY_POSITION, THRESHOLD, build, wrapped
-from ragcachekit import ModelNotSupported, Prompt, RagCache
+from ragcachekit import ModelNotSupported, Prompt
 from ragcachekit.engine.admission import admit
 from ragcachekit.model.rope import describe_rope
 
@@ -70,13 +70,13 @@ def test_stored_chunks_stay_as_they_were(name):
     assert store.unchanged()
 
 
-def test_a_threshold_too_low_for_the_check_is_a_refusal(tmp_path):
+def test_a_threshold_too_low_for_the_check_is_a_refusal():
     model = build("llama4", attention_chunk_size=32)
     with pytest.raises(ModelNotSupported, match="beyond 32 the model's attention depends on positions"):
-        RagCache(model, cache_dir=tmp_path)
+        admit(model, describe_rope(model))
 
 
-def test_a_model_may_not_hide_its_threshold(tmp_path):
+def test_a_model_may_not_hide_its_threshold():
     """The check runs a chunk at the end of what is allowed."""
     rope = describe_rope(build("ministral3"))
     rope.exact_up_to = rope.context
