@@ -88,6 +88,7 @@ class LinkReport(Report):
     - ``kernels``: What attended in the linked forward: ``triton``, or ``torch`` and why. Empty where the
       prompt was prefilled in full.
     - ``miss_reason``: Why nothing was reused; empty where something was.
+    - ``grade``: ``linked``, or ``prefix`` where the model reuses exact beginnings alone.
     """
 
     policy: str
@@ -111,6 +112,7 @@ class LinkReport(Report):
     prefix: ChunkUse | None = None
     plan_ms: float = 0.0
     miss_reason: str = ""
+    grade: str = "linked"
 
     @property
     def reused_tokens(self) -> int:

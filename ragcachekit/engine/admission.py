@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from transformers import DynamicCache
 
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.forward.attention import install, uninstall
 from ragcachekit.forward.check import compare, tolerance_for
 from ragcachekit.forward.linker import link
 from ragcachekit.model.encoding import Encoding
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.reports import LinkReport
-
-log = logging.getLogger(__name__)
-
-CHECK_VERSION = 2  # raised when the check itself changes
 
 CHUNK, PROMPT = 24, 48
 """Tokens of the check's chunk and prompt: beyond the windows of test models, cheap for real ones."""
@@ -47,6 +38,8 @@ def admit(model: Any, rope: Rope) -> Admission:
             f"the model is spread over {sorted(map(str, devices))}; load it on one device "
             "(without device_map='auto')"
         )
+    if (why_not := rope.why_not_linked(PROMPT)) is not None:
+        raise ModelNotSupported(f"{type(model).__name__} cannot be checked: {why_not}")
     install(model)
     tolerance, vocab = tolerance_for(model.dtype), model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -63,16 +56,16 @@ def admit(model: Any, rope: Rope) -> Admission:
 
 
 def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:
-    worst = 0.0
-    for offset in sorted({1, 37, max(rope.context // 2, 1), max(rope.context - CHUNK, 1)}):
+    worst, most = 0.0, rope.exact_up_to
+    for offset in sorted({1, 37, max(most // 2, 1), max(most - CHUNK, 1)}):
         length = offset + CHUNK
-        if length > rope.context:
+        if length > most:
             continue
         encoding = Encoding("standalone", length=length if rope.depends_on_length else 0)
         ((_, chunk),) = ChunkEncoder(model, rope).encode([ids], encoding)
         positions = torch.arange(offset, length)
         own = DynamicCache()
-        model.base_model(
+        decoder_of(model)(
             input_ids=torch.tensor([ids], device=model.device),
             position_ids=positions[None].to(model.device),
             past_key_values=own,
@@ -131,25 +124,3 @@ def _exact_piece(cache: DynamicCache, rope: Rope, start: int, stop: int, length:
         for i, layer in enumerate(cache.layers)
     ]
     return Piece(start, ChunkKV(tuple(keys for keys, _ in kv), tuple(values for _, values in kv)))
-
-
-def admit_once(model: Any, rope: Rope, fingerprint: str, folder: Path) -> None:
-    """Run :func:`admit` unless this fingerprint passed under the same versions before.
-
-    The record is a small file in ``folder``; an unreadable or unwritable one only costs another check.
-    """
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
-    record = folder / "admitted" / f"{fingerprint}.json"
-    try:
-        if parse_json(read_regular(record)) == versions:
-            install(model)
-            return
-    except (OSError, ValueError):
-        pass
-    passed = admit(model, rope)
-    log.info("admitted %s: %s", type(model).__name__, passed)
-    try:
-        make_folder(record.parent)
-        record.write_text(json.dumps(versions))
-    except OSError as error:
-        log.warning("could not note that the model passed its check: %s", error)

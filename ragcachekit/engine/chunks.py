@@ -123,6 +123,9 @@ class Chunks:
                 raise ValueError("give encode system= or prompt=, not both: the prompt has the system text")
             self._unless_forgotten(self._parser.register, texts, namespace, since)
             self._planner.observe(self._parser.parse(prompt, namespace))
+        if self._parts.grade.name == "prefix":  # chunks have no KV of their own
+            self._unless_forgotten(self._parser.register, texts, namespace, since)
+            return [chunk_id(self._parser.chunk_ids(text), namespace) for text in texts]
         policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._unless_forgotten(self._parser.register, texts, namespace, since)
@@ -141,6 +144,8 @@ class Chunks:
         """Choose encoder and policy of ``auto`` now."""
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
+        if self._parts.grade.name == "prefix":
+            raise ValueError(f"nothing to choose: only exact beginnings are reused: {self._parts.grade.why}")
         asked = None if prompts is None else [self._check_prompt(prompt, namespace) for prompt in prompts]
         return self._parts.auto.tune(asked, namespace, progress)
 

@@ -5,27 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from torch import nn
-
 from ragcachekit.cancellation import ActiveRequests, Backoff
-from ragcachekit.config import LoadConfig, QueueConfig, ShadowConfig, StoreConfig, TreeConfig
+from ragcachekit.config import (
+    DEFAULT_DISK_BYTES,
+    LoadConfig,
+    QueueConfig,
+    ShadowConfig,
+    StoreConfig,
+    TreeConfig,
+)
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.engine.admission import admit_once
-from ragcachekit.errors import ModelNotSupported
+from ragcachekit.engine.grade import check_generates, grade_of
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
 from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
-from ragcachekit.model.rope import describe_rope, guard_rotary
+from ragcachekit.model.rope import guard_rotary
+from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
 from ragcachekit.plan.encodings import Fetch
@@ -41,7 +46,7 @@ from ragcachekit.quality.auto import AutoPolicies
 from ragcachekit.quality.budget import Budgets
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
-from ragcachekit.store.base import KVStore, StoreStats
+from ragcachekit.store.base import KVStore, NullStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
@@ -113,18 +118,15 @@ class EngineComponents:
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: EngineSettings) -> None:
-        check_type("model", model, nn.Module, "a loaded model (from_pretrained takes a folder or id)")
-        if model.training:
-            raise ValueError("the model is in training mode; call model.eval() first")
-        if hasattr(model, "_orig_mod"):
-            raise ModelNotSupported("the model is compiled; give the model itself, before torch.compile")
-        self.model, self.policy, self.rope = model, open_policy(settings.policy), describe_rope(model)
-        if self.rope.depends_on_length:
-            guard_rotary(model)
+        check_generates(model)
+        self.model, self.policy = model, open_policy(settings.policy)
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
         self.fingerprint = fingerprint(model, tokenizer).digest
-        admit_once(model, self.rope, self.fingerprint, folder)
-        self.forgets, self._layout = ForgetEpochs(), KVLayout.of(model)
+        self.grade = grade_of(model, self.fingerprint, folder)
+        self.rope, self._layout = self.grade.rope, self.grade.layout
+        if self.rope.depends_on_length:
+            guard_rotary(model)
+        self.forgets = ForgetEpochs()
         with ExitStack() as opened:
             self.background, self.active = BackgroundWorker(), ActiveRequests()
             self._open_caches(settings, opened)
@@ -134,16 +136,22 @@ class EngineComponents:
             self._opened = opened.pop_all()
 
     def _open_caches(self, settings: EngineSettings, opened: ExitStack) -> None:
-        self.cost = PrefillCost(self.model, context=self.rope.context, background=self.background)
-        self.store = _store(settings, self.cost, opened)
+        snapshots = self._layout if isinstance(self._layout, SnapshotLayout) else None
+        self.cost = PrefillCost(
+            self.model, context=self.rope.context, background=self.background, snapshots=snapshots
+        )
+        is_linked = self.grade.name == "linked"
+        self.store = _store(settings, self.cost, opened) if is_linked else NullStore()
         load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
         self.loads = open_loads(self.store, load, self.cost)
         if self.loads is not None:
             opened.callback(self.loads.close)
-        self.tree = _tree(self.model, settings, self._layout, self.cost, opened)
+        if not is_linked and settings.tree is None:
+            settings = replace(settings, tree=_tree_of_store(settings.store))
+        self.tree = _tree(self.model, settings, self._layout, self.cost, opened) if self._layout else None
 
     def _open_planner(self, tokenizer: Any, settings: EngineSettings) -> None:
-        loads, layout = self.loads, self._layout
+        loads, layout = self.loads, self._layout if isinstance(self._layout, KVLayout) else None
         self.parser = PromptParser(tokenizer)
         near = {} if settings.neighbours is None else settings.neighbours
         self.planner = Planner(
@@ -160,6 +168,7 @@ class EngineComponents:
             else partial(Fetch, self.store, layout=layout),
             tree=self.tree,
             layout=self._layout,
+            is_linked=self.grade.name == "linked",
         )
         encodings = self.planner.encodings(self.policy)
         self.planner.recall(self.policy)
@@ -170,6 +179,7 @@ class EngineComponents:
     def _open_quality(self, settings: EngineSettings, folder: Path) -> None:
         """The encoder behind answers, shadow mode, and what measured policies stand for."""
         model, rope, planner = self.model, self.rope, self.planner
+        layout = self._layout if isinstance(self._layout, KVLayout) else None
         encoder, backoff = ChunkEncoder(model, rope, observed_cache), partial(Backoff, self.active)
 
         def encoder_over(
@@ -178,7 +188,7 @@ class EngineComponents:
             forgets: ForgetEpochs,
             worker: BackgroundWorker,
         ) -> BackgroundEncoder:
-            near = NeighbourEncoder(model, rope, encoder, store, self._layout)
+            near = NeighbourEncoder(model, rope, encoder, store, layout)
             parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored, forgets
             return BackgroundEncoder(*parts, settings.encode_after, worker, backoff)
 
@@ -243,8 +253,19 @@ def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) ->
     return store
 
 
+def _tree_of_store(store: StoreConfig | KVStore | None) -> TreeConfig:
+    """The budgets of the store for a tree, where chunks cannot be linked."""
+    config = store if isinstance(store, StoreConfig) else StoreConfig()
+    disk = 0 if config.disk_path is None else config.disk_bytes or DEFAULT_DISK_BYTES
+    return TreeConfig(host_bytes=config.host_bytes, gpu_bytes=config.gpu_bytes, disk_bytes=disk)
+
+
 def _tree(
-    model: Any, settings: EngineSettings, layout: KVLayout, prefill: PrefillCost, opened: ExitStack
+    model: Any,
+    settings: EngineSettings,
+    layout: KVLayout | SnapshotLayout,
+    prefill: PrefillCost,
+    opened: ExitStack,
 ) -> KnowledgeTree | None:
     """The tree that was passed in, or one that is closed with the engine, with profiled costs."""
     config = settings.tree

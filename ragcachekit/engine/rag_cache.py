@@ -61,7 +61,16 @@ from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, 
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.threads import OPENED_BEFORE_FORK
-from ragcachekit.types import SECONDS_OR_NONE, KVKey, check_deadline, check_number, whole_id
+from ragcachekit.types import (
+    SECONDS_OR_NONE,
+    Chunk,
+    KVKey,
+    Prompt,
+    Text,
+    check_deadline,
+    check_number,
+    whole_id,
+)
 
 MIN_REPORTED_WAIT_S = 0.01  # for rows of an earlier prompt; shorter waits have no note in the report
 
@@ -350,7 +359,8 @@ class RagCache:
             lost = parts.background_encoder.refused(item.key for item in plan.missing)
             if lost:
                 plan = plan.with_note(f"{lost} missing entr{'ies' if lost > 1 else 'y'} {NOT_KEPT}")
-        return replace(plan, report=replace(plan.report, plan_ms=(time.perf_counter() - begun) * 1e3))
+        ms = (time.perf_counter() - begun) * 1e3
+        return replace(plan, report=replace(plan.report, plan_ms=ms, grade=self.grade))
 
     # -- chunks ------------------------------------------------------------------------------------
 
@@ -406,6 +416,9 @@ class RagCache:
     ) -> list[str]:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
 
+        Where the :attr:`grade` is ``prefix``, chunks have no KV of their own: they are registered, and the
+        beginning of ``prompt`` is computed, or ``system`` with the first chunk.
+
         What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what depends on it. What
         was encoded before a cancellation is kept.
 
@@ -424,7 +437,16 @@ class RagCache:
         ValueError for an empty chunk, one longer than the model's context, a missing ``system``, or a
         ``prompt`` without chunks or beside a ``system``.
         """
-        return self.chunks.encode(texts, self._checked(namespace), system, prompt, sources, progress)
+        namespace = self._checked(namespace)
+        texts = list(texts)
+        ids = self.chunks.encode(texts, namespace, system, prompt, sources, progress)
+        if self.grade == "prefix":
+            if prompt is None and system is not None and texts:
+                prompt = Prompt([Text(system), Chunk(texts[0]), Text("\n\n")])
+            if prompt is not None:
+                self.generate(prompt, namespace=namespace, max_new_tokens=1)
+                self.flush()
+        return ids
 
     def forget(
         self,
@@ -483,6 +505,11 @@ class RagCache:
     def policy(self) -> str:
         """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
         return self._resolve(self.components.policy, self.namespace).label
+
+    @property
+    def grade(self) -> str:
+        """``linked``: chunks are reused at any place of a prompt. ``prefix``: exact beginnings alone."""
+        return self.components.grade.name
 
     @property
     def encoder(self) -> str:
@@ -614,17 +641,28 @@ class RagCache:
         return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
 
     def _resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy of a budget or of ``auto``; any other one as it is."""
+        """The concrete policy of a budget or of ``auto``; any other one as it is.
+
+        Where chunks cannot be linked, every policy that reuses anything stands for exact beginnings.
+        """
+        if self.grade == "prefix":
+            return _as_it_is(open_policy("prefix")) if policy.reads_cache else _as_it_is(policy)
         if isinstance(policy, Auto):
             return self.components.auto.resolve(namespace)
         if isinstance(policy, Budget):
             return self.components.budgets.resolve(policy, namespace)
-        return ResolvedPolicy(policy, policy.name)
+        return _as_it_is(policy)
 
     def _about(self) -> list[tuple[str, object]]:
         model = f"{type(self.model).__name__} on {self.model.device}"
         if self._closed:
             return [("model", model), ("state", "closed")]
         tiers = "; ".join(f"{tier.tier} {tier.entries} entries" for tier in self.stats()) or "none"
-        named = {"policy": self.policy, "encoder": self.encoder, "namespace": self.namespace}
+        why = self.components.grade.why
+        graded = {"grade": f"prefix ({why})"} if why else {}
+        named = {**graded, "policy": self.policy, "encoder": self.encoder, "namespace": self.namespace}
         return [("model", model), *named.items(), ("tiers", tiers)]
+
+
+def _as_it_is(policy: SelectionPolicy) -> ResolvedPolicy:
+    return ResolvedPolicy(policy, policy.name)

@@ -103,7 +103,9 @@ class Runner:
         with request.scope, CancelScope(closed), CancelScope(request.ended, deadline=request.deadline):
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
-            why = self.decoder.why_alone(request.options) if unchanged else "the model changed"
+            why = self.decoder.why_alone(request.options, request.rows) if unchanged else "the model changed"
+            if self._parts.grade.name != "linked":
+                why = "this model's caches are not decoded together"
             if why is not None:
                 prompt = prompt.with_note(f"generated alone and not in a batch: {why}")
             try:
@@ -282,7 +284,9 @@ class AfterAnswer:
     def _feed_auto(self, plan: LinkPlan) -> None:
         with self._registering:  # no forget ends meanwhile
             # Of another epoch it may hold a forgotten chunk.
-            if plan.request is not None and plan.request.epoch == self._parts.forgets.epoch:
+            if plan.request is None or self._parts.rope.why_not_linked(len(plan.token_ids)):
+                return
+            if plan.request.epoch == self._parts.forgets.epoch:
                 self._parts.auto.follow(plan.request, self.cold == "background")
 
     # -- exact rows --------------------------------------------------------------------------------
@@ -373,7 +377,8 @@ class AfterAnswer:
         match = with_answer(plan, generated.token_ids, rope)
         if tree is None or plan.prefix_match is None or match is None:
             return
-        kvs, storing = captured(plan, match, generated.cache, rope), self._parts.forgets.storing_in_tree
+        taken, storing = generated.snapshots, self._parts.forgets.storing_in_tree
+        kvs = captured(plan, match, generated.cache, rope, taken)
         with storing:
             if not self._forgot(generated, plan.prefix_match.members):
                 tree.insert(match, kvs, new=len(plan.token_ids) - plan.prefix_match.tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import LinkedPromptUsed, ModelNotSupported
 from ragcachekit.forward.linker import (
     LinkedCache,
@@ -26,8 +27,11 @@ from ragcachekit.forward.linker import (
     own_entries,
 )
 from ragcachekit.forward.rows import OwnRows
+from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection
+from ragcachekit.model.snapshots import PAST, run
+from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection, plain_plan
+from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.policies.base import (
     AttentionObserver,
     GuidedPolicy,
@@ -57,6 +61,8 @@ class Prefill:
     plan: LinkPlan
     own: OwnRows | None = None
     narrowing: Narrowing | None = None
+    snapshots: tuple[ChunkKV, ...] = ()  # of the steps that it ran ahead, of models that are not linked
+    known: int = 0  # first tokens of the ids that generate must not be given
 
     def report(self) -> LinkReport:
         """The report, once the forward has run."""
@@ -71,6 +77,8 @@ def prepare(model: Any, rope: Rope, plan: LinkPlan, *, capture: bool = False, wh
     ``capture`` observes rows of missing entries. ``whole`` gives prompts that reuse nothing a cache that
     keeps all rows; the default one drops those outside sliding windows.
     """
+    if plan.prefix_match is not None and plan.prefix_match.snapshots is not None:
+        return continue_snapshot(model, plan)
     plan, buffers = choose(model, rope, plan)
     items = own_entries(plan) if capture and plan.missing else ()
     own = OwnRows(plan, items) if items else None
@@ -93,6 +101,12 @@ def prepare_ahead(
     Costs one more pass over the weights than :func:`prepare`, and works with every option for a pre-filled
     cache. ``repeats`` is the number of beams.
     """
+    if plan.prefix_match is not None and plan.prefix_match.snapshots is not None:
+        if repeats == 1:
+            return continue_snapshot(model, plan, ahead=True)
+        assert plan.request is not None
+        why = "several beams do not go on from a snapshot"
+        return Prefill(_whole_prompt(plan, model.device), plain_plan(replace(plan.request, fallback=why)))
     plan, buffers = choose(model, rope, plan)
     # Rows that are cut inside the forward are those of the whole prompt, as in one pass.
     ahead = plan if isinstance(plan.policy, LayerwisePolicy) else plan.without_last()
@@ -110,6 +124,53 @@ def prepare_ahead(
         inputs.cache.batch_repeat_interleave(repeats)
     plan = plan if narrowing is None else narrowing.link_plan()
     return Prefill({**arguments, "past_key_values": inputs.cache}, plan)
+
+
+def continue_snapshot(model: Any, plan: LinkPlan, *, ahead: bool = False) -> Prefill:
+    """Go on after the snapshot that was found, to the prompt's last step, and copy the states on the way.
+
+    A forward per part that ends in a state: it costs the copies, and no forward more than the prompt's own.
+    ``ahead`` runs all tokens but the last.
+    """
+    match, inputs = plan.prefix_match, _whole_prompt(plan, model.device)
+    assert match is not None
+    assert match.snapshots is not None
+    layout, ids, known = match.snapshots, inputs["input_ids"], match.match.tokens
+    found, argument, taken = [reused.kv for reused in match.match.found], layout.argument, list[ChunkKV]()
+    cache = layout.restored(found) if found or not layout.has_state else layout.new_cache()
+    parts = list(_parts(match)) if layout.has_state else []
+    if ahead or argument != PAST:  # whose generate does not leave out what is in the cache
+        parts.append(([], len(plan.token_ids) - 1))
+    for steps, stop in parts:
+        raise_if_cancelled()
+        if stop > known:
+            ran = run(model, ids[:, :stop], known, argument if cache is not None else "", cache)
+            cache, known = ran.cache, stop
+        if steps:
+            taken += layout.captured(cache, steps, stop, state=True)
+    if cache is None:
+        return Prefill(inputs, plan)
+    if argument != PAST:
+        inputs = {"input_ids": ids}
+    return Prefill(
+        {**inputs, argument: cache}, plan, None, None, tuple(taken), known if argument != PAST else 0
+    )
+
+
+def _parts(match: PrefixMatch) -> Iterator[tuple[list[tuple[int, int]], int]]:
+    """The steps after a match, cut where a state is copied, each with the tokens up to its end.
+
+    After the first text, every chunk and the last step, and where an earlier prompt began to differ.
+    """
+    path, stop, steps = match.match.path, match.match.tokens, list[tuple[int, int]]()
+    for number, step in enumerate(path[len(match.match) :], len(match.match) + 1):
+        start, stop = stop, stop + step.tokens
+        steps.append((start, stop))
+        ends = number == len(path) or path[number].document
+        # At least two tokens: some models compute a single one by other code, with other rounding.
+        if (step.document or ends or stop == match.shared) and stop - steps[0][0] > 1:
+            yield steps, stop
+            steps = []
 
 
 def _reuses(plan: LinkPlan) -> bool:
@@ -342,7 +403,7 @@ def attach(model: Any, plan: LinkPlan, cache: LinkedCache) -> Narrowing | None:
     """
     if not isinstance(plan.policy, LayerwisePolicy) or not plan.rows:
         return None
-    layers, kept = getattr(model.base_model, "layers", None), len(cache.layers)
+    layers, kept = getattr(decoder_of(model), "layers", None), len(cache.layers)
     if not isinstance(layers, torch.nn.ModuleList) or len(layers) != kept:
         count = len(layers) if isinstance(layers, torch.nn.ModuleList) else "no"
         raise ModelNotSupported(

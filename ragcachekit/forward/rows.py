@@ -222,18 +222,23 @@ def with_answer(plan: LinkPlan, answer: Sequence[int], rope: Rope) -> Match | No
     if plan.prefix_match is None:
         return None
     match = plan.prefix_match.match
-    if rope.depends_on_length:
+    if rope.depends_on_length or ((snapshots := plan.prefix_match.snapshots) and snapshots.has_state):
         return match
     rest = (*plan.token_ids, *answer[:-1])[sum(step.tokens for step in match.path) :]
     return replace(match, path=(*match.path, *blocks_of(rest, match.root.namespace)))
 
 
-def captured(plan: LinkPlan, match: Match, cache: Any, rope: Rope) -> list[ChunkKV]:
+def captured(
+    plan: LinkPlan, match: Match, cache: Any, rope: Rope, taken: Sequence[ChunkKV] = ()
+) -> list[ChunkKV]:
     """Copies of the exact KV of the steps after those that the tree had; ``match`` has the steps.
 
     ``plan`` is as it ran and ``cache`` as generate left it. Empty where the model did not fill the cache
-    (Phi-3 drops it where its frequencies change).
+    (Phi-3 drops it where its frequencies change). ``taken`` are the snapshots of its prefill.
     """
+    snapshots = plan.prefix_match.snapshots if plan.prefix_match is not None else None
+    if snapshots is not None and snapshots.has_state:
+        return list(taken)
     length = len(plan.token_ids)
     if rope.depends_on_length and rope.regime(length) != rope.regime(length - 1):
         return []  # a prefill without the prompt's last token would rotate its keys by other frequencies
@@ -243,10 +248,14 @@ def captured(plan: LinkPlan, match: Match, cache: Any, rope: Rope) -> list[Chunk
     stretches: list[Stretch] = []
     for step in match.path[len(match) :]:
         stop = start + step.tokens
-        if stop > last or not _holds(cache, stop):
+        holds = _holds(cache, stop) if snapshots is None else snapshots.tokens_in(cache) >= stop
+        if stop > last or not holds:
             break
         stretches.append(Stretch(0, start, stop))
         start = stop
+    if snapshots is not None:
+        steps = [(at.start, at.stop) for at in stretches]
+        return snapshots.captured(cache, steps, snapshots.tokens_in(cache), state=False) if steps else []
     sides = extract(cache.layers, stretches, host=False) if stretches else []
     return [ChunkKV(*kv, at.start) for kv, at in zip(sides, stretches, strict=True)]
 
@@ -258,7 +267,7 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     are approximate.
     """
     match, rows = plan.prefix_match, (*plan.token_ids, *answer[:-1])
-    if match is None or rope.depends_on_length or not _holds(cache, len(rows)):
+    if match is None or match.snapshots is not None or rope.depends_on_length or not _holds(cache, len(rows)):
         return None
     sides = [side[0, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
     if sum(side.nbytes for side in sides) > most:

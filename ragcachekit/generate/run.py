@@ -32,6 +32,7 @@ from ragcachekit.generate.options import (
     uses_beams,
     without_refused_defaults,
 )
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.reports import Answer, GenerateReport, LinkReport
@@ -96,6 +97,7 @@ class DecodingLoop:
     generator: torch.Generator | None = None
 
     def __init__(self, prompt: Sequence[int], timer: FirstTokenTimer, streamer: Any, one_token: bool) -> None:
+        self.known = 0  # first tokens that the model is not given
         self._prompt, self._timer, self._streamer = prompt, timer, streamer
         self._one_token, self._prompt_given = one_token, False
 
@@ -113,6 +115,7 @@ class DecodingLoop:
         if self._streamer is not None and not self._prompt_given:  # once, also where generate begins again
             self._prompt_given = True
             self._streamer.put(prompt)
+        input_ids = input_ids[:, self.known :]
         in_order, columns = prompt.to(input_ids.device), input_ids.shape[1]
 
         def ordered(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -147,6 +150,7 @@ class Generated:
     - ``cache``: The prompt's cache, unless there are several beams.
     - ``own``: What was observed of entries that this prefill computed.
     - ``loop``: How to choose further tokens; None after several beams or a cancelled prefill.
+    - ``snapshots``: Those of the prompt's steps, of models that are not linked.
     """
 
     token_ids: tuple[int, ...]
@@ -159,6 +163,7 @@ class Generated:
     cache: Any = None
     own: OwnRows | None = None
     loop: DecodingLoop | None = None
+    snapshots: tuple[ChunkKV, ...] = ()
 
 
 def run_generate(
@@ -203,6 +208,8 @@ def run_generate(
                 else:
                     prefill = prepare(model, rope, plan, capture=capture_missing_rows, whole=whole)
                 cache, prompt = prefill.inputs.get("past_key_values"), prefill.inputs["input_ids"].shape[1]
+                if loop is not None:
+                    loop.known = prefill.known
                 stops = [StopStrings(stop, decode, prompt)] if stop else []
                 options["stopping_criteria"] = StoppingCriteriaList([*own_criteria, *stops])
                 started_at, before = time.perf_counter(), getattr(cache, "settling", 0.0)
@@ -219,7 +226,7 @@ def run_generate(
             except LoadFailed as failed:  # before the first token: nobody has seen anything of this attempt
                 plan = replanned(plan, failed, replan)
     ends = end_tokens(options, defaults)
-    ids = _trim(output[0, prompt:].tolist(), ends)
+    ids = _trim(output[0, prompt - prefill.known :].tolist(), ends)
     settling = getattr(cache, "settling", 0.0) - before
     return Generated(
         ids,
@@ -232,6 +239,7 @@ def run_generate(
         cache if loop is not None else None,
         prefill.own,
         loop,
+        prefill.snapshots,
     )
 
 

@@ -33,6 +33,9 @@ SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
 SENSITIVITY = "sensitivity"
 """Name in ``sums`` of ``[layers, tokens]``: how far values move between two encodings of a chunk."""
 
+STATE = "state."
+"""Prefix in ``sums`` of what a snapshot has beside rows (:mod:`ragcachekit.model.snapshots`)."""
+
 PER_TOKEN = ("attended", "outward", SENSITIVITY)
 """Names in ``sums`` of tensors whose last dimension are the chunk's tokens."""
 
@@ -109,9 +112,9 @@ class ChunkKV:
         return made
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
-        """Apply ``change`` to every key, value and scale tensor; other ``sums`` stay."""
-        kv, scales = self.unpacked(), (SCALE_OF_KEYS, SCALE_OF_VALUES)
-        sums = {name: change(t) if name.startswith(scales) else t for name, t in kv.sums.items()}
+        """Apply ``change`` to every key, value, scale and state tensor; other ``sums`` stay."""
+        kv, moved = self.unpacked(), (SCALE_OF_KEYS, SCALE_OF_VALUES, STATE)
+        sums = {name: change(t) if name.startswith(moved) else t for name, t in kv.sums.items()}
         keys, values = tuple(map(change, kv.keys)), tuple(map(change, kv.values))
         return replace(kv, keys=keys, values=values, sums=sums)
 
@@ -142,6 +145,11 @@ class ChunkKV:
             ((keys.dtype, tuple(keys.shape)), (values.dtype, tuple(values.shape)))
             for keys, values in zip(self.keys, self.values, strict=True)
         )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it is a snapshot with the state after its last token."""
+        return any(name.startswith(STATE) for name in self.sums)
 
     def stored_layer(self, number: int) -> tuple[Tensor, ...]:
         """Keys and values of one layer as stored, followed by their scales if in eight bits."""
@@ -205,6 +213,12 @@ def misfit(key: KVKey, kv: Any, tokens: int, layout: KVLayout | None) -> str | N
     return layout.misfit(kv, tokens) if layout is not None else None
 
 
+def decoder_of(model: Any) -> Any:
+    """The model without its LM head: ``base_model``, but for Llama 4, which gives itself there."""
+    base = model.base_model
+    return base if base is not model else getattr(model, "model", model)
+
+
 @torch.no_grad()
 def one_token_cache(model: Any) -> Any:
     """Cache of one token, which has every layer's shape."""
@@ -212,7 +226,7 @@ def one_token_cache(model: Any) -> Any:
 
     cache = DynamicCache()
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True)
     return cache
 
 

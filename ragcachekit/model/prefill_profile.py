@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.model.kv import one_token_cache
+from ragcachekit.model.kv import decoder_of, one_token_cache
+from ragcachekit.model.snapshots import SnapshotLayout, run
 from ragcachekit.threads import BackgroundWorker, JobQueue
 
 NEEDED_AT = 0.25  # filled share of a cache from which on its entries' costs are measured
@@ -59,47 +60,77 @@ class PrefillProfile:
 
 
 @torch.no_grad()
-def measure_profile(model: Any, *, context: int, budget: float = BUDGET_SECONDS) -> PrefillProfile:
+def measure_profile(
+    model: Any, *, context: int, budget: float = BUDGET_SECONDS, snapshots: SnapshotLayout | None = None
+) -> PrefillProfile:
     """Time prefills of growing length, after nothing and after some of the ``context`` tokens.
 
-    After the first lengths, a prefill starts only if it should end within ``budget`` seconds.
+    After the first lengths, a prefill starts only if it should end within ``budget`` seconds. ``snapshots``
+    is the layout of a model that does not run on a plain cache.
     """
     started = time.perf_counter()
     cached = min(_CACHED, max(1, context // 2))
-    sample = one_token_cache(model)
-    _timed(model, sample, 0, 4)  # the first forward of a size allocates
-    points = [_timed(model, sample, after, 4) for after in (0, cached)]
+    timed = _after_one_token(model) if snapshots is None else _after_snapshot(model, snapshots, cached)
+    timed(0, 4)  # the first forward of a size allocates
+    points = [timed(after, 4) for after in (0, cached)]
     for new in (count for count in _NEW if count + cached < context):
         last = points[-1]
         expected = 2 * _REPEATS * last[2] * new / last[1]
         if len(points) > 2 and time.perf_counter() - started + expected > budget:
             break
-        points += [_timed(model, sample, after, new) for after in (0, cached) for _ in range(_REPEATS)]
+        points += [timed(after, new) for after in (0, cached) for _ in range(_REPEATS)]
     return PrefillProfile.fit(points)
 
 
-def _timed(model: Any, sample: DynamicCache, cached: int, new: int) -> Point:
-    """Time one forward of ``new`` tokens after ``cached`` ones, until the device is done."""
-    cache = DynamicCache()
-    for number, layer in enumerate(sample.layers if cached else ()):
-        kv = (t[:, :, :1].expand(-1, -1, cached, -1).contiguous() for t in (layer.keys, layer.values))
-        cache.update(*kv, number)
-    ids = torch.zeros(1, new, dtype=torch.long, device=model.device)
-    started = time.perf_counter()
-    out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-    out[0][0, -1, 0].item()
-    return cached, new, time.perf_counter() - started
+def _after_one_token(model: Any) -> Callable[[int, int], Point]:
+    """Times one forward of new tokens after copies of one, until the device is done."""
+    sample = one_token_cache(model)
+
+    def timed(cached: int, new: int) -> Point:
+        cache = DynamicCache()
+        for number, layer in enumerate(sample.layers if cached else ()):
+            kv = (t[:, :, :1].expand(-1, -1, cached, -1).contiguous() for t in (layer.keys, layer.values))
+            cache.update(*kv, number)
+        ids = torch.zeros(1, new, dtype=torch.long, device=model.device)
+        started = time.perf_counter()
+        out = decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True)
+        out[0][0, -1, 0].item()
+        return cached, new, time.perf_counter() - started
+
+    return timed
+
+
+def _after_snapshot(model: Any, layout: SnapshotLayout, tokens: int) -> Callable[[int, int], Point]:
+    """As :func:`_after_one_token`, after a snapshot of some ``tokens``."""
+    ran = run(model, torch.zeros(1, tokens, dtype=torch.long, device=model.device))
+    found = layout.captured(ran.cache, [(0, tokens)], tokens, state=True)
+
+    def timed(cached: int, new: int) -> Point:
+        cache = layout.restored(found) if cached else None
+        ids = torch.zeros(1, cached + new, dtype=torch.long, device=model.device)
+        started = time.perf_counter()
+        run(model, ids, cached, layout.argument if cached else "", cache).logits[0].item()
+        return cached, new, time.perf_counter() - started
+
+    return timed
 
 
 class PrefillCost:
     """Costs of a model's prefills, for eviction and for loading; 0 (unknown) until they are measured.
 
     ``needed``: it is time to measure, as a share :data:`NEEDED_AT` of a cache is filled. ``context`` is the
-    model's, in tokens.
+    model's, in tokens; ``snapshots`` is as for :func:`measure_profile`.
     """
 
-    def __init__(self, model: Any, *, context: int, background: BackgroundWorker) -> None:
-        self._model, self._context = model, context
+    def __init__(
+        self,
+        model: Any,
+        *,
+        context: int,
+        background: BackgroundWorker,
+        snapshots: SnapshotLayout | None = None,
+    ) -> None:
+        self._model, self._context, self._snapshots = model, context, snapshots
         self.profile: PrefillProfile | None = None
         self.needed = False
         self._filled, self._tried = 0.0, False
@@ -120,7 +151,7 @@ class PrefillCost:
         """Measure the profile, unless that was tried before."""
         if self.profile is None and not self._tried:
             self._tried, self.needed = True, False
-            self.profile = measure_profile(self._model, context=self._context)
+            self.profile = measure_profile(self._model, context=self._context, snapshots=self._snapshots)
 
     def measure_later(self) -> None:
         """As :meth:`measure`, in the background."""

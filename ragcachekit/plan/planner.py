@@ -13,6 +13,7 @@ from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.identity import ModelGuard
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
+from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.companions import Companions, Neighbours
 from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS, Encodings, Fetch, Wanted, keys_for
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan
@@ -90,7 +91,7 @@ class Planner:
 
     ``encoder`` None is the policy's own. ``neighbours`` are sources by namespace; with ``same_source`` a
     chunk is encoded only after chunks of its own source. ``fetch`` makes the look-ups of one prompt; by
-    default they read ``store``.
+    default they read ``store``. Unless the model ``is_linked``, only beginnings of prompts are looked up.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class Planner:
         same_source: bool = False,
         fetch: Callable[[], Fetch] | None = None,
         tree: KnowledgeTree | None = None,
-        layout: KVLayout | None = None,
+        layout: KVLayout | SnapshotLayout | None = None,
+        is_linked: bool = True,
     ) -> None:
         self.context, self.last_prompts = rope.context, LastPrompts()
         self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source)
@@ -116,6 +118,7 @@ class Planner:
         )
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder, self._layout = fingerprint, encoder, layout
+        self._is_linked = is_linked
         self._pairs_chunks = encoder is None or encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
@@ -167,13 +170,18 @@ class Planner:
             self.companions.observe(namespace, list(parsed.texts.values()))
         notes, wanted, place = list[str](), tuple[Wanted, ...](), None
         encodings = self.encodings(policy, lambda ids: self._near(parsed.texts.get(ids), namespace, notes))
-        if parsed.fallback is None and policy.reads_cache:
-            wanted = tuple(encodings.wanted(segments, self._fingerprint, namespace))
+        fallback = parsed.fallback or self._rope.why_not_linked(count)
+        if fallback is None and policy.reads_cache:
+            if self._is_linked:
+                wanted = tuple(encodings.wanted(segments, self._fingerprint, namespace))
             if self.companions.same_source:  # a prompt's own rows come after any chunks
                 wanted = tuple(replace(want, in_place=None) for want in wanted)
             if self._tree is not None:
                 regime = str(self._rope.regime(count)) if self._rope.depends_on_length else ""
-                place = Root(self._fingerprint, namespace, regime), path_of(segments, wanted, namespace)
+                path = path_of(segments, wanted, namespace)
+                while not self._is_linked and sum(step.tokens for step in path) > count - 2:
+                    path = path[:-1]  # the prompt's last tokens are always computed
+                place = Root(self._fingerprint, namespace, regime), path
             notes += [parsed.no_chunks] if parsed.no_chunks else []
         return PromptRequest(
             segments,
@@ -184,7 +192,7 @@ class Planner:
             fetch=Fetch(self._store),
             place=place,
             notes=(*parsed.notes, *notes),
-            fallback=parsed.fallback,
+            fallback=fallback,
             epoch=epoch,
             texts=parsed.texts,
         )

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ragcachekit.model.kv import ChunkKV, KVLayout
+from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.encodings import Wanted
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -41,6 +42,8 @@ class PrefixMatch:
     past: tuple[TurnRows, ...] = ()  # rows of the last turn after the match, in order
     members: frozenset[str] = frozenset()  # ids of segments up to the last chunk, and of the turn's
     epoch: int = 0  # of the turns, at the look-up
+    snapshots: SnapshotLayout | None = None  # of a model whose chunks cannot be linked
+    shared: int = 0  # its tokens that an earlier prompt had, although it cannot go on from there
 
     @property
     def tokens(self) -> int:
@@ -84,11 +87,16 @@ def match_prefix(
     token_ids: Ids,
     segments: Sequence[TokenSegment],
     ids: frozenset[str],
-    layout: KVLayout | None,
+    layout: KVLayout | SnapshotLayout | None,
 ) -> PrefixMatch:
     """Look up a prompt in the tree; ``ids`` are those of its cacheable segments and of all before them."""
     started_at, epoch, past = time.perf_counter(), tree.turns.epoch, list[TurnRows]()
     root, match = place[0], _match(tree, *place, layout)
+    if isinstance(layout, SnapshotLayout):
+        ms, known = (time.perf_counter() - started_at) * 1e3, match.found
+        last = max((n for n, node in enumerate(known, 1) if layout.can_go_on(node.kv)), default=0)
+        shared = match.tokens
+        return PrefixMatch(replace(match, found=known[:last]), ms, (), ids, epoch, layout, shared)
     found = tree.turns.longest(root, token_ids) if not root.regime else None
     if found is not None:
         turn, tokens = found
@@ -102,7 +110,9 @@ def match_prefix(
     return PrefixMatch(match, (time.perf_counter() - started_at) * 1e3, tuple(past), ids, epoch)
 
 
-def _match(tree: KnowledgeTree, root: Root, path: tuple[Step, ...], layout: KVLayout | None) -> Match:
+def _match(
+    tree: KnowledgeTree, root: Root, path: tuple[Step, ...], layout: KVLayout | SnapshotLayout | None
+) -> Match:
     """The tree's match without nodes of another layout, which are deleted."""
     match = tree.match(root, path)
     for number, node in enumerate(match.found):
@@ -129,8 +139,8 @@ def path_of(segments: Sequence[TokenSegment], wanted: Sequence[Wanted], namespac
     """The prompt as steps of the tree: text in blocks, and every chunk with the rest of the text before it.
 
     What the first text has beyond whole blocks is a step of its own, as many chunks may follow it. What is
-    left at the end of the prompt is in no step. Chunk ids come from ``wanted``: hashing chunks again would
-    cost more than the look-up.
+    left at the end of the prompt is in no step. Chunk ids come from ``wanted``, where they are there: hashing
+    chunks again would cost more than the look-up.
     """
     names = {want.start: want.key.chunk_id for want in wanted}
     steps: list[Step] = []
@@ -144,7 +154,8 @@ def path_of(segments: Sequence[TokenSegment], wanted: Sequence[Wanted], namespac
                 rest = ()
             ids = (chunk_id(rest, namespace),) if rest else ()
             tokens = (*rest, *segment.token_ids)
-            steps.append(Step((*ids, names[start]), len(tokens), True, tokens))
+            name = names.get(start) or segment.name(namespace)
+            steps.append(Step((*ids, name), len(tokens), True, tokens))
             text = ()
         else:
             text = (*text, *segment.token_ids) if text else segment.token_ids

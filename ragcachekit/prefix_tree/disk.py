@@ -16,7 +16,7 @@ import torch
 
 from ragcachekit.errors import StoreError
 from ragcachekit.files import read_regular, replace_file
-from ragcachekit.model.kv import ChunkKV, token_ids_of, with_token_ids
+from ragcachekit.model.kv import TOKEN_IDS, ChunkKV, token_ids_of, with_token_ids
 from ragcachekit.prefix_tree.nodes import Path, Reused, Root, fault, key_of
 from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
 from ragcachekit.store.disk_folder import FolderLock, LockFailed
@@ -81,7 +81,8 @@ class TreeDisk:
             if fault(found.kv, step, start):
                 self.store.discard(key)
                 return
-            yield Reused(step, replace(found.kv, sums={}), DISK)
+            sums = {name: tensor for name, tensor in found.kv.sums.items() if name != TOKEN_IDS}
+            yield Reused(step, replace(found.kv, sums=sums), DISK)
             start += step.tokens
 
     def add(self, root: Root, path: Path, kv: ChunkKV) -> None:
@@ -119,7 +120,7 @@ class TreeDisk:
                     self.apply_forgets(namespace)
                 pending, self._pending = self._pending, {}
             for key, kv in pending.items() if may_write else ():
-                if key not in self.store:
+                if key not in self.store or kv.has_state:
                     self.store.put(key, kv.to("cpu"))
 
     def forget(self, namespace: str, chunk_ids: Ids, texts: ForgottenTexts | None = None) -> int:

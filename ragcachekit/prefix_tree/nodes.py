@@ -196,6 +196,15 @@ class MemoryTier:
             self.hold(parent, 1)
         return True
 
+    def replace(self, node: Node, kv: ChunkKV) -> None:
+        """Store a larger copy in place of the node's; there must be room."""
+        try:
+            self._copies[node.digest] = node, in_own_memory(kv.to(self._device))[0]
+        except torch.OutOfMemoryError:
+            return
+        node.nbytes = kv.nbytes
+        self._ranking.add(node.digest, kv.nbytes, access=MOVED)
+
     def hold(self, node: Node, by: int) -> None:
         """Exclude the node's copy here from eviction once more (1) or once less (-1), if there is one."""
         if node in self and self._copies[node.digest][0] is node:  # not the same path inserted again
@@ -328,6 +337,8 @@ class Levels:
                         is_new = node is not None
                     else:
                         self.pin(node)
+                        if kv.has_state:
+                            self._add_state(node, kv)
                         if number >= known:  # another request computed the same meanwhile
                             self.use(node, missed)
                 if node is not None:
@@ -358,6 +369,17 @@ class Levels:
                 siblings[step.ids] = node
                 return node
         return None
+
+    def _add_state(self, node: Node, kv: ChunkKV) -> None:
+        """Give a node that has rows alone a state, where there is room; the node must be pinned."""
+        for tier in self.tiers:
+            known = tier.get(node)
+            if known is None or known.has_state:
+                continue
+            while not tier.spare(kv.nbytes - known.nbytes):
+                if not self._evict(tier):
+                    return
+            tier.replace(node, kv)
 
     def drop(self, top: Node, *, forgotten: bool = True) -> None:
         """Remove a node and its subtree from the tree."""

@@ -125,7 +125,11 @@ class PromptParser:
 
     def bos(self, model: Any) -> int | None:
         """The id before every prompt, if there is one."""
-        return self._tokens.bos if self._tokens else model.config.get_text_config().bos_token_id
+        return (
+            self._tokens.bos
+            if self._tokens
+            else getattr(model.config.get_text_config(), "bos_token_id", None)
+        )
 
     def chunk_ids(self, text: str) -> Ids:
         """Token ids of a chunk, without the blanks at its end, which chains strip or keep."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers as tf
@@ -20,7 +22,7 @@ from ragcachekit import (
     TreeConfig,
 )
 from ragcachekit.encode.encoders import ChunkEncoder
-from ragcachekit.engine import admission
+from ragcachekit.engine import admission, grade
 from ragcachekit.errors import PromptTooLong
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
@@ -32,7 +34,7 @@ def tiny(kind, **special):
     return sharpened(tf.AutoModelForCausalLM.from_config(kind(**{**SIZES, **special})))
 
 
-class TestModelsRefusedByName:
+class TestModelsThatCannotBeLinked:
     @pytest.mark.parametrize(
         ("kind", "special", "reason"),
         [
@@ -47,9 +49,10 @@ class TestModelsRefusedByName:
         ],
     )
     def test_architectures(self, kind, special, reason, tmp_path):
-        with pytest.raises(ModelNotSupported, match=reason):
-            RagCache(tiny(kind, **special), cache_dir=tmp_path)
-        assert not list(tmp_path.rglob("admitted/*")), "a refusal is not noted as a pass"
+        with RagCache(tiny(kind, **special), cache_dir=tmp_path) as rag:
+            assert rag.grade == "prefix"
+            assert re.search(reason, repr(rag))
+        assert not list(tmp_path.rglob("admitted/*")), "it is not noted as a pass"
 
     def test_admission_names_the_devices(self, monkeypatch):
         model = build("llama")
@@ -190,7 +193,7 @@ class TestModelChangedUnderOurFeet:
 @pytest.mark.parametrize("content", ["", "{}", "null", '{"torch": "0.1"}'])
 def test_an_old_or_damaged_record_costs_a_check(monkeypatch, tmp_path, content):
     checks, admit = [], admission.admit
-    monkeypatch.setattr(admission, "admit", lambda *a: checks.append(1) or admit(*a))
+    monkeypatch.setattr(grade, "admit", lambda *a: checks.append(1) or admit(*a))
     rag = RagCache(build("llama"), cache_dir=tmp_path)
     (tmp_path / "admitted" / f"{rag.fingerprint}.json").write_text(content)
     RagCache(build("llama"), cache_dir=tmp_path)
