@@ -8,6 +8,8 @@ VOCAB = 128
 LAYERS = 4
 WINDOW = 8
 CONTEXT = 512
+THRESHOLD = 128
+"""Tokens after which attention may depend on positions: beyond the checks' prompts."""
 TOKENS_FROM = 100
 """First id for image tokens and the like."""
 
@@ -57,18 +59,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
-    # Beyond so many tokens its queries are scaled by their position.
+    "llama4_text": {"attention_chunk_size": THRESHOLD, "floor_scale": THRESHOLD + 1},
+    # Its queries are scaled by their position from the threshold on.
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": _THETA,
             "factor": 16.0,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": THRESHOLD,
             "mscale_all_dim": 1.0,
             "mscale": 1.0,
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "moshi": {"sliding_window": CONTEXT},  # only its cache has a window, as long as its context
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
