@@ -617,7 +617,7 @@ class RagCache:
             (),
             submitted_at=time.perf_counter(),
             deadline=inf,
-            scope=CancelScope(),
+            scope=CancelScope(pause=lambda: None),  # else it would give way to itself, and hold up the queue
             observed=None,
         )
         self.queue.submit(request, True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tf
 
-from ragcachekit import ModelNotSupported, Prompt, RagCache, StoreConfig, Text, TreeConfig
+from ragcachekit import CancelScope, ModelNotSupported, Prompt, RagCache, StoreConfig, Text, TreeConfig
 from ragcachekit.types import chunk_id
 from snapshots_kit import FAMILIES, FOLDER, STATEFUL, Dialogues, bare, model_of, rag_of
 
@@ -191,6 +191,18 @@ def test_encode_computes_the_beginning_of_a_prompt(name):
         assert reused(rag.generate(talks.prompt(0, 1), **GREEDY)) >= 20 + len(talks.chunks[0])
         with pytest.raises(ValueError, match="exact beginnings"):
             rag.tune([prompt])
+
+
+def test_a_beginning_that_encode_computes_does_not_give_way_to_its_own_request():
+    talks, paused = Dialogues(11), set()
+    with rag_of("qwen3_5") as rag, CancelScope(pause=lambda: paused.add(threading.current_thread())):
+        rag.encode([], prompt=talks.prompt(0))
+        assert reused(rag.generate(talks.prompt(0), policy="full", **GREEDY)) == 0
+        others = paused - {threading.current_thread()}
+        paused.clear()
+        rag.encode([], prompt=talks.prompt(1))
+        assert others, "an ordinary request inside the scope does"
+        assert not paused - {threading.current_thread()}
 
 
 def test_encoder_decoders_are_refused_with_the_reason():

@@ -1,0 +1,127 @@
+"""The server on a hybrid: answers as bare generate, streams, contexts, usage, many clients at once."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+
+from engine_kit import FOLDER
+from ragcachekit import Chunk, Prompt, RagCache, Text
+from ragcachekit.server import ServerConfig, create_app
+from ragcachekit.server.keys import add_key
+from ragcachekit.telemetry import PrometheusObserver
+from server_kit import DOCUMENTS, LONG, MODEL, QUESTION, served
+from snapshots_kit import hybrid_speaker
+from speaking import byte_level
+
+CHAT, CONTEXTS = "/v1/chat/completions", "/v1beta/cachedContents"
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def rag():
+    with RagCache(hybrid_speaker(), byte_level(), cache_dir=FOLDER.name, cold="now") as rag:
+        assert rag.grade == "prefix"
+        yield rag
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    file = tmp_path_factory.mktemp("server") / "keys.json"
+    return file, {name: add_key(file, name) for name in ("ada", "bob")}
+
+
+@pytest.fixture(scope="module")
+def url(rag, keys):
+    app = create_app(rag, ServerConfig(MODEL, keys=keys[0]), metrics=PrometheusObserver(rag).render)
+    with served(app) as url:
+        yield url
+
+
+@pytest.fixture
+def client_of(url, keys):
+    opened = []
+
+    def client(name):
+        headers = {"Authorization": f"Bearer {keys[1][name]}"}
+        opened.append(httpx.Client(base_url=url, timeout=LONG, headers=headers))
+        return opened[-1]
+
+    yield client
+    for one in opened:
+        one.close()
+
+
+def body(*documents, **changes):
+    messages = [{"role": "user", "content": QUESTION}]
+    base = {"model": MODEL, "messages": messages, "max_tokens": 6, "temperature": 0}
+    return {**base, "documents": documents, **changes}
+
+
+def cached(answer):
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_chat_again_is_cached_and_the_same_and_so_is_its_stream(client_of):
+    ada, bob = client_of("ada"), client_of("bob")
+    first, again = (ada.post(CHAT, json=body(*DOCUMENTS)).json() for _ in range(2))
+    assert first["choices"][0]["message"] == again["choices"][0]["message"]
+    assert cached(first) == 0
+    assert cached(again) > 50
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    events = ada.post(CHAT, json=body(*DOCUMENTS, **options)).text
+    assert f'"cached_tokens":{cached(again)}' in events.replace(" ", "")
+    assert cached(bob.post(CHAT, json=body(*DOCUMENTS)).json()) == 0
+
+
+def test_a_context_makes_its_beginning_exact(client_of):
+    ada, bob = client_of("ada"), client_of("bob")
+    parts = [{"text": f"Of a context: {text}"} for text in DOCUMENTS]
+    made = ada.post(CONTEXTS, json={"model": MODEL, "contents": [{"parts": parts}], "ttl": "60s"}).json()
+    asked = body(cached_content=made["name"])
+    one, two = (ada.post(CHAT, json=asked).json() for _ in range(2))
+    assert one["choices"][0]["message"] == two["choices"][0]["message"]
+    assert 0 < cached(one) < cached(two)
+    assert bob.post(CHAT, json=asked).status_code == 404
+    assert ada.delete(f"/v1beta/{made['name']}").status_code == 200
+    assert ada.post(CHAT, json=asked).status_code == 404
+    texts = [part["text"] for part in parts]
+    assert cached(ada.post(CHAT, json=body(*texts)).json()) < 10
+
+
+def test_many_clients_get_what_bare_generate_answers(client_of, rag):
+    draw, want = random.Random(1), {}
+    asked = [draw.sample(DOCUMENTS, draw.randint(1, 3)) for _ in range(32)]
+    for documents in asked:
+        text = rag.generate(spoken(documents), policy="full", **GREEDY).text
+        want[tuple(documents)] = text
+    clients = [client_of(draw.choice(("ada", "bob"))) for _ in asked]
+
+    def ask(pair):
+        return pair[0].post(CHAT, json=body(*pair[1])).json()["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(32) as pool:
+        got = list(pool.map(ask, zip(clients, asked, strict=True)))
+    assert got == [want[tuple(documents)] for documents in asked]
+    requests = [rag.submit(spoken(documents), **GREEDY) for documents in asked]
+    assert [request.result(LONG).text for request in requests] == got
+    metrics = clients[0].get("/metrics")
+    assert metrics.status_code == 200
+    assert "ragcachekit" in metrics.text
+    assert 'tier="tree:host"' in metrics.text
+
+
+def spoken(documents):
+    return [{"role": "user", "content": "\n\n".join([*documents, QUESTION])}]
+
+
+def test_the_answer_is_that_of_the_models_own_generate(rag):
+    prompt = Prompt([Text("Answer."), *map(Chunk, DOCUMENTS), Text(QUESTION)])
+    ids = rag.link(prompt, policy="full").input_ids
+    mask = torch.ones_like(ids)
+    right = rag.model.generate(input_ids=ids, attention_mask=mask, **GREEDY)[0, ids.shape[1] :].tolist()
+    assert [list(rag.generate(prompt, **GREEDY).token_ids) for _ in range(2)] == [right, right]
