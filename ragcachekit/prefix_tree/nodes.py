@@ -300,9 +300,9 @@ class Levels:
         return out
 
     def use(self, node: Node, access: Access = HIT) -> Reused:
-        """Count an access and return the node's fastest copy."""
+        """Count an access and return the node's fastest copy, of several one with a state."""
         copies = [(kv, tier.name) for tier in self.tiers if (kv := tier.use(node, access)) is not None]
-        return Reused(node.step, *copies[0])
+        return Reused(node.step, *next((one for one in copies if one[0].has_state), copies[0]))
 
     def count(self, asked: int, found: Sequence[Reused]) -> None:
         """Count hits and misses of a look-up of ``asked`` steps, tier by tier."""
@@ -374,7 +374,7 @@ class Levels:
         """Give a node that has rows alone a state, where there is room; the node must be pinned."""
         for tier in self.tiers:
             known = tier.get(node)
-            if known is None or known.has_state:
+            if known is None or known.has_state or kv.nbytes > tier.budget:
                 continue
             while not tier.spare(kv.nbytes - known.nbytes):
                 if not self._evict(tier):
