@@ -29,7 +29,7 @@ from ragcachekit.forward.linker import (
 from ragcachekit.forward.rows import OwnRows
 from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
-from ragcachekit.model.snapshots import PAST
+from ragcachekit.model.snapshots import CACHE_ARGUMENTS, PAST
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection, plain_plan
 from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.policies.base import (
@@ -182,7 +182,8 @@ class LinkedPrompt:
     @property
     def cache(self) -> Cache | None:
         """The cache alone, for a loop of your own; None if nothing was reused. Counts as the one use."""
-        return self.inputs.get("past_key_values")
+        inputs = self.inputs
+        return next((inputs[name] for name in CACHE_ARGUMENTS if name in inputs), None)
 
 
 def link_ahead(

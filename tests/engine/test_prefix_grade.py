@@ -143,6 +143,7 @@ def test_every_way_in_gives_the_same_tokens(name):
         assert linked.report.exact_tokens > 20
         output = model_of(name).generate(**linked.inputs, **GREEDY)
         assert tuple(output[0, -6:].tolist()) == right
+        assert rag.link(prompt).cache is not None
         assert rag.generate(prompt, num_beams=2, **GREEDY).report.link.exact_tokens == 0
         assert (
             rag.generate(prompt, do_sample=True, seed=3, max_new_tokens=6).token_ids
