@@ -126,6 +126,8 @@ def page(checks: Sequence[FamilyCheck]) -> str:
         "## Refused",
         "",
         *_by_reason(of[REFUSED]),
+        "",
+        *_WHY,
         *(["", "## Wrong", "", *_by_reason(of[WRONG])] if of[WRONG] else []),
     ]
     return "\n".join(lines) + "\n"
@@ -142,8 +144,23 @@ _EXPLAINED = (
     "raises `ModelNotSupported`, or no tiny model could be built here. **Wrong**: admitted, and the "
     "second check fails.",
     "",
+    "Where attention depends on positions from some token on (Ministral 3: "
+    "`original_max_position_embeddings`; Llama 4: `attention_chunk_size` and `floor_scale`), prompts up to "
+    "there are linked. Longer ones are prefilled in full, with the reason in the report.",
+    "",
     "A model of your own is checked at its first use, and by `ragcachekit check-model MODEL`: its "
     "configuration may differ from the one checked here.",
+)
+
+
+_WHY = (
+    "- Beam scales queries by their position from the first token on. Hunyuan multiplies queries and keys by "
+    "a norm's weights after rotating them. A chunk at another place is another chunk there.",
+    "- Doge adds a weight per key, computed from its value, to the mask. Linked forwards have no mask.",
+    "- Falcon and GPT-NeoX Japanese attend by code of their own; a registered function is not called.",
+    "- Sparse attention with an indexer (DeepSeek V3.2, GLM MoE DSA, AXK2, dots3 note, HY V4) caches a third "
+    "tensor per layer, rotated in another layout, chooses keys over a mask that linked forwards do not have, "
+    "and applies that choice itself only under the names `eager` and `sdpa`.",
 )
 
 

@@ -72,6 +72,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "moshi": {"sliding_window": CONTEXT},  # only its cache has a window, as long as its context
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,9 @@ def admit(model: Any, rope: Rope) -> Admission:
             f"the model is spread over {sorted(map(str, devices))}; load it on one device "
             "(without device_map='auto')"
         )
-    if (why_not := rope.why_not_linked(PROMPT)) is not None:
-        raise ModelNotSupported(f"{type(model).__name__} cannot be checked: {why_not}")
+    why_not = _unmasked_window(model, rope.context) or rope.why_not_linked(PROMPT)
+    if why_not is not None:
+        raise ModelNotSupported(f"{type(model).__name__} cannot be linked: {why_not}")
     install(model)
     tolerance, vocab = tolerance_for(model.dtype), model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -53,6 +55,20 @@ def admit(model: Any, rope: Rope) -> Admission:
         if not getattr(model, "_supports_attention_backend", False):
             why += "; its attention does not go through the interface of transformers"
         raise ModelNotSupported(why) from error
+
+
+def _unmasked_window(model: Any, context: int) -> str | None:
+    """What is wrong with a window that the cache has and no mask (Moshi, with a longer context than its own).
+
+    The check cannot detect it: its prompt fits into the window.
+    """
+    window = getattr(model.config.get_text_config(), "sliding_window", None)
+    made = vars(sys.modules[type(decoder_of(model)).__module__])
+    if not window or window >= context or "create_causal_mask" not in made:
+        return None
+    if {"create_sliding_window_causal_mask", "create_masks_for_generate"} & made.keys():
+        return None
+    return f"its cache drops keys after {window} tokens, but its attention has no such window"
 
 
 def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:

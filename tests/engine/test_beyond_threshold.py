@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import transformers as tf
 
 from engine_kit import RecordingStore, bare, chunk, text, warmed
-from families import BY_POSITION, THRESHOLD, build, wrapped
+from families import BY_POSITION, SIZES, THRESHOLD, build, sharpened, wrapped
 from ragcachekit import ModelNotSupported, Prompt
 from ragcachekit.engine.admission import admit
 from ragcachekit.model.rope import describe_rope
@@ -74,6 +76,22 @@ def test_a_threshold_too_low_for_the_check_is_a_refusal():
     model = build("llama4", attention_chunk_size=32)
     with pytest.raises(ModelNotSupported, match="beyond 32 the model's attention depends on positions"):
         admit(model, describe_rope(model))
+
+
+def test_a_window_of_the_cache_alone_must_be_as_long_as_the_context():
+    """Moshi's cache forgets keys that its attention would see; the check's prompt is shorter than that."""
+
+    def checked(window):
+        torch.manual_seed(0)
+        config = tf.MoshiConfig(
+            **{**SIZES, "num_key_value_heads": 4, "head_dim": 16, "ffn_dim": 96, "sliding_window": window}
+        )
+        model = sharpened(tf.MoshiForCausalLM(config))
+        return admit(model, describe_rope(model))
+
+    assert 0 < checked(SIZES["max_position_embeddings"]).difference < 1e-5
+    with pytest.raises(ModelNotSupported, match="drops keys after 200 tokens"):
+        checked(200)
 
 
 def test_a_model_may_not_hide_its_threshold():
