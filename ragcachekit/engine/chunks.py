@@ -104,18 +104,21 @@ class Chunks:
 
     def encode(
         self,
-        texts: Iterable[str],
+        texts: Sequence[str],
         namespace: str,
         system: str | None,
         prompt: PromptLike | None,
         sources: Sequence[str | None] | None,
         progress: bool,
+        since: int,
     ) -> list[str]:
-        """Register chunks and compute their KV now, except what is stored already; returns their ids."""
-        encoder, since = self._parts.background_encoder, self._parts.forgets.epoch
+        """Register chunks and compute their KV now, except what is stored already; returns their ids.
+
+        ``since`` is the epoch of the forgets before the texts were read.
+        """
+        encoder = self._parts.background_encoder
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
-        texts = strings(texts, "texts")
         self._note_sources(texts, sources, namespace, since)
         self._unless_forgotten(self._planner.companions.register, texts, namespace, since)
         if prompt is not None:

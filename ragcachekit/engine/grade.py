@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.engine.admission import admit
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.files import make_folder, parse_json, read_regular
@@ -88,6 +89,7 @@ def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
 
 def _prefix_grade(model: Any, why: str) -> Grade:
     log.info("%s: exact beginnings of prompts only: %s", type(model).__name__, why)
+    _cancel_between_layers(model)
     rope = Rope((), (), context_of(model))
     try:
         layout = SnapshotLayout.of(model)
@@ -96,6 +98,23 @@ def _prefix_grade(model: Any, why: str) -> Grade:
         none = f"{why}; and its cache cannot be copied, so nothing is reused: {error}"
         return Grade("prefix", rope, None, none)
     return Grade("prefix", rope, layout, why)
+
+
+def _cancel_between_layers(model: Any) -> None:
+    """Have every decoder layer look for a cancellation; linked models do in their attention.
+
+    The hooks stay: removing them would change the model during other threads' forwards.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = (one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+    for layer in next(lists, ()):
+        if _look_for_cancellation not in layer._forward_pre_hooks.values():
+            layer.register_forward_pre_hook(_look_for_cancellation)
+
+
+def _look_for_cancellation(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        raise_if_cancelled()
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
-from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several
+from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, measured_policies, prompt_view
 from ragcachekit.engine.request import AnswerStream, Request
@@ -438,14 +438,14 @@ class RagCache:
         ``prompt`` without chunks or beside a ``system``.
         """
         namespace = self._checked(namespace)
-        texts = list(texts)
-        ids = self.chunks.encode(texts, namespace, system, prompt, sources, progress)
+        since = self.components.forgets.epoch  # before the texts are read: what gives them may forget
+        texts = strings(texts, "texts")
+        ids = self.chunks.encode(texts, namespace, system, prompt, sources, progress, since)
         if self.grade == "prefix":
             if prompt is None and system is not None and texts:
                 prompt = Prompt([Text(system), Chunk(texts[0]), Text("\n\n")])
             if prompt is not None:
-                self.generate(prompt, namespace=namespace, max_new_tokens=1)
-                self.flush()
+                self._compute_beginning(prompt, namespace, since)
         return ids
 
     def forget(
@@ -606,6 +606,23 @@ class RagCache:
         if self._process != os.getpid():
             raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
+
+    def _compute_beginning(self, prompt: PromptLike, namespace: str, since: int) -> None:
+        """Run a prompt whose beginning is stored, for work that began at epoch ``since`` of the forgets."""
+        self.queue.refuse_own_thread()
+        prepared = replace(self.prepare(prompt, namespace=namespace), epoch=since)
+        request = self._request(
+            prepared,
+            {"max_new_tokens": 1},
+            (),
+            submitted_at=time.perf_counter(),
+            deadline=inf,
+            scope=CancelScope(),
+            observed=None,
+        )
+        self.queue.submit(request, True)
+        request.result()
+        self.flush()
 
     def _request(
         self, prompt: PromptRequest, options: dict[str, Any], stop: Sequence[str], **call: Any

@@ -210,6 +210,8 @@ class Planner:
         if self._tree is None or request.place is None:
             return request
         ids = frozenset(whole_id(i) for want in request.wanted for i in (*want.before, want.key.chunk_id))
+        if not self._is_linked:
+            ids = frozenset(i for step in request.place[1] for i in step.ids)
         match = match_prefix(
             self._tree, request.place, request.token_ids, request.segments, ids, self._layout
         )

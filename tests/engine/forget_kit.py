@@ -19,6 +19,7 @@ from ragcachekit.store.entry import read_key
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import KVKey, chunk_id
+from snapshots_kit import hybrid_speaker
 from speaking import ONE, THREE, TWO, byte_level, speaker
 from tree_kit import nodes
 
@@ -34,9 +35,14 @@ def prompt_of(*texts: str) -> str:
 
 
 class Engine:
-    """A RagCache over a GPU tier (on the CPU), host, disk, and a tree with host, disk and turns."""
+    """A RagCache over a GPU tier (on the CPU), host, disk, and a tree with host, disk and turns.
 
-    def __init__(self, folder: Path, *, tree_bytes: int = ROOM, **options: Any) -> None:
+    ``grade`` ``prefix`` gives a hybrid model, which uses the tree alone.
+    """
+
+    def __init__(
+        self, folder: Path, *, tree_bytes: int = ROOM, grade: str = "linked", **options: Any
+    ) -> None:
         self.folder = folder
         self.gpu, self.host = GpuStore(ROOM, "cpu"), HostStore(ROOM)
         self.disk = DiskStore(folder / "kv", ROOM)
@@ -45,13 +51,14 @@ class Engine:
             host_bytes=tree_bytes, disk=DiskStore(folder / "tree", ROOM), turns_bytes=ROOM
         )
         self.rag = RagCache(
-            speaker(),
+            speaker() if grade == "linked" else hybrid_speaker(),
             byte_level(),
             cache_dir=FOLDER.name,
             namespace=SPACE,
             **{"store": self.store, "tree": self.tree, "policy": "reuse", "load": "always", **options},
             encode_after=1,
         )
+        assert self.rag.grade == grade
 
     def chunk_ids(self, texts: Iterable[str], namespace: str = SPACE) -> frozenset[str]:
         return frozenset(chunk_id(self.rag.components.parser.chunk_ids(text), namespace) for text in texts)

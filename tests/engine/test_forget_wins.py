@@ -9,8 +9,10 @@ from forget_kit import BEFORE, SPACE, TEXTS, Engine, Meanwhile, around, prompt_o
 
 from loading_kit import WAIT
 from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
+from soak_kit import figures
 
 GONE, KEPT, THIRD, FOURTH = TEXTS
+GRADES = ("linked", "prefix")
 ASKED = {"max_new_tokens": 2, "do_sample": False}
 MARKED = Prompt([Text(BEFORE), Chunk(GONE), Text("\n"), Chunk(KEPT), Text("\nWhere?")])
 """Names its chunks: it does not depend on which texts are registered."""
@@ -124,13 +126,13 @@ REQUESTS = {
 @pytest.mark.parametrize("what", ["texts", "namespace"])
 @pytest.mark.parametrize("cold", ["now", "background"])
 @pytest.mark.parametrize(
-    ("request_", "encoder"),
-    [(name, "standalone") for name in REQUESTS]
-    + [("generate", "in-prompt"), ("generate", "system"), ("generate", "similar:1")],
+    ("request_", "encoder", "grade"),
+    [(name, "standalone", grade) for name in REQUESTS for grade in GRADES]
+    + [("generate", encoder, "linked") for encoder in ("in-prompt", "system", "similar:1")],
 )
-def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encoder):
+def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encoder, grade):
     near = {"neighbours": PrecedingChunks([[GONE, KEPT]])} if encoder == "similar:1" else {}
-    engine = make(cold=cold, encoder=encoder, shadow=1.0, **near)
+    engine = make(cold=cold, encoder=encoder, shadow=1.0, grade=grade, **near)
     gone, forget = forget_of(engine, what)
     meanwhile = Meanwhile(forget)
     around(monkeypatch, engine.rag.model.base_model, "forward", meanwhile, after=True)
@@ -140,9 +142,10 @@ def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encode
     assert engine.left(gone) == []
 
 
+@pytest.mark.parametrize("grade", GRADES)
 @pytest.mark.parametrize("what", ["texts", "ids", "namespace"])
-def test_forget_while_the_tree_takes_a_request_in(make, monkeypatch, what):
-    engine = make(cold="background", policy="prefix")
+def test_forget_while_the_tree_takes_a_request_in(make, monkeypatch, what, grade):
+    engine = make(cold="background", policy="prefix", grade=grade)
     gone, forget = forget_of(engine, what)
     meanwhile = Meanwhile(forget, wait=False)  # it waits for the tree
     around(monkeypatch, engine.tree, "insert", meanwhile, after=False)
@@ -168,9 +171,6 @@ def test_forget_while_entries_are_prefetched(make, monkeypatch, what):
 
 
 # -- at random -------------------------------------------------------------------------------------
-
-TRIALS = 80
-"""In `make test`; all of the 1,000 are in the soak."""
 
 
 class Race:
@@ -201,6 +201,8 @@ class Race:
         if self.kind == "prefetch" or self.random.random() < 0.3:
             self.engine.rag.encode(self.texts, namespace=self.namespace, system=BEFORE)
             self.engine.host.forget(self.namespace)
+            if self.engine.rag.grade == "prefix":
+                self.engine.rag.generate(prompt_of(*self.texts), namespace=self.namespace, **ASKED)
         else:
             self.engine.rag.register(self.texts, namespace=self.namespace)
 
@@ -269,27 +271,38 @@ def race(make, monkeypatch, seeds, **options):
     return raced
 
 
-def engines(make, monkeypatch, trials):
-    quarter = trials // 4
-    raced = 0
-    for number, options in enumerate(
-        (
-            {"cold": "now"},
-            {"cold": "background", "policy": "prefix", "tree_bytes": 20_000},
-            {"cold": "background", "encoder": "system", "policy": "lego:4"},
-            {"cold": "now", "encoder": "in-prompt", "policy": "reuse"},
-        )
-    ):
+ENGINES = {
+    "linked": (
+        {"cold": "now"},
+        {"cold": "background", "policy": "prefix", "tree_bytes": 20_000},
+        {"cold": "background", "encoder": "system", "policy": "lego:4"},
+        {"cold": "now", "encoder": "in-prompt", "policy": "reuse"},
+    ),
+    "prefix": (
+        {"cold": "now", "grade": "prefix"},
+        {"cold": "background", "grade": "prefix", "tree_bytes": 100_000},
+        {"cold": "background", "grade": "prefix", "tree_bytes": 0},
+    ),
+}
+
+
+def engines(make, monkeypatch, trials, grade):
+    raced, share = 0, trials // len(ENGINES[grade])
+    for number, options in enumerate(ENGINES[grade]):
         with monkeypatch.context() as patch:
-            raced += race(make, patch, range(number * quarter, (number + 1) * quarter), **options)
+            raced += race(make, patch, range(number * share, (number + 1) * share), **options)
     return raced
 
 
-def test_forgets_at_random(make, monkeypatch):
-    assert engines(make, monkeypatch, TRIALS) > TRIALS / 2
+@pytest.mark.parametrize(("grade", "trials"), [("linked", 80), ("prefix", 30)])
+def test_forgets_at_random(make, monkeypatch, grade, trials):
+    assert engines(make, monkeypatch, trials, grade) > trials / 2
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_thousand_forgets_at_random(make, monkeypatch):
-    assert engines(make, monkeypatch, 1000) > 500
+@pytest.mark.parametrize(("grade", "trials"), [("linked", 1000), ("prefix", 1002)])
+def test_a_thousand_forgets_at_random(make, monkeypatch, grade, trials):
+    raced = engines(make, monkeypatch, trials, grade)
+    figures("forgets", grade=grade, trials=trials, raced=raced)
+    assert raced > trials / 2

@@ -112,6 +112,22 @@ def test_forgotten_chunks_and_other_namespaces_are_not_reused(name):
         assert reused(rag.generate(talks.prompt(0, 1), namespace="other", **GREEDY)) > 20
 
 
+def test_chunks_forgotten_by_id_before_the_look_up_are_not_stored():
+    talks = Dialogues(10)
+    with rag_of("qwen3_5") as rag:
+        planner, look_up = rag.components.planner, rag.components.planner.look_up
+
+        def forgotten_first(request):
+            rag.forget([chunk_id(talks.chunks[0], "default")])
+            return look_up(request)
+
+        planner.look_up = forgotten_first
+        rag.generate(talks.prompt(0), **GREEDY)
+        planner.look_up = look_up
+        rag.flush()
+        assert reused(rag.generate(talks.prompt(0), **GREEDY)) <= 20
+
+
 @every
 def test_every_way_in_gives_the_same_tokens(name):
     talks = Dialogues(6)

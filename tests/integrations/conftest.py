@@ -10,6 +10,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from llama_kit import Embedder
 
 from benchmarks.world.reader_folder import READER
+from snapshots_kit import LINEAR
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -61,27 +62,38 @@ def tiny_tokenizer():
     )
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tiny_tokenizer):
+def tiny(tokenizer, model, config, **special):
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
+    own = config(
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,
         bos_token_id=None,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **special,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    return model.eval()
+        return model(own).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return tiny(tiny_tokenizer, LlamaForCausalLM, LlamaConfig, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid(tiny_tokenizer):
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return tiny(tiny_tokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, num_hidden_layers=3, **LINEAR)
 
 
 @pytest.fixture(scope="session")
@@ -91,14 +103,21 @@ def digests(tmp_path_factory):
 
 
 @pytest.fixture
-def rag(tiny_model, tiny_tokenizer, digests, caplog):
-    """The real engine around the tiny model, with empty caches; a failure that was only logged shows."""
+def rag(request, tiny_tokenizer, digests, caplog):
+    """The real engine around the tiny model, with empty caches; a failure that was only logged shows.
+
+    Parametrised with ``prefix`` it has the hybrid.
+    """
     from ragcachekit import RagCache
 
-    engine = RagCache(tiny_model, tiny_tokenizer, policy="lego:4", cold="now", cache_dir=digests)
+    grade = getattr(request, "param", "linked")
+    model = request.getfixturevalue("tiny_model" if grade == "linked" else "tiny_hybrid")
+    engine = RagCache(model, tiny_tokenizer, policy="lego:4", cold="now", cache_dir=digests)
+    assert engine.grade == grade
     yield engine
     engine.close()
-    assert [r.message for r in caplog.get_records("call") if r.levelno >= logging.WARNING] == []
+    logged = [r.message for r in caplog.get_records("call") if r.levelno >= logging.WARNING]
+    assert [said for said in logged if "falling back to its reference PyTorch" not in said] == []
 
 
 @pytest.fixture(scope="session")
@@ -108,5 +127,15 @@ def reader(digests):
 
     folder = Path(READER)
     engine = RagCache.from_pretrained(folder, policy="lego:4", cold="now", cache_dir=digests)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def hybrid(tiny_hybrid, tiny_tokenizer, digests):
+    """An engine around the hybrid that is not emptied between tests."""
+    from ragcachekit import RagCache
+
+    engine = RagCache(tiny_hybrid, tiny_tokenizer, cold="now", cache_dir=digests)
     yield engine
     engine.close()

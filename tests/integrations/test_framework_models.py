@@ -25,6 +25,7 @@ from layer_kit import (
 )
 from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from ragcachekit import DeadlineExceeded, RagCache
+from snapshots_kit import hybrid_speaker
 from speaking import byte_level, speaker
 
 TEXT = "it is in the north of the town by the sea ."
@@ -144,6 +145,7 @@ class LlamaIndexText(LlamaIndexChat):
 
 
 ADAPTERS = (LangChainChat, LangChainText, LlamaIndexChat, LlamaIndexText)
+GRADES = ("linked", "prefix")
 CHATS = (LangChainChat, LlamaIndexChat)
 
 
@@ -281,6 +283,7 @@ def test_calls_at_the_same_time_are_decoded_together_and_answer_as_alone(adapter
         assert after.steps - before.steps < len(QUESTIONS) * (tokens - 1) / 2, "two or more per step"
 
 
+@pytest.mark.parametrize("rag", GRADES, indirect=True)
 def test_every_call_takes_wait_and_a_deadline(adapter, rag):
     model = adapter(rag, max_tokens=4, generate_kwargs={"deadline": 60, "wait": False})
     whole = model.ask("Where is Bern?")
@@ -289,9 +292,32 @@ def test_every_call_takes_wait_and_a_deadline(adapter, rag):
         list(adapter(rag, generate_kwargs={"deadline": 0.0}).stream("Where is Bern?"))
 
 
-@pytest.fixture(scope="module")
-def layered():
-    return speaker(num_hidden_layers=8, max_position_embeddings=1024)
+@pytest.mark.parametrize("rag", ["prefix"], indirect=True)
+def test_a_hybrid_answers_as_its_own_generate_in_every_way(adapter, rag):
+    expected = [adapter(rag, max_tokens=8, policy="full").ask(question) for question in QUESTIONS]
+    model = adapter(rag, max_tokens=8)
+
+    async def gathered():
+        return await asyncio.gather(*map(model.aask, QUESTIONS))
+
+    for _ in range(2):  # what was computed, then what was reused
+        assert [model.ask(question) for question in QUESTIONS] == expected
+        assert ["".join(model.stream(question)) for question in QUESTIONS] == expected
+        with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+            assert list(pool.map(model.ask, QUESTIONS)) == expected
+        assert asyncio.run(gathered()) == expected
+    assert rag.flush(LONG)
+    counts = model.counts(QUESTIONS[0])
+    assert 0 < counts["cached"] < counts["in"]
+
+
+@pytest.fixture(scope="module", params=GRADES)
+def layered(request):
+    sizes = {"num_hidden_layers": 8, "max_position_embeddings": 1024}
+    if request.param == "linked":
+        return speaker(**sizes)
+    types = ["linear_attention", "full_attention"] * 4
+    return hybrid_speaker(**sizes, layer_types=types)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""langchain-tests' standard suites for chat models, offline on the trained reader."""
+"""langchain-tests' standard suites for chat models, offline on the trained reader and on a hybrid."""
 
 import pytest
 from integration_kit import FACTS
@@ -30,3 +30,15 @@ class TestIntegration(OnTheReader, ChatModelIntegrationTests):
 
     def invoke_with_cache_read_input(self, *, stream=False):
         return self.read_from_cache(FACTS[0], "Where was Ada Lind born?", stream)
+
+
+class TestUnitOnAHybrid(TestUnit):
+    @pytest.fixture(autouse=True)
+    def _engine(self, hybrid):
+        self.rag = hybrid
+
+
+class TestIntegrationOnAHybrid(TestIntegration):
+    @pytest.fixture(autouse=True)
+    def _engine(self, hybrid):
+        self.rag = hybrid

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from integration_kit import WordEmbeddings
 from langchain_classic.retrievers import EnsembleRetriever
 from langchain_core.documents import Document
@@ -24,6 +25,8 @@ from pydantic import PrivateAttr
 
 import langchain_ragcachekit
 import llama_index_ragcachekit
+from ragcachekit import Chunk, Prompt, Text
+from soak_kit import figures
 
 USERS = ("ann", "bob", "cleo")
 WORDS = ("boat", "town", "snow", "bread", "cello", "bridge", "harbour", "cat")
@@ -56,6 +59,8 @@ class Run:
     """What one random run saw."""
 
     asked: int = 0
+    generated: int = 0
+    exact: int = 0  # tokens that were reused
     wrong: list = field(default_factory=list)
     returned: list = field(default_factory=list)
 
@@ -253,7 +258,10 @@ def first_user():
 
 
 def interleave(world, rag, steps, seed):
-    """Random steps; every answer is compared with that of the bare retriever at the same moment."""
+    """Random steps; every answer is compared with that of the bare retriever at the same moment.
+
+    One step in thirty asks the model about what was found, in its user's namespace, reusing exact beginnings.
+    """
     rng, run, user, number = random.Random(seed), Run(), USERS[0], 0
     world.switch(rng, user)
     for step in range(steps):
@@ -265,8 +273,10 @@ def interleave(world, rag, steps, seed):
         elif chance < 0.05:
             gone = world.delete(rng.choice(sorted(world.documents)))
             if rng.random() < 0.7:
-                rag.forget(texts=[gone])
+                for namespace in ("default", *USERS):
+                    rag.forget(texts=[gone], namespace=namespace)
                 run.returned += [gone] if is_registered(rag, gone) else []
+                run.returned += [gone] if reused(rag, gone, user) else []
         elif chance < 0.06:
             rag.forget(texts=[world.documents[rng.choice(sorted(world.documents))]])
         elif chance < 0.062:
@@ -279,7 +289,36 @@ def interleave(world, rag, steps, seed):
         run.asked += 1
         if wanted != got:
             run.wrong.append((step, name, question, user, wanted, got))
+        if step % 30 == 0:
+            texts = [one if isinstance(one, str) else one[0] for one in got]
+            answer = rag.generate(prompt_of(texts, question), namespace=user, policy="prefix", **ASKED)
+            right = bare(rag, prompt_of(texts, question), user)
+            run.generated += 1
+            run.exact += answer.report.link.exact_tokens
+            if answer.token_ids != right:
+                run.wrong.append((step, "answer", question, user, right, answer.token_ids))
     return run
+
+
+ASKED = {"max_new_tokens": 4, "do_sample": False}
+BEFORE = "Answer from the context."
+
+
+def prompt_of(texts, question):
+    return Prompt([Text(BEFORE), *map(Chunk, texts), Text(f"\n{question}")])
+
+
+def bare(rag, prompt, namespace):
+    """The tokens of the model's own generate."""
+    ids = rag.link(prompt, namespace=namespace, policy="full").input_ids
+    output = rag.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **ASKED)
+    return tuple(output[0, ids.shape[1] :].tolist())
+
+
+def reused(rag, text, namespace):
+    """Whether a prompt takes more from the cache than the text before a chunk."""
+    report = rag.link(prompt_of([text], "?"), namespace=namespace, policy="prefix").report
+    return report.exact_tokens > rag.count_tokens(BEFORE)
 
 
 def is_registered(rag, text):
@@ -295,8 +334,14 @@ def test_nobody_gets_what_a_bare_retriever_would_not_give(world, rag, caplog):
     check(world, rag, caplog, steps=1_500, seed=0)
 
 
+@pytest.mark.parametrize("rag", ["prefix"], indirect=True)
+def test_nobody_gets_what_a_bare_retriever_would_not_give_on_a_hybrid(world, rag, caplog):
+    check(world, rag, caplog, steps=900, seed=2)
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rag", ["linked", "prefix"], indirect=True)
 def test_nobody_gets_what_a_bare_retriever_would_not_give_in_10000_steps(world, rag, caplog):
     check(world, rag, caplog, steps=10_000, seed=1)
 
@@ -306,8 +351,12 @@ def check(world, rag, caplog, steps, seed):
     assert run.asked == steps
     assert run.wrong == []
     assert run.returned == []
+    assert run.generated == -(-steps // 30)
+    if rag.grade == "prefix":
+        assert run.exact > 10 * run.generated
+    figures("interleavings", world=type(world).__name__, grade=rag.grade, **vars(run))
     assert world.hits() > steps / 10, "a cache that is never hit proves nothing"
-    said = [record.getMessage() for record in caplog.records]
+    said = [r.getMessage() for r in caplog.records if "reference PyTorch" not in r.getMessage()]
     assert len(said) == len(set(said)), "what is not cached is said once"
     assert all("pass partition=" in message for message in said)
     caplog.clear()

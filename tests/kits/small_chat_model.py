@@ -30,9 +30,9 @@ class SmallChatModel:
 
     def read_from_cache(self, chunk, question, stream):
         """The answer to a question about a chunk that was encoded ahead."""
-        self.rag.encode([chunk])
-        model = ChatRagCache(**self.chat_model_params)
         prompt = f"Answer from the context.\n\n{chunk}\n\n{question}"
+        self.rag.encode([chunk], prompt=[{"role": "user", "content": prompt}])
+        model = ChatRagCache(**self.chat_model_params)
         if stream:
             chunks = list(model.stream(prompt))
             message = sum(chunks[1:], chunks[0])

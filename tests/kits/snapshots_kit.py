@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers as tf
 
+from families import sharpened
 from ragcachekit import Chunk, Prompt, RagCache, Text
 
 VOCAB = 101
@@ -60,6 +61,13 @@ def model_of(name: str) -> Any:
                 parameter.mul_(4)
     model.generation_config.eos_token_id = None
     return model
+
+
+def hybrid_speaker(seed: int = 0, **changes: Any) -> Any:
+    """A fresh tiny hybrid over the byte-level vocabulary of ``speaking``."""
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **LINEAR, "vocab_size": 340, **changes}
+    return sharpened(tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**sizes)))
 
 
 def rag_of(name: str, **options: Any) -> RagCache:
