@@ -7,10 +7,12 @@ import time
 from itertools import permutations
 
 import pytest
+import torch
+import transformers as tf
 
-from ragcachekit import StoreConfig, TreeConfig
+from ragcachekit import RagCache, StoreConfig, TreeConfig
 from ragcachekit.plan.planner import WINDOW
-from speaking import ONE, THREE, TWO
+from speaking import ONE, THREE, TWO, byte_level
 
 FOUR = "Madrid is the capital of Spain. The river Manzanares flows in Madrid, as all know."
 NOTE = "documents were put in another order: {} of {} continue a cached beginning"
@@ -137,6 +139,30 @@ class TestOrder:
         assert ordered(rag, [TWO, ONE, THREE]) == [ONE, TWO, THREE]
         link = with_metadata([ONE, TWO, THREE], "Which capital?")
         assert [use.source for use in link.chunks] == ["tree:host"] * 3
+
+
+@pytest.mark.parametrize("family", [tf.GPT2Config, tf.Mamba2Config])
+def test_models_whose_chunks_cannot_be_linked(family, tmp_path):
+    """Exact beginnings are all that they reuse."""
+    sizes = {
+        tf.GPT2Config: {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+        tf.Mamba2Config: {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    }
+    tokenizer = byte_level()
+    torch.manual_seed(0)
+    config = family(
+        vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes[family]
+    )
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    with RagCache(model, tokenizer, cache_dir=tmp_path) as rag:
+        assert rag.grade == "prefix"
+        first = ask(rag, [ONE, TWO, THREE])
+        rag.flush()
+        order = ordered(rag, [THREE, TWO, ONE])
+        assert order == [ONE, TWO, THREE]
+        link = ask(rag, order, question="Which capital?")
+        assert link.exact_tokens > 0.6 * first.prompt_tokens
+        assert NOTE.format(3, 3) in link.notes
 
 
 class TestIsolation:
