@@ -25,7 +25,6 @@ BAD = ("wrong", "orphans", "damaged", "over budget", "surveys that failed")
 @pytest.mark.parametrize(
     ("kills", "writers"),
     [
-        (2, 1),
         (2, 2),
         pytest.param(250, 1, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
         pytest.param(250, 2, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
