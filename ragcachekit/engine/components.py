@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -52,6 +53,8 @@ from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
 from ragcachekit.types import KVKey, check_type
+
+log = logging.getLogger(__name__)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -256,8 +259,13 @@ def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) ->
 def _tree_of_store(store: StoreConfig | KVStore | None) -> TreeConfig:
     """The budgets of the store for a tree, where chunks cannot be linked."""
     config = store if isinstance(store, StoreConfig) else StoreConfig()
+    if config.quotas or config.quantise or config.redis_url or config.bulk_url:
+        log.warning(
+            "quotas, eight bits and remote tiers are for chunks, which this model cannot link: not used"
+        )
     disk = 0 if config.disk_path is None else config.disk_bytes or DEFAULT_DISK_BYTES
-    return TreeConfig(host_bytes=config.host_bytes, gpu_bytes=config.gpu_bytes, disk_bytes=disk)
+    eviction = config.eviction if config.eviction.partition(":")[0] != "f_r" else "pgdsf"
+    return TreeConfig(config.host_bytes, config.gpu_bytes, disk, eviction)
 
 
 def _tree(

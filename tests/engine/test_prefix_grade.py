@@ -183,6 +183,12 @@ def test_the_stores_budget_is_the_trees_and_an_own_tree_counts():
         assert [tier.budget for tier in rag.stats() if tier.tier == "tree:host"] == [77_777]
 
 
+def test_what_of_the_store_is_for_chunks_alone_is_said(caplog):
+    with rag_of("gpt2", store=StoreConfig(quotas={"*": 1 << 20}, eviction="lru")) as rag:
+        assert [tier.tier for tier in rag.stats()] == ["tree:host"]
+    assert "quotas, eight bits and remote tiers are for chunks" in caplog.text
+
+
 @every
 def test_encode_computes_the_beginning_of_a_prompt(name):
     talks = Dialogues(9)
