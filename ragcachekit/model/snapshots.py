@@ -218,13 +218,17 @@ def run(model: Any, ids: Tensor, known: int = 0, argument: str = "", cache: Any 
     ModelNotSupported if the model returns no cache.
     """
     inputs: dict[str, Any] = {"input_ids": ids[:, known:]}
+    known_arguments = inspect.signature(model.forward).parameters
     if argument in ("", PAST):  # as generate does: some models derive positions from the mask
-        mask = torch.ones_like(ids)
-        given = {PAST: cache} if argument else {}
-        inputs = model.prepare_inputs_for_generation(ids[:, known:], attention_mask=mask, **given)
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+        if argument:
+            given[PAST] = cache
+        if "position_ids" in known_arguments:
+            given["position_ids"] = torch.arange(known, ids.shape[1], device=ids.device)[None]
+        inputs = model.prepare_inputs_for_generation(ids[:, known:], **given)
     if argument:
         inputs[argument] = cache
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" in known_arguments:
         inputs["logits_to_keep"] = 1
     output = model(**{**inputs, "use_cache": True, "return_dict": True})
     for name in CACHE_ARGUMENTS:
