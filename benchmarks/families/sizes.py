@@ -8,6 +8,8 @@ VOCAB = 128
 LAYERS = 4
 WINDOW = 8
 CONTEXT = 512
+THRESHOLD = 128
+"""Tokens after which attention may depend on positions: beyond the checks' prompts."""
 TOKENS_FROM = 100
 """First id for image tokens and the like."""
 
@@ -61,13 +63,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
-    # Beyond so many tokens its queries are scaled by their position.
+    "llama4_text": {"attention_chunk_size": THRESHOLD, "floor_scale": THRESHOLD + 1},
+    # Its queries are scaled by their position from the threshold on.
     "ministral3": {
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": _THETA,
             "factor": 16.0,
-            "original_max_position_embeddings": 32,
+            "original_max_position_embeddings": THRESHOLD,
             "mscale_all_dim": 1.0,
             "mscale": 1.0,
             "llama_4_scaling_beta": 0.1,

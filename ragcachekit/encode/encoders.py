@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache
 from ragcachekit.forward.linker import link
 from ragcachekit.forward.rows import AttentionSums
 from ragcachekit.model.encoding import AverageEncoding, Encoding, NeighbourEncoding
-from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, Stretch, extract
+from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, Stretch, decoder_of, extract
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.encodings import Fetch, system_encoding
 from ragcachekit.plan.link_plan import LinkPlan, Missing, Piece
@@ -96,7 +96,7 @@ def prefill(model: Any, prompts: Sequence[Sequence[int]], length: int, cache: Ca
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     positions = torch.tensor([*range(width), *last])
-    model.base_model(
+    decoder_of(model)(
         input_ids=ids.to(model.device),
         position_ids=positions.expand(len(prompts), -1).to(model.device),
         past_key_values=cache,

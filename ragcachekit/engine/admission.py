@@ -13,7 +13,7 @@ from ragcachekit.forward.attention import install, uninstall
 from ragcachekit.forward.check import compare, tolerance_for
 from ragcachekit.forward.linker import link
 from ragcachekit.model.encoding import Encoding
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.reports import LinkReport
@@ -38,6 +38,8 @@ def admit(model: Any, rope: Rope) -> Admission:
             f"the model is spread over {sorted(map(str, devices))}; load it on one device "
             "(without device_map='auto')"
         )
+    if (why_not := rope.why_not_linked(PROMPT)) is not None:
+        raise ModelNotSupported(f"{type(model).__name__} cannot be checked: {why_not}")
     install(model)
     tolerance, vocab = tolerance_for(model.dtype), model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -54,16 +56,16 @@ def admit(model: Any, rope: Rope) -> Admission:
 
 
 def _check_offsets(model: Any, rope: Rope, ids: list[int], tolerance: float) -> float:
-    worst = 0.0
-    for offset in sorted({1, 37, max(rope.context // 2, 1), max(rope.context - CHUNK, 1)}):
+    worst, most = 0.0, rope.exact_up_to
+    for offset in sorted({1, 37, max(most // 2, 1), max(most - CHUNK, 1)}):
         length = offset + CHUNK
-        if length > rope.context:
+        if length > most:
             continue
         encoding = Encoding("standalone", length=length if rope.depends_on_length else 0)
         ((_, chunk),) = ChunkEncoder(model, rope).encode([ids], encoding)
         positions = torch.arange(offset, length)
         own = DynamicCache()
-        model.base_model(
+        decoder_of(model)(
             input_ids=torch.tensor([ids], device=model.device),
             position_ids=positions[None].to(model.device),
             past_key_values=own,

@@ -103,7 +103,7 @@ class Runner:
         with request.scope, CancelScope(closed), CancelScope(request.ended, deadline=request.deadline):
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
-            why = self.decoder.why_alone(request.options) if unchanged else "the model changed"
+            why = self.decoder.why_alone(request.options, request.rows) if unchanged else "the model changed"
             if self._parts.grade.name != "linked":
                 why = "this model's caches are not decoded together"
             if why is not None:
@@ -284,7 +284,9 @@ class AfterAnswer:
     def _feed_auto(self, plan: LinkPlan) -> None:
         with self._registering:  # no forget ends meanwhile
             # Of another epoch it may hold a forgotten chunk.
-            if plan.request is not None and plan.request.epoch == self._parts.forgets.epoch:
+            if plan.request is None or self._parts.rope.why_not_linked(len(plan.token_ids)):
+                return
+            if plan.request.epoch == self._parts.forgets.epoch:
                 self._parts.auto.follow(plan.request, self.cold == "background")
 
     # -- exact rows --------------------------------------------------------------------------------

@@ -73,16 +73,9 @@ def install(model: Any) -> str:
     """Route the model's attention through ours and return the implementation's name; idempotent.
 
     The name contains the model's own implementation (``ragcachekit_sdpa``), which still runs all other
-    forwards with its own mask function. ``ModelNotSupported`` if a layer attends within fixed chunks of the
-    context: the admission check is shorter than such a chunk.
+    forwards with its own mask function.
     """
-    config = model.config.get_text_config()
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ModelNotSupported(
-            f"{type(model).__name__} has layers that attend within fixed chunks of the context "
-            "(attention_chunk_size); only full and sliding-window attention can be linked"
-        )
-    before = str(config._attn_implementation)
+    before = str(model.config.get_text_config()._attn_implementation)
     if is_installed(model):
         return before
     name = PREFIX + before

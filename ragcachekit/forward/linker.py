@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
 from ragcachekit.model.encoding import InPromptEncoding
+from ragcachekit.model.kv import decoder_of
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.policies.base import AttentionObserver, LayerwisePolicy
@@ -201,7 +202,7 @@ class LinkedInputs:
 
     def run(self, model: Any, rows: int) -> None:
         """Run the linked forward: the decoder over the last ``rows`` columns, without the LM head."""
-        model.base_model(
+        decoder_of(model)(
             input_ids=self.input_ids[:, -rows:],
             position_ids=self.position_ids[:, -rows:],
             attention_mask=self.attention_mask,

@@ -27,7 +27,7 @@ from ragcachekit.forward.linker import (
     own_entries,
 )
 from ragcachekit.forward.rows import OwnRows
-from ragcachekit.model.kv import ChunkKV
+from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import PAST, run
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection, plain_plan
@@ -403,7 +403,7 @@ def attach(model: Any, plan: LinkPlan, cache: LinkedCache) -> Narrowing | None:
     """
     if not isinstance(plan.policy, LayerwisePolicy) or not plan.rows:
         return None
-    layers, kept = getattr(model.base_model, "layers", None), len(cache.layers)
+    layers, kept = getattr(decoder_of(model), "layers", None), len(cache.layers)
     if not isinstance(layers, torch.nn.ModuleList) or len(layers) != kept:
         count = len(layers) if isinstance(layers, torch.nn.ModuleList) else "no"
         raise ModelNotSupported(

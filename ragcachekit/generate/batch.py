@@ -192,14 +192,17 @@ class BatchDecoder:
         """The requests that the next step gives a token each."""
         return tuple(self._active)
 
-    def why_alone(self, options: Mapping[str, Any]) -> str | None:
+    def why_alone(self, options: Mapping[str, Any], rows: int = 0) -> str | None:
         """Why a request with these options of generate has to :meth:`run` alone, or None.
 
-        The first call checks the model, by a few forwards over some twenty tokens.
+        ``rows`` are those of its prompt and longest answer. The first call checks the model, by a few
+        forwards over some twenty tokens.
         """
         defaults = self._model.generation_config
         if self._rope.depends_on_length:
             return "rotary frequencies that depend on the length are not decoded in a batch"
+        if rows > self._rope.exact_up_to:
+            return f"attention by position, after {self._rope.exact_up_to} tokens, is not decoded in a batch"
         if uses_beams(options, defaults):
             return "num_beams is not decoded in a batch"
         known = vars(GenerationConfig()).keys() | vars(defaults).keys() | _OF_GENERATE

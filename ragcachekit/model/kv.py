@@ -213,6 +213,12 @@ def misfit(key: KVKey, kv: Any, tokens: int, layout: KVLayout | None) -> str | N
     return layout.misfit(kv, tokens) if layout is not None else None
 
 
+def decoder_of(model: Any) -> Any:
+    """The model without its LM head: ``base_model``, but for Llama 4, which gives itself there."""
+    base = model.base_model
+    return base if base is not model else getattr(model, "model", model)
+
+
 @torch.no_grad()
 def one_token_cache(model: Any) -> Any:
     """Cache of one token, which has every layer's shape."""
@@ -220,7 +226,7 @@ def one_token_cache(model: Any) -> Any:
 
     cache = DynamicCache()
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True)
     return cache
 
 

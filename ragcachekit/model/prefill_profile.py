@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.model.kv import one_token_cache
+from ragcachekit.model.kv import decoder_of, one_token_cache
 from ragcachekit.model.snapshots import SnapshotLayout, run
 from ragcachekit.threads import BackgroundWorker, JobQueue
 
@@ -93,7 +93,7 @@ def _after_one_token(model: Any) -> Callable[[int, int], Point]:
             cache.update(*kv, number)
         ids = torch.zeros(1, new, dtype=torch.long, device=model.device)
         started = time.perf_counter()
-        out = model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+        out = decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True)
         out[0][0, -1, 0].item()
         return cached, new, time.perf_counter() - started
 

@@ -124,12 +124,23 @@ class LayerRope:
 
 
 class Rope:
-    """Rotary embedding of a whole model: tables shared by layers, one :class:`LayerRope` each."""
+    """Rotary embedding of a whole model: tables shared by layers, one :class:`LayerRope` each.
 
-    def __init__(self, tables: Sequence[RotaryTable], layers: Sequence[LayerRope], context: int) -> None:
+    ``exact_up_to`` is the length of the longest prompt that can be linked, by default ``context``: from that
+    position on, attention depends on positions and not on distances alone.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[RotaryTable],
+        layers: Sequence[LayerRope],
+        context: int,
+        exact_up_to: int | None = None,
+    ) -> None:
         self.tables = tuple(tables)
         self.layers = tuple(layers)
         self.context = context
+        self.exact_up_to = context if exact_up_to is None else min(exact_up_to, context)
         self.depends_on_length = self.regime(2) != self.regime(context)
         self._lock = threading.Lock()
         self._turns: OrderedDict[tuple[torch.device, str], Turns] = OrderedDict()
@@ -137,6 +148,15 @@ class Rope:
     def angles(self, positions: Tensor, length: int) -> tuple[Angles, ...]:
         """Angles of ``positions``, one :class:`Angles` per table."""
         return tuple(table.angles(positions, length) for table in self.tables)
+
+    def why_not_linked(self, length: int) -> str | None:
+        """Why a prompt of ``length`` tokens cannot be linked, or None."""
+        if length <= self.exact_up_to:
+            return None
+        return (
+            f"the prompt has {length} tokens; beyond {self.exact_up_to} the model's attention depends on "
+            "positions, and chunks cannot be moved"
+        )
 
     def regime(self, length: int) -> str:
         """Name of the frequencies for prompts of ``length`` tokens, over all tables."""
@@ -234,7 +254,23 @@ def describe_rope(model: Any) -> Rope:
     layers = [
         _fit_layer(index, kv, [kvs[index] for kvs in others], tables) for index, kv in enumerate(at_zero)
     ]
-    return Rope(tables, layers, context_of(model))
+    return Rope(tables, layers, context_of(model), _exact_up_to(model.config.get_text_config()))
+
+
+def _exact_up_to(config: Any) -> int | None:
+    """The longest prompt without attention by position, as far as a configuration names such thresholds.
+
+    The admission check runs a chunk just below. Models that do it elsewhere, too, are refused there.
+    """
+    limits: list[int] = []
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("llama_4_scaling_beta"):  # Ministral 3 scales queries from this position on
+        limits.append(parameters["original_max_position_embeddings"])
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append(config.attention_chunk_size)
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4's layers without rotation
+        limits.append(int(config.floor_scale) - 1)
+    return min(limits, default=None)
 
 
 def context_of(model: Any) -> int:

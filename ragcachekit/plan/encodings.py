@@ -191,9 +191,9 @@ class Encodings:
         return Encoding(self.name if self._before else "standalone", self._before), ()
 
     def _fitting(self, chunk: Ids, system: int) -> tuple[Ids, ...]:
-        """Up to n neighbours that fit into the model's context, the most similar last."""
+        """Up to n neighbours that fit into a prompt that can be linked, the most similar last."""
         others = (ids for ids in dict.fromkeys(self._near(chunk)) if ids and ids != chunk)
-        room = self._rope.context - system - len(chunk)
+        room = self._rope.exact_up_to - system - len(chunk)
         near: list[Ids] = []
         for ids in islice(others, self.neighbours):
             room -= len(ids) + len(self._joint)

@@ -170,7 +170,8 @@ class Planner:
             self.companions.observe(namespace, list(parsed.texts.values()))
         notes, wanted, place = list[str](), tuple[Wanted, ...](), None
         encodings = self.encodings(policy, lambda ids: self._near(parsed.texts.get(ids), namespace, notes))
-        if parsed.fallback is None and policy.reads_cache:
+        fallback = parsed.fallback or self._rope.why_not_linked(count)
+        if fallback is None and policy.reads_cache:
             if self._is_linked:
                 wanted = tuple(encodings.wanted(segments, self._fingerprint, namespace))
             if self.companions.same_source:  # a prompt's own rows come after any chunks
@@ -191,7 +192,7 @@ class Planner:
             fetch=Fetch(self._store),
             place=place,
             notes=(*parsed.notes, *notes),
-            fallback=parsed.fallback,
+            fallback=fallback,
             epoch=epoch,
             texts=parsed.texts,
         )

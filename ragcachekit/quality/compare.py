@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ragcachekit.generate.options import end_tokens
+from ragcachekit.model.kv import decoder_of
 from ragcachekit.types import Ids
 
 ANSWER_TOKENS = 8
@@ -80,7 +81,7 @@ class Continuation:
             cache = DynamicCache()
             before_forward()
             with torch.no_grad():
-                model.base_model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
+                decoder_of(model)(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
         self._cache, self._rows = cache, self._prompt_rows
 
     def log_probs(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -53,9 +53,8 @@ def test_the_family_is_exact(name):
         ("gpt2", "uses no rotary module"),
         ("mamba", "linear_attention"),
         ("qwen3_next", "linear_attention"),
-        ("llama4_text", "attention_chunk_size"),
         ("falcon", "does not go through the interface"),
-        ("ministral3", "attention depends on positions"),
+        ("beam", "attention depends on positions"),
         ("hunyuan_v1_dense", "no rotation of its key"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from families import FAMILIES, build, off, oracle, prefill, tokens, wrapped
+from families import BY_POSITION, FAMILIES, THRESHOLD, build, off, oracle, prefill, tokens, wrapped
 from link_kit import described
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.engine.admission import admit
@@ -17,6 +17,8 @@ TOLERANCE = 3e-5
 CHUNK = tokens(24, 5)
 # Before and beyond windows of 8 and the longrope threshold of 64, up to the end of the context.
 OFFSETS = (0, 1, 7, 39, 41, 200, 488)
+WITHIN = (0, 1, 7, 39, 41, THRESHOLD - len(CHUNK))
+PLACES = [(name, at) for name in FAMILIES for at in (WITHIN if name in BY_POSITION else OFFSETS)]
 
 
 def placed(name, rope, offset, length=0):
@@ -44,10 +46,14 @@ def altered(rope, change):
     return Rope(rope.tables, layers, rope.context)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize(("name", "offset"), PLACES)
 def test_linked_at_an_offset_is_run_at_that_offset(name, offset):
     assert worst(name, described(name), offset) <= TOLERANCE
+
+
+def test_ministral3_scales_its_queries_after_the_threshold():
+    """Else its thresholds would hide nothing."""
+    assert worst("ministral3", described("ministral3"), THRESHOLD - len(CHUNK) // 2) > 100 * TOLERANCE
 
 
 def rotation_off(layer):

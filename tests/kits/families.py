@@ -49,6 +49,8 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 LONGROPE_THRESHOLD = 64
+THRESHOLD = 160
+"""Tokens after which the attention of ``ministral3`` and ``llama4`` depends on positions."""
 WINDOW = 8
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -88,7 +90,31 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "smollm3": (tf.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "cohere": (tf.CohereConfig, {}),
+    "ministral3": (
+        tf.Ministral3Config,
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": THRESHOLD,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "llama4": (
+        tf.Llama4TextConfig,
+        {
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": THRESHOLD,
+            "floor_scale": THRESHOLD + 1,
+            "attn_scale": 1.0,
+        },
+    ),
 }
+BY_POSITION = ("ministral3", "llama4")
 SLIDING = ("mistral-sliding", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss")
 
 
