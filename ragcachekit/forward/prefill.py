@@ -137,7 +137,7 @@ def continue_snapshot(model: Any, plan: LinkPlan, *, ahead: bool = False) -> Pre
     assert match.snapshots is not None
     layout, ids, known = match.snapshots, inputs["input_ids"], match.match.tokens
     found, argument, taken = [reused.kv for reused in match.match.found], layout.argument, list[ChunkKV]()
-    cache = layout.restored(found) if found or not layout.has_state else layout.new_cache()
+    cache = layout.restored(found) if found or not layout.has_state else None
     parts = list(_parts(match)) if layout.has_state else []
     if ahead or argument != PAST:  # whose generate does not leave out what is in the cache
         parts.append(([], len(plan.token_ids) - 1))

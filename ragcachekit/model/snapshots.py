@@ -14,13 +14,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers import PreTrainedConfig
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.kv import STATE, ChunkKV
@@ -69,19 +68,11 @@ class SnapshotLayout:
     """What one model caches, found by a probe: how to copy it, and how to make a cache of the copies.
 
     ``has_state``: whether it caches more than rows. Then a prompt goes on only from steps that have the state
-    after them. ``token_bytes`` and ``state_bytes`` are the size of a row and of a state. ``new_cache`` gives
-    the cache of an empty prompt; None where the model makes it.
+    after them. ``token_bytes`` and ``state_bytes`` are the size of a row and of a state.
     """
 
-    def __init__(
-        self,
-        argument: str,
-        template: Any,
-        grown: Sequence[Grown],
-        state: frozenset[str],
-        new_cache: Callable[[], Any],
-    ) -> None:
-        self.argument, self._template, self.new_cache = argument, template, new_cache
+    def __init__(self, argument: str, template: Any, grown: Sequence[Grown], state: frozenset[str]) -> None:
+        self.argument, self._template = argument, template
         self.grown, self.has_state = tuple(grown), bool(state)
         self._leaves = dict(_leaves(template))
         self._device = next(value.device for value in self._leaves.values() if isinstance(value, Tensor))
@@ -97,16 +88,13 @@ class SnapshotLayout:
             (1, PROBED[1]),
             generator=torch.Generator().manual_seed(0),
         ).to(model.device)
-        new_cache = _no_cache
-        try:
-            argument, cache, _ = run(model, ids[:, : PROBED[0]])
-        except ModelNotSupported:  # RecurrentGemma fills the cache that generate gives it, but returns none
-            if PAST not in inspect.signature(model.forward).parameters:
-                raise
-            new_cache = partial(DynamicCache, config=model.config.get_text_config(decoder=True))
-            argument, cache, _ = run(model, ids[:, : PROBED[0]], 0, PAST, new_cache())
+        argument, cache, _ = run(model, ids[:, : PROBED[0]])
         before = {name: _copied(value) for name, value in _leaves(cache)}
-        _, cache, _ = run(model, ids, PROBED[0], argument, cache)
+        try:
+            _, cache, _ = run(model, ids, PROBED[0], argument, cache)
+        except Exception as error:  # of the model's own code
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise ModelNotSupported(f"its code cannot run several tokens after its cache ({why})") from error
         grown, state = list[Grown](), set[str]()
         for name, value in _leaves(cache):
             axis = _token_axis(before.get(name), value)
@@ -116,7 +104,7 @@ class SnapshotLayout:
                 state.add(name)
         if not grown and not state:
             raise ModelNotSupported(f"{type(model).__name__} caches nothing")
-        return cls(argument, copy.deepcopy(cache), grown, frozenset(state), new_cache)
+        return cls(argument, copy.deepcopy(cache), grown, frozenset(state))
 
     def captured(
         self, cache: Any, steps: Iterable[tuple[int, int]], length: int, *, state: bool
@@ -200,21 +188,20 @@ class SnapshotLayout:
 
 
 class Ran(NamedTuple):
-    """What a forward returned: its cache and the argument that takes it, and the last token's logits."""
+    """What a forward returned: its cache and the argument that takes it, and its logits."""
 
     argument: str
     cache: Any
-    logits: Tensor  # [vocab]
-
-
-def _no_cache() -> Any:
-    """For models that make their cache themselves."""
+    logits: Tensor  # [tokens, vocab]
 
 
 @torch.no_grad()
-def run(model: Any, ids: Tensor, known: int = 0, argument: str = "", cache: Any = None) -> Ran:
+def run(
+    model: Any, ids: Tensor, known: int = 0, argument: str = "", cache: Any = None, *, keep: int = 1
+) -> Ran:
     """Run the tokens of ``ids`` ``[1, tokens]`` after the ``known`` ones, which are in ``cache``.
 
+    ``keep`` is the number of logits that are wanted, at least; 0: all.
     ModelNotSupported if the model returns no cache.
     """
     inputs: dict[str, Any] = {"input_ids": ids[:, known:]}
@@ -229,19 +216,19 @@ def run(model: Any, ids: Tensor, known: int = 0, argument: str = "", cache: Any 
     if argument:
         inputs[argument] = cache
     if "logits_to_keep" in known_arguments:
-        inputs["logits_to_keep"] = 1
+        inputs["logits_to_keep"] = keep
     output = model(**{**inputs, "use_cache": True, "return_dict": True})
     for name in CACHE_ARGUMENTS:
         if (found := getattr(output, name, None)) is not None:
-            return Ran(name, found, output.logits[0, -1])
+            return Ran(name, found, output.logits[0])
     if cache is not None:
-        return Ran(argument, cache, output.logits[0, -1])
+        return Ran(argument, cache, output.logits[0])
     raise ModelNotSupported(f"{type(model).__name__} returns no cache")
 
 
 # -- the values of a cache -----------------------------------------------------------------------------
 
-_CONSTANT = (str, bytes, torch.dtype, torch.device, type)
+_CONSTANT = (str, bytes, torch.dtype, torch.device, type, PreTrainedConfig)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
