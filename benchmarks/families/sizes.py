@@ -32,8 +32,8 @@ _NAMES: dict[int, str] = {
     "shared_intermediate_size moe_shared_expert_intermediate_size router_hidden_size",
     24: "kv_lora_rank q_lora_rank o_lora_rank",
     16: "head_dim swa_head_dim attention_head_size kv_channels v_head_dim swa_v_head_dim qk_nope_head_dim "
-    "index_head_dim index_n_heads query_pre_attn_scalar hidden_size_per_layer_input linear_head_dim linear_key_head_dim "
-    "linear_value_head_dim adapter_rank image_size",
+    "index_head_dim index_n_heads query_pre_attn_scalar hidden_size_per_layer_input linear_head_dim "
+    "linear_key_head_dim linear_value_head_dim adapter_rank image_size",
     2: "num_key_value_heads swa_num_key_value_heads num_experts_per_tok num_experts_per_token moe_k moe_topk "
     "top_k_experts linear_num_key_heads index_topk_blocks eos_token_id",
     1: "n_group topk_group bos_token_id",
@@ -139,3 +139,14 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "gemma4_text": {"shared KV": ({"num_kv_shared_layers": 2}, {})},
 }
 """More configurations of a family: what differs, and what differs in the oracle beside that."""
+
+_DRAFTER = "drafts for another model, whose keys and values it attends to"
+_AUDIO = "generates several audio codes per step, not text"
+NOT_BUILT_BECAUSE = {
+    "gemma3n": "its vision tower needs timm; gemma3n_text is checked",
+    "gemma4_assistant": _DRAFTER,
+    "gemma4_unified_assistant": _DRAFTER,
+    "musicgen": _AUDIO,
+    "musicgen_melody": _AUDIO,
+}
+"""Why some families have no tiny model that generates by itself."""

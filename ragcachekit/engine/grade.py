@@ -20,7 +20,7 @@ from ragcachekit.forward.attention import install
 from ragcachekit.forward.check import compare, tolerance_for
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope, context_of, describe_rope
-from ragcachekit.model.snapshots import SnapshotLayout, run
+from ragcachekit.model.snapshots import PAST, SnapshotLayout, run
 from ragcachekit.types import check_type
 
 log = logging.getLogger(__name__)
@@ -118,4 +118,12 @@ def check_snapshots(model: Any, layout: SnapshotLayout) -> float:
         worst = max(worst, compare(ran.logits, expected, tolerance, what))
         found += layout.captured(ran.cache, [(known, cut)], cut, state=True)
         known = cut
+    more = torch.cat((ids, ids[:, :2]), 1)
+    given: dict[str, Any] = {layout.argument: layout.restored(found), "input_ids": more[:, TOKENS:]}
+    if layout.argument == PAST:
+        given |= {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    try:
+        model.generate(**given, max_new_tokens=1, do_sample=False)
+    except Exception as error:  # of the model's own code
+        raise ModelNotSupported(f"its generate does not go on from a given cache ({error})") from error
     return worst

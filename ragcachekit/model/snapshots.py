@@ -68,7 +68,8 @@ class SnapshotLayout:
     """What one model caches, found by a probe: how to copy it, and how to make a cache of the copies.
 
     ``has_state``: whether it caches more than rows. Then a prompt goes on only from steps that have the state
-    after them. ``token_bytes`` and ``state_bytes`` are the size of a row and of a state.
+    after them. ``token_bytes`` and ``state_bytes`` are the size of a row and of a state; ``stored`` says in
+    words what they hold.
     """
 
     def __init__(self, argument: str, template: Any, grown: Sequence[Grown], state: frozenset[str]) -> None:
@@ -77,8 +78,14 @@ class SnapshotLayout:
         self._leaves = dict(_leaves(template))
         self._device = next(value.device for value in self._leaves.values() if isinstance(value, Tensor))
         self.token_bytes = sum(one.width * one.dtype.itemsize for one in self.grown)
-        tensors = (value for name in state if isinstance(value := self._leaves[name], Tensor))
-        self.state_bytes = sum(tensor.nbytes for tensor in tensors)
+        tensors = {name: value for name in state if isinstance(value := self._leaves[name], Tensor)}
+        self.state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        numbers = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+        self.stored = "; ".join(
+            f"{self._attributes(names)} per {unit}"
+            for names, unit in (([one.name for one in grown], "token"), (numbers, "state"))
+            if names
+        )
 
     @classmethod
     def of(cls, model: Any) -> SnapshotLayout:
@@ -173,6 +180,13 @@ class SnapshotLayout:
                 return f"{one.name} has {list(side.shape)} {side.dtype}, the model {one.width} {one.dtype}"
         return None
 
+    def _attributes(self, names: Iterable[str]) -> str:
+        """The attributes that hold some values, as ``conv states, recurrent states``."""
+        parts = (
+            [part for part in name.split(".") if not part.isdigit()] or [self.argument] for name in names
+        )
+        return ", ".join(sorted({part[-1].replace("_", " ") for part in parts}))
+
     def _state(self, leaves: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
         out = dict[str, Tensor]()
         for name, value in leaves:
@@ -220,6 +234,8 @@ def run(
     output = model(**{**inputs, "use_cache": True, "return_dict": True})
     for name in CACHE_ARGUMENTS:
         if (found := getattr(output, name, None)) is not None:
+            if hasattr(found, "__dict__") and not hasattr(found, "is_compileable"):
+                found.is_compileable = False  # generate asks this of every cache that it is given
             return Ran(name, found, output.logits[0])
     if cache is not None:
         return Ran(argument, cache, output.logits[0])
