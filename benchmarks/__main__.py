@@ -20,6 +20,7 @@ COMMANDS = {
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
     "novel-questions": "novel_questions:novel_questions",
+    "order": "order:order",
     "speculation": "speculation:speculation",
     "framework-batches": "framework_batches:framework_batches",
     "routing": "cluster.routing:routing",

@@ -646,7 +646,7 @@ class RagCache:
         Where chunks cannot be linked, every policy that reuses anything stands for exact beginnings.
         """
         if self.grade == "prefix":
-            return ResolvedPolicy(open_policy("reuse"), "prefix") if policy.reads_cache else _as_it_is(policy)
+            return _as_it_is(open_policy("prefix")) if policy.reads_cache else _as_it_is(policy)
         if isinstance(policy, Auto):
             return self.components.auto.resolve(namespace)
         if isinstance(policy, Budget):

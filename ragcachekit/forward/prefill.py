@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragcachekit.cancellation import raise_if_cancelled
 from ragcachekit.errors import LinkedPromptUsed, ModelNotSupported
+from ragcachekit.forward.continuation import continue_snapshot
 from ragcachekit.forward.linker import (
     LinkedCache,
     LinkedLayer,
@@ -29,7 +29,7 @@ from ragcachekit.forward.linker import (
 from ragcachekit.forward.rows import OwnRows
 from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
-from ragcachekit.model.snapshots import PAST, run
+from ragcachekit.model.snapshots import PAST
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest, apply_selection, plain_plan
 from ragcachekit.plan.prefix_match import PrefixMatch
 from ragcachekit.policies.base import (
@@ -77,8 +77,8 @@ def prepare(model: Any, rope: Rope, plan: LinkPlan, *, capture: bool = False, wh
     ``capture`` observes rows of missing entries. ``whole`` gives prompts that reuse nothing a cache that
     keeps all rows; the default one drops those outside sliding windows.
     """
-    if plan.prefix_match is not None and plan.prefix_match.snapshots is not None:
-        return continue_snapshot(model, plan)
+    if (match := plan.prefix_match) is not None and match.snapshots is not None:
+        return _after_snapshot(model, plan, match)
     plan, buffers = choose(model, rope, plan)
     items = own_entries(plan) if capture and plan.missing else ()
     own = OwnRows(plan, items) if items else None
@@ -101,9 +101,9 @@ def prepare_ahead(
     Costs one more pass over the weights than :func:`prepare`, and works with every option for a pre-filled
     cache. ``repeats`` is the number of beams.
     """
-    if plan.prefix_match is not None and plan.prefix_match.snapshots is not None:
+    if (match := plan.prefix_match) is not None and match.snapshots is not None:
         if repeats == 1:
-            return continue_snapshot(model, plan, ahead=True)
+            return _after_snapshot(model, plan, match, ahead=True)
         assert plan.request is not None
         why = "several beams do not go on from a snapshot"
         return Prefill(_whole_prompt(plan, model.device), plain_plan(replace(plan.request, fallback=why)))
@@ -126,51 +126,17 @@ def prepare_ahead(
     return Prefill({**arguments, "past_key_values": inputs.cache}, plan)
 
 
-def continue_snapshot(model: Any, plan: LinkPlan, *, ahead: bool = False) -> Prefill:
-    """Go on after the snapshot that was found, to the prompt's last step, and copy the states on the way.
-
-    A forward per part that ends in a state: it costs the copies, and no forward more than the prompt's own.
-    ``ahead`` runs all tokens but the last.
-    """
-    match, inputs = plan.prefix_match, _whole_prompt(plan, model.device)
-    assert match is not None
-    assert match.snapshots is not None
-    layout, ids, known = match.snapshots, inputs["input_ids"], match.match.tokens
-    found, argument, taken = [reused.kv for reused in match.match.found], layout.argument, list[ChunkKV]()
-    cache = layout.restored(found) if found or not layout.has_state else None
-    parts = list(_parts(match)) if layout.has_state else []
-    if ahead or argument != PAST:  # whose generate does not leave out what is in the cache
-        parts.append(([], len(plan.token_ids) - 1))
-    for steps, stop in parts:
-        raise_if_cancelled()
-        if stop > known:
-            ran = run(model, ids[:, :stop], known, argument if cache is not None else "", cache)
-            cache, known = ran.cache, stop
-        if steps:
-            taken += layout.captured(cache, steps, stop, state=True)
-    if cache is None:
+def _after_snapshot(model: Any, plan: LinkPlan, match: PrefixMatch, *, ahead: bool = False) -> Prefill:
+    """A prompt of a model that is not linked; ``ahead``: all tokens but the last are run."""
+    inputs = _whole_prompt(plan, model.device)
+    ran = continue_snapshot(model, match, inputs["input_ids"], ahead=ahead)
+    if ran is None:
         return Prefill(inputs, plan)
-    if argument != PAST:
-        inputs = {"input_ids": ids}
-    return Prefill(
-        {**inputs, argument: cache}, plan, None, None, tuple(taken), known if argument != PAST else 0
-    )
-
-
-def _parts(match: PrefixMatch) -> Iterator[tuple[list[tuple[int, int]], int]]:
-    """The steps after a match, cut where a state is copied, each with the tokens up to its end.
-
-    After the first text, every chunk and the last step, and where an earlier prompt began to differ.
-    """
-    path, stop, steps = match.match.path, match.match.tokens, list[tuple[int, int]]()
-    for number, step in enumerate(path[len(match.match) :], len(match.match) + 1):
-        start, stop = stop, stop + step.tokens
-        steps.append((start, stop))
-        ends = number == len(path) or path[number].document
-        # At least two tokens: some models compute a single one by other code, with other rounding.
-        if (step.document or ends or stop == match.shared) and stop - steps[0][0] > 1:
-            yield steps, stop
-            steps = []
+    if ran.argument == PAST:
+        return Prefill({**inputs, PAST: ran.cache}, plan, None, None, ran.snapshots)
+    # Generate leaves out what is in a cache under the usual name alone.
+    inputs = {"input_ids": inputs["input_ids"], ran.argument: ran.cache}
+    return Prefill(inputs, plan, None, None, ran.snapshots, ran.known)
 
 
 def _reuses(plan: LinkPlan) -> bool:

@@ -44,6 +44,7 @@ class PrefixMatch:
     epoch: int = 0  # of the turns, at the look-up
     snapshots: SnapshotLayout | None = None  # of a model whose chunks cannot be linked
     shared: int = 0  # its tokens that an earlier prompt had, although it cannot go on from there
+    held: Match | None = None  # keeps the nodes pinned, where ``match`` has only some of them
 
     @property
     def tokens(self) -> int:
@@ -95,8 +96,8 @@ def match_prefix(
     if isinstance(layout, SnapshotLayout):
         ms, known = (time.perf_counter() - started_at) * 1e3, match.found
         last = max((n for n, node in enumerate(known, 1) if layout.can_go_on(node.kv)), default=0)
-        shared = match.tokens
-        return PrefixMatch(replace(match, found=known[:last]), ms, (), ids, epoch, layout, shared)
+        usable = replace(match, found=known[:last])
+        return PrefixMatch(usable, ms, (), ids, epoch, layout, match.tokens, match)
     found = tree.turns.longest(root, token_ids) if not root.regime else None
     if found is not None:
         turn, tokens = found

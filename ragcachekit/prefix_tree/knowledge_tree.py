@@ -360,26 +360,27 @@ def _longest_chain(
 ) -> _Chain:
     """The best chain among ``children`` and below, where the blocks of ``text[:common]`` lead."""
     best, looks = _NO_CHAIN, 0
-    stack: list[tuple[_Children, Ids, _Chain]] = [(children, text[: common // BLOCK * BLOCK], best)]
-    while stack:
-        children, before, chain = stack.pop()  # ``before``: the first text so far
+    # The first text so far is the second of each; what is below other text comes last.
+    todo = deque[tuple[_Children, Ids, _Chain]]([(children, text[: common // BLOCK * BLOCK], best)])
+    while todo:
+        children, before, chain = todo.pop()
         for node in children.values():
             looks += 1
             if looks > MAX_LOOKS:
                 return best
             step, tokens = node.step, chain.tokens + node.step.tokens
             if not step.document and chain.numbers:
-                stack.append((node.children, before, chain._replace(tokens=tokens)))
+                todo.appendleft((node.children, before, chain._replace(tokens=tokens)))
             elif not step.document:
                 longer = (*before, *step.token_ids)
                 if step.token_ids and longer[:common] == text[: min(common, len(longer))]:
-                    stack.append((node.children, longer, chain))
+                    todo.appendleft((node.children, longer, chain))
             elif chain.numbers or len(before) >= common:
                 free = (-one for one in numbers.get(whole_id(step.ids[-1]), ()) if -one not in chain.numbers)
                 if (number := next(free, None)) is not None:
                     shared = chain.shared or common_length(before, text)
                     after = _Chain(tokens, shared, (*chain.numbers, number))
-                    stack.append((node.children, before, after))
+                    todo.append((node.children, before, after))
                     best = max(best, after)
     return best
 
