@@ -83,7 +83,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "hash_seed": 0},
     "xlstm": {"hidden_size": 128},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},

@@ -51,14 +51,19 @@ class Grown(NamedTuple):
         """Numbers per token."""
         return math.prod(size for axis, size in enumerate(self.shape) if axis != self.axis)
 
+    @property
+    def kept(self) -> torch.dtype:
+        """The dtype of the copies: stores keep no integers."""
+        return self.dtype if self.dtype.is_floating_point else torch.float64
+
     def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """A copy of some rows, ``[1, tokens, width]``."""
-        rows = tensor.narrow(self.axis, start, stop - start).movedim(self.axis, 0)
+        rows = tensor.narrow(self.axis, start, stop - start).movedim(self.axis, 0).to(self.kept)
         return rows.reshape(1, stop - start, self.width).clone(memory_format=torch.contiguous_format)
 
     def joined(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
         """The tensor of rows that follow each other, in memory of its own."""
-        nothing = torch.empty(1, 0, self.width, dtype=self.dtype, device=device)
+        nothing = torch.empty(1, 0, self.width, dtype=self.kept, device=device)
         rows = torch.cat((nothing, *parts), 1)[0]
         rest = [size for axis, size in enumerate(self.shape) if axis != self.axis]
         return rows.reshape(len(rows), *rest).movedim(0, self.axis).to(self.dtype).contiguous()
@@ -77,7 +82,7 @@ class SnapshotLayout:
         self.grown, self.has_state = tuple(grown), bool(state)
         self._leaves = dict(_leaves(template))
         self._device = next(value.device for value in self._leaves.values() if isinstance(value, Tensor))
-        self.token_bytes = sum(one.width * one.dtype.itemsize for one in self.grown)
+        self.token_bytes = sum(one.width * one.kept.itemsize for one in self.grown)
         tensors = {name: value for name in state if isinstance(value := self._leaves[name], Tensor)}
         self.state_bytes = sum(tensor.nbytes for tensor in tensors.values())
         numbers = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
@@ -176,8 +181,8 @@ class SnapshotLayout:
         if kv.tokens != tokens or len(sides) < len(self.grown):
             return f"it has {kv.tokens} tokens and {len(sides)} tensors"
         for one, side in zip(self.grown, sides, strict=False):
-            if side.shape[0] and (side.shape[-1] != one.width or side.dtype != one.dtype):
-                return f"{one.name} has {list(side.shape)} {side.dtype}, the model {one.width} {one.dtype}"
+            if side.shape[0] and (side.shape[-1] != one.width or side.dtype != one.kept):
+                return f"{one.name} has {list(side.shape)} {side.dtype}, the model {one.width} {one.kept}"
         return None
 
     def _attributes(self, names: Iterable[str]) -> str:
