@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import logging
 import re
+import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.families.dialogues import DIALOGUES, Dialogues, bare, converse
 from benchmarks.families.families import Family, all_families, build
 from benchmarks.families.second_check import compare
+from benchmarks.families.sizes import NOT_BUILT_BECAUSE
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport, versions
-from ragcachekit.engine.admission import admit
+from ragcachekit.engine.grade import Grade
+from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.model.rope import describe_rope
+from ragcachekit.model.snapshots import SnapshotLayout
 
-EXACT, REFUSED, WRONG = "exact", "refused", "wrong"
-LONGEST_REASON = 240
+LINKED, PREFIX, REFUSED, WRONG, NOT_BUILT = "linked", "prefix", "refused", "wrong", "not built here"
+NOTHING = "nothing"
+LONGEST_REASON = 400
+TYPICAL_TOKENS, TYPICAL_STATES = 150, 3  # of a dialogue's prompt
 
 
 def families(
@@ -37,7 +43,7 @@ def families(
 ) -> None:
     """Check a tiny random model of every family of the installed transformers.
 
-    Ends with 1 if any family was admitted and came out wrong.
+    Ends with 1 if any answers otherwise than the bare model.
     """
     quiet_loading()
     checks = run()
@@ -52,18 +58,22 @@ def families(
 
 @dataclass(frozen=True)
 class FamilyCheck:
-    """Whether the library gives what a tiny random model of the family computes.
+    """What the library reuses exactly on a tiny random model of the family.
 
-    ``family`` is the ``model_type``, with the variant in brackets. ``status`` is ``exact`` (passed the
-    admission check and the second one), ``refused`` (the library will not link it, or no tiny model could be
-    built) or ``wrong`` (admitted, and the second check failed). ``max_abs_diff`` is the greatest difference
-    of both checks, relative to the greatest value of its tensor.
+    ``family`` is the ``model_type``, with the variant in brackets. ``status`` is the grade, ``linked`` or
+    ``prefix``; or ``refused`` (no engine can be made), ``wrong`` (not what the bare model computes) or ``not
+    built here`` (there is no tiny model that generates). ``stored`` is "nothing" where nothing is
+    reused. ``max_abs_diff`` is the greatest difference of the second check of linked models, relative to the
+    greatest value of its tensor.
     """
 
     family: str
     status: str
-    reason: str
-    max_abs_diff: float | None
+    reason: str = ""
+    stored: str = ""
+    token_bytes: int | None = None
+    state_bytes: int | None = None
+    max_abs_diff: float | None = None
 
 
 def run(chosen: Sequence[Family] | None = None, *, progress: bool = True) -> tuple[FamilyCheck, ...]:
@@ -78,108 +88,174 @@ def run(chosen: Sequence[Family] | None = None, *, progress: bool = True) -> tup
 
 
 def check_family(family: Family) -> FamilyCheck:
-    """Both checks of one family; whatever it raises ends up in its row."""
+    """The grade of one family, checked; whatever it raises ends up in its row."""
     try:
-        model, oracle = build(family), build(family, oracle=True)
+        model, oracle = build(family), build(family)
+        bare(oracle, Dialogues(1).prompt(0))
     except Exception as error:  # a hundred families' own code: anything can come
-        return FamilyCheck(family.name, REFUSED, f"not built: {_said(error)}", None)
-    try:
-        with torch.no_grad():
-            passed = admit(model, describe_rope(model))
-        found = compare(model, oracle)
-    except ModelNotSupported as error:
-        return FamilyCheck(family.name, REFUSED, _said(error), None)
-    except Exception as error:  # a user would see it too: neither exact nor refused
-        return FamilyCheck(family.name, WRONG, f"{type(error).__name__}: {_said(error)}", None)
-    worst = max(passed.difference, *(one.found for one in found))
-    if bad := [one for one in found if one.wrong]:
-        reason = f"{bad[0].what}: off by {bad[0].found:.2g}, allowed {bad[0].allowed:.0e}"
-        return FamilyCheck(family.name, WRONG, reason, worst)
-    return FamilyCheck(family.name, EXACT, "", worst)
+        return FamilyCheck(family.name, NOT_BUILT, NOT_BUILT_BECAUSE.get(family.name, _said(error)))
+    with tempfile.TemporaryDirectory(prefix="ragcachekit-") as folder:
+        open_engine = partial(RagCache, model, cache_dir=folder)
+        try:
+            with open_engine() as rag:
+                grade = rag.components.grade
+            if grade.name == LINKED:
+                return _linked(family, model, grade)
+            return _prefix(family, grade, open_engine, oracle)
+        except ModelNotSupported as error:
+            return FamilyCheck(family.name, REFUSED, _said(error))
+        except Exception as error:  # a user would see it, too
+            return FamilyCheck(family.name, WRONG, f"{type(error).__name__}: {_said(error)}")
+
+
+def _linked(family: Family, model: Any, grade: Grade) -> FamilyCheck:
+    assert grade.layout is not None
+    found = compare(model, build(family, oracle=True))
+    stored = FamilyCheck(family.name, LINKED, "", grade.layout.stored, grade.layout.token_bytes)
+    bad = [one for one in found if one.wrong]
+    reason = f"{bad[0].what}: off by {bad[0].found:.2g}, allowed {bad[0].allowed:.0e}" if bad else ""
+    return replace(
+        stored,
+        status=WRONG if bad else LINKED,
+        reason=reason,
+        max_abs_diff=max(one.found for one in found),
+    )
+
+
+def _prefix(family: Family, grade: Grade, open_engine: Callable[..., RagCache], oracle: Any) -> FamilyCheck:
+    layout = grade.layout
+    prompt_bytes = 0 if layout is None else TYPICAL_TOKENS * layout.token_bytes
+    if isinstance(layout, SnapshotLayout):
+        prompt_bytes += TYPICAL_STATES * layout.state_bytes
+    course = converse(open_engine, oracle, prompt_bytes)
+    if course.wrong:
+        return FamilyCheck(family.name, WRONG, course.wrong)
+    if not isinstance(layout, SnapshotLayout):
+        return FamilyCheck(family.name, PREFIX, _cut(grade.why), NOTHING)
+    if not (course.hits and course.evicted):
+        return FamilyCheck(family.name, WRONG, f"{course.hits} hits and {course.evicted} evictions")
+    return FamilyCheck(
+        family.name, PREFIX, _cut(grade.why), layout.stored, layout.token_bytes, layout.state_bytes
+    )
 
 
 def summary(checks: Sequence[FamilyCheck]) -> str:
     """How many of each status."""
     counts = Counter(check.status for check in checks)
-    return ", ".join(f"{counts[status]} {status}" for status in (EXACT, REFUSED, WRONG))
+    return ", ".join(f"{counts[status]} {status}" for status in (LINKED, PREFIX, REFUSED, WRONG, NOT_BUILT))
 
 
 def page(checks: Sequence[FamilyCheck]) -> str:
-    """A page of the documentation: the exact families, and the others by reason."""
-    of = {status: [check for check in checks if check.status == status] for status in (EXACT, REFUSED, WRONG)}
-    worst = max((check.max_abs_diff or 0.0 for check in of[EXACT]), default=0.0)
+    """A page of the documentation: what the grades give, and the families by grade and by what is stored."""
+    of = {
+        status: [check for check in checks if check.status == status]
+        for status in (LINKED, PREFIX, REFUSED, WRONG, NOT_BUILT)
+    }
+    nothing = [check for check in of[PREFIX] if check.stored == NOTHING]
     lines = [
-        "# Which models can be linked",
-        "",
-        f"Every causal LM family of transformers {versions()['transformers']}, checked on a tiny random "
-        f"model of each (some in several configurations): **{summary(checks)}**. Written by "
-        "`python -m benchmarks families --json benchmarks/results/families.json --markdown docs/models.md`.",
+        "# Which models work",
         "",
         *_EXPLAINED,
         "",
-        "## Exact",
+        f"Every causal LM family of transformers {versions()['transformers']}, on a tiny random model (some "
+        f"in several configurations): **{summary(checks)}**; on {len(nothing)} of grade prefix nothing is "
+        "reused. Bytes are those of the tiny models in float32. Written by `python -m benchmarks families "
+        "--json benchmarks/results/families.json --markdown docs/models.md`; the JSON has every reason.",
         "",
-        f"The greatest difference is {worst:.1e}.",
+        "## Linked",
         "",
-        ", ".join(sorted(check.family for check in of[EXACT])),
+        *_by_bytes(of[LINKED]),
         "",
-        "## Refused",
+        "## Prefix",
         "",
-        *_by_reason(of[REFUSED]),
+        *_by_stored([check for check in of[PREFIX] if check.stored != NOTHING]),
         "",
         *_WHY,
-        *(["", "## Wrong", "", *_by_reason(of[WRONG])] if of[WRONG] else []),
     ]
+    for title, found in (
+        ("Prefix, but nothing to reuse", nothing),
+        ("Refused", of[REFUSED]),
+        ("Wrong", of[WRONG]),
+        ("Not built here", of[NOT_BUILT]),
+    ):
+        lines += ["", f"## {title}", "", *_by_reason(found)] if found else []
     return "\n".join(lines) + "\n"
 
 
 _EXPLAINED = (
-    "**Exact**: the admission check passes (a chunk linked at an offset is the chunk run there; a "
-    "prompt with some rows kept is its ordinary prefill), and so does a second check by other code: a "
-    "longer prompt with three chunks, through the store and `generate`, against a copy of the model "
-    "that the library never touches. With every row recomputed, logits are those of the ordinary "
-    "prefill within 1e-5 and greedy tokens are equal; with four tokens of each chunk recomputed, "
-    "logits, tokens, keys and values are those of one plain decoding step per computed row within 1e-4."
-    " Differences are relative to the greatest value of a tensor, in float32. **Refused**: `RagCache` "
-    "raises `ModelNotSupported`, or no tiny model could be built here. **Wrong**: admitted, and the "
-    "second check fails.",
+    "`RagCache(model)` checks the model and grades it. `rag.grade`, `repr(rag)` and "
+    "`ragcachekit check-model MODEL` tell the grade and the reason. Every causal LM works.",
     "",
-    "Where attention depends on positions from some token on (Ministral 3: "
-    "`original_max_position_embeddings`; Llama 4: `attention_chunk_size` and `floor_scale`), prompts up to "
-    "there are linked. Longer ones are prefilled in full, with the reason in the report.",
+    "- **linked**: chunks are reused at any place of a prompt, in any order; exact beginnings as well.",
+    "- **prefix**: exact beginnings alone are reused: the system text, the documents after it while they are "
+    "the same in the same order, earlier turns. Answers are those of the bare model. Put what repeats first, "
+    'and give the [retriever](retrieval.md) `order="cached"`. Recurrent states are kept after the system '
+    "text, every chunk and every turn.",
     "",
-    "A model of your own is checked at its first use, and by `ragcachekit check-model MODEL`: its "
-    "configuration may differ from the one checked here.",
+    "Where attention depends on positions from some token on (Ministral 3, Llama 4), prompts up to there are "
+    "linked. Longer ones are prefilled in full, with the reason in the report.",
+    "",
+    "The check of linked models: a prompt with three chunks against an untouched copy of the model. With "
+    "everything recomputed, logits are within 1e-5 and greedy tokens equal; with four tokens of a chunk "
+    "recomputed, logits, keys and values are within 1e-4 of plain decoding steps. That of prefix: the copy's "
+    f"greedy tokens in {DIALOGUES} random dialogues with hits, evictions, restarts from the disk and "
+    "forgotten chunks.",
 )
 
 
 _WHY = (
-    "- Beam scales queries by their position from the first token on. Hunyuan multiplies queries and keys by "
-    "a norm's weights after rotating them. A chunk at another place is another chunk there.",
-    "- Doge adds a weight per key, computed from its value, to the mask. Linked forwards have no mask.",
+    "Why some with RoPE are not linked:",
+    "",
+    "- Beam scales queries by their position; Hunyuan multiplies queries and keys by a norm's weights after "
+    "rotating them. A chunk at another place is another chunk there.",
+    "- Doge adds a weight per key to the mask; linked forwards have none.",
     "- Falcon and GPT-NeoX Japanese attend by code of their own; a registered function is not called.",
-    "- Sparse attention with an indexer (DeepSeek V3.2, GLM MoE DSA, AXK2, dots3 note, HY V4) caches a third "
-    "tensor per layer, rotated in another layout, chooses keys over a mask that linked forwards do not have, "
-    "and applies that choice itself only under the names `eager` and `sdpa`.",
+    "- Sparse attention with an indexer caches a third tensor per layer, rotated in another layout, and "
+    "chooses keys over a mask.",
 )
 
 
+def _by_bytes(checks: Sequence[FamilyCheck]) -> list[str]:
+    rows = _grouped(checks, lambda check: f"{check.token_bytes:,}")
+    return ["| bytes per token (keys, values) | families |", "|---|---|", *rows]
+
+
+def _by_stored(checks: Sequence[FamilyCheck]) -> list[str]:
+    rows = _grouped(
+        checks,
+        lambda check: (
+            f"{check.stored} | {check.token_bytes or 0:,}"
+            + (f" + {check.state_bytes:,}" if check.state_bytes else "")
+        ),
+    )
+    return ["| stored | bytes per token + state | families |", "|---|---|---|", *rows]
+
+
 def _by_reason(checks: Sequence[FamilyCheck]) -> list[str]:
-    """A table of reasons, without what names a single model, and their families; all of it is in the JSON."""
+    """A table of reasons, without what names a single model, and their families."""
+
+    def reason(check: FamilyCheck) -> str:
+        last = check.reason.rpartition("; and nothing is reused, either: ")[2]
+        last = re.sub(r"^\w+ (?=returns |caches )|, logits after .*|logits after .*", "", last)
+        return last.replace("|", "/")
+
+    return ["| reason | families |", "|---|---|", *_grouped(checks, reason)]
+
+
+def _grouped(checks: Sequence[FamilyCheck], key: Callable[[FamilyCheck], str]) -> list[str]:
+    """Table rows of the families with equal keys."""
     families: dict[str, list[str]] = {}
     for check in checks:
-        reason = re.sub(r"^\w+ (?=uses |does |cannot |has )|^layer \d+: ", "", check.reason)
-        reason = reason.partition(":")[0].partition(" (off by ")[0]
-        reason = re.sub(r" by [\d.]+ of the largest value.*| at offset \d+", "", reason)
-        families.setdefault(reason, []).append(check.family)
-    rows = (
-        f"| {reason.replace('|', '/')} | {', '.join(sorted(names))} |" for reason, names in families.items()
-    )
-    return ["| reason | families |", "|---|---|", *rows]
+        families.setdefault(key(check), []).append(check.family)
+    return [f"| {group} | {', '.join(sorted(names))} |" for group, names in sorted(families.items())]
 
 
 def _said(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    return _cut(str(error) or type(error).__name__)
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
 
 

@@ -25,27 +25,29 @@ _NAMES: dict[int, str] = {
     "qk_rope_head_dim rotary_dim laurel_rank window_size keep_window_size floor_scale log_scaling_n_floor "
     "zero_expert_num hc_lowrank mamba_d_state",
     64: "hidden_size n_embd d_model emb_dim embedding_size ngram_vocab_size_base adapter_in_dim "
-    "adapter_input_size adapter_out_dim",
+    "adapter_input_size adapter_out_dim hidden_size_global",
     96: "intermediate_size dense_intermediate_size intermediate_size_mlp n_inner ffn_hidden_size ffn_dim "
     "expert_ffn_hidden_size feed_forward_size decoder_ffn_dim encoder_ffn_dim dff dim_ff",
     32: "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
     "shared_intermediate_size moe_shared_expert_intermediate_size router_hidden_size",
     24: "kv_lora_rank q_lora_rank o_lora_rank",
     16: "head_dim swa_head_dim attention_head_size kv_channels v_head_dim swa_v_head_dim qk_nope_head_dim "
-    "index_head_dim query_pre_attn_scalar hidden_size_per_layer_input linear_head_dim linear_key_head_dim "
-    "linear_value_head_dim adapter_rank image_size",
+    "index_head_dim index_n_heads query_pre_attn_scalar hidden_size_per_layer_input linear_head_dim "
+    "linear_key_head_dim linear_value_head_dim adapter_rank image_size",
     2: "num_key_value_heads swa_num_key_value_heads num_experts_per_tok num_experts_per_token moe_k moe_topk "
-    "top_k_experts index_n_heads linear_num_key_heads index_topk_blocks eos_token_id",
+    "top_k_experts linear_num_key_heads index_topk_blocks eos_token_id",
     1: "n_group topk_group bos_token_id",
     0: "pad_token_id",
 }
 SIZES: dict[str, Any] = {name: size for size, line in _NAMES.items() for name in line.split()}
+SIZES["is_decoder"] = True  # makes causal LMs with a cache of BERT and its like
 
 _THETA = 10000.0
 _DEFAULT = {"rope_type": "default", "rope_theta": _THETA}
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    "blt": {"encoder_hash_byte_group_vocab": VOCAB},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
+    "blt": {"encoder_hash_byte_group_vocab": VOCAB, "num_hidden_layers": 4},
     "cohere_compass_text": {"rope_parameters": {"sliding_attention": _DEFAULT, "full_attention": _DEFAULT}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": _THETA, "clip_qkv": 3.0},
@@ -55,6 +57,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 4}},
     "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 4}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -80,7 +84,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "hash_seed": 0},
+    "xlstm": {"hidden_size": 128},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single families need beside them."""
@@ -125,9 +131,23 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         )
     },
     "minimax_m3_vl_text": {
-        "sparse attention": ({"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}, {})
+        "sparse attention": (
+            {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
+            {},
+        )
     },
     "granitemoehybrid": {"attention only": ({"layer_types": ["attention"] * LAYERS}, {})},
     "gemma4_text": {"shared KV": ({"num_kv_shared_layers": 2}, {})},
 }
 """More configurations of a family: what differs, and what differs in the oracle beside that."""
+
+_DRAFTER = "drafts for another model, whose keys and values it attends to"
+_AUDIO = "generates several audio codes per step, not text"
+NOT_BUILT_BECAUSE = {
+    "gemma3n": "its vision tower needs timm; gemma3n_text is checked",
+    "gemma4_assistant": _DRAFTER,
+    "gemma4_unified_assistant": _DRAFTER,
+    "musicgen": _AUDIO,
+    "musicgen_melody": _AUDIO,
+}
+"""Why some families have no tiny model that generates by itself."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import typer
 
 from ragcachekit.commands import options as opt
@@ -12,27 +16,28 @@ from ragcachekit.commands.workspace import load_checked, load_tokenizer
 def check_model(
     model: opt.ModelArgument = "", json: opt.Json = None, device: opt.Device = None, dtype: opt.Dtype = "auto"
 ) -> None:
-    """Check whether chunk KV can be reused on a model without changing what it computes.
+    """Check what can be reused on a model without changing what it computes.
 
-    Ends with 0 if it can (status exact), with 1 if the model is refused.
+    Ends with 0 where the grade is linked or prefix, with 1 if the model is refused.
     """
     quiet_loading()
     from ragcachekit.commands.report import BenchReport
-    from ragcachekit.engine.admission import admit
+    from ragcachekit.engine.grade import check_generates, grade_of
     from ragcachekit.errors import ModelNotSupported
-    from ragcachekit.model.rope import describe_rope
 
     load_tokenizer(model)  # a folder without a model is named first
     lm = load_checked(model, device, dtype)[0]
-    rows = {"family": type(lm).__name__, "status": "exact", "reason": ""}
-    figures = dict[str, float]()
+    row: dict[str, Any] = {"family": type(lm).__name__}
     try:
-        passed = admit(lm, describe_rope(lm))
-        figures = {"max_abs_diff": passed.difference, "tolerance": passed.tolerance}
-        difference = "{max_abs_diff:.2g} of the largest value, allowed {tolerance:.0e}".format(**figures)
+        check_generates(lm)
+        with tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch:  # no note of an earlier check
+            grade = grade_of(lm, "checked", Path(scratch))
+        layout = grade.layout
+        row |= {"status": grade.name, "stored": "nothing" if layout is None else layout.stored}
+        row |= {"token_bytes": 0 if layout is None else layout.token_bytes}
+        row |= {"state_bytes": getattr(layout, "state_bytes", 0), "reason": grade.why}
     except ModelNotSupported as error:
-        rows |= {"status": "refused", "reason": str(error)}
-        difference = ""
-    written(BenchReport("check-model", model, 0, ({**rows, **figures},)), json)
-    show(pairs({**rows, "max difference": difference}))
-    raise typer.Exit(0 if figures else 1)
+        row |= {"status": "refused", "reason": str(error)}
+    written(BenchReport("check-model", model, 0, (row,)), json)
+    show(pairs({name: str(value) for name, value in row.items() if value}))
+    raise typer.Exit(1 if row["status"] == "refused" else 0)

@@ -21,7 +21,7 @@ from ragcachekit.forward.attention import install
 from ragcachekit.forward.check import compare, tolerance_for
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope, context_of, describe_rope
-from ragcachekit.model.snapshots import SnapshotLayout, run
+from ragcachekit.model.snapshots import PAST, SnapshotLayout, run
 from ragcachekit.types import check_type
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _prefix_grade(model: Any, why: str) -> Grade:
         layout = SnapshotLayout.of(model)
         check_snapshots(model, layout)
     except Exception as error:  # of the model's own code
-        none = f"{why}; and its cache cannot be copied, so nothing is reused: {error}"
+        none = f"{why}; and nothing is reused, either: {error}"
         return Grade("prefix", rope, None, none)
     return Grade("prefix", rope, layout, why)
 
@@ -131,9 +131,18 @@ def check_snapshots(model: Any, layout: SnapshotLayout) -> float:
         for text in (ids.roll(1, 1), ids):  # first something else, which must leave no trace in the snapshot
             prompt = torch.cat((ids[:, :known], text[:, known:cut]), 1)
             cache = layout.restored(found) if found else None
-            ran = run(model, prompt, known, layout.argument if found else "", cache)
-        expected = run(model, ids[:, :cut]).logits
-        worst = max(worst, compare(ran.logits[None], expected[None], tolerance, f"logits after {cut} tokens"))
+            ran = run(model, prompt, known, layout.argument if found else "", cache, keep=0)
+        expected = run(model, ids[:, :cut], keep=0).logits[known:]
+        what = f"going on from its own cache, logits after {known} tokens"
+        worst = max(worst, compare(ran.logits, expected, tolerance, what))
         found += layout.captured(ran.cache, [(known, cut)], cut, state=True)
         known = cut
+    more = torch.cat((ids, ids[:, :2]), 1)
+    given: dict[str, Any] = {layout.argument: layout.restored(found), "input_ids": more[:, TOKENS:]}
+    if layout.argument == PAST:
+        given |= {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    try:
+        model.generate(**given, max_new_tokens=1, do_sample=False)
+    except Exception as error:  # of the model's own code
+        raise ModelNotSupported(f"its generate does not go on from a given cache ({error})") from error
     return worst

@@ -37,7 +37,7 @@ def continue_snapshot(
     layout, known, taken = match.snapshots, match.match.tokens, list[ChunkKV]()
     assert layout is not None
     found, argument = [reused.kv for reused in match.match.found], layout.argument
-    cache = layout.restored(found) if found or not layout.has_state else layout.new_cache()
+    cache = layout.restored(found) if found or not layout.has_state else None
     parts = list(_parts(match)) if layout.has_state else []
     if ahead or argument != PAST:
         parts.append(([], ids.shape[1] - 1))

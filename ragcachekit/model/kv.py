@@ -184,6 +184,11 @@ class KVLayout:
         sides = (side for layer in self._one_token for side in layer)
         return sum(dtype.itemsize * heads * dim for dtype, (heads, _, dim) in sides)
 
+    @property
+    def stored(self) -> str:
+        """What is stored, in words."""
+        return "keys, values per token"
+
     def misfit(self, kv: Any, tokens: int) -> str | None:
         """Why ``kv`` cannot be this model's KV of so many tokens, or None."""
         own = self._of(tokens)

@@ -109,7 +109,7 @@ def _after_snapshot(model: Any, layout: SnapshotLayout, tokens: int) -> Callable
         cache = layout.restored(found) if cached else None
         ids = torch.zeros(1, cached + new, dtype=torch.long, device=model.device)
         started = time.perf_counter()
-        run(model, ids, cached, layout.argument if cached else "", cache).logits[0].item()
+        run(model, ids, cached, layout.argument if cached else "", cache).logits[0, 0].item()
         return cached, new, time.perf_counter() - started
 
     return timed

@@ -14,13 +14,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers import PreTrainedConfig
 
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.model.kv import STATE, ChunkKV
@@ -52,14 +51,19 @@ class Grown(NamedTuple):
         """Numbers per token."""
         return math.prod(size for axis, size in enumerate(self.shape) if axis != self.axis)
 
+    @property
+    def kept(self) -> torch.dtype:
+        """The dtype of the copies: stores keep no integers."""
+        return self.dtype if self.dtype.is_floating_point else torch.float64
+
     def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """A copy of some rows, ``[1, tokens, width]``."""
-        rows = tensor.narrow(self.axis, start, stop - start).movedim(self.axis, 0)
+        rows = tensor.narrow(self.axis, start, stop - start).movedim(self.axis, 0).to(self.kept)
         return rows.reshape(1, stop - start, self.width).clone(memory_format=torch.contiguous_format)
 
     def joined(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
         """The tensor of rows that follow each other, in memory of its own."""
-        nothing = torch.empty(1, 0, self.width, dtype=self.dtype, device=device)
+        nothing = torch.empty(1, 0, self.width, dtype=self.kept, device=device)
         rows = torch.cat((nothing, *parts), 1)[0]
         rest = [size for axis, size in enumerate(self.shape) if axis != self.axis]
         return rows.reshape(len(rows), *rest).movedim(0, self.axis).to(self.dtype).contiguous()
@@ -69,25 +73,24 @@ class SnapshotLayout:
     """What one model caches, found by a probe: how to copy it, and how to make a cache of the copies.
 
     ``has_state``: whether it caches more than rows. Then a prompt goes on only from steps that have the state
-    after them. ``token_bytes`` and ``state_bytes`` are the size of a row and of a state. ``new_cache`` gives
-    the cache of an empty prompt; None where the model makes it.
+    after them. ``token_bytes`` and ``state_bytes`` are the size of a row and of a state; ``stored`` says in
+    words what they hold.
     """
 
-    def __init__(
-        self,
-        argument: str,
-        template: Any,
-        grown: Sequence[Grown],
-        state: frozenset[str],
-        new_cache: Callable[[], Any],
-    ) -> None:
-        self.argument, self._template, self.new_cache = argument, template, new_cache
+    def __init__(self, argument: str, template: Any, grown: Sequence[Grown], state: frozenset[str]) -> None:
+        self.argument, self._template = argument, template
         self.grown, self.has_state = tuple(grown), bool(state)
         self._leaves = dict(_leaves(template))
         self._device = next(value.device for value in self._leaves.values() if isinstance(value, Tensor))
-        self.token_bytes = sum(one.width * one.dtype.itemsize for one in self.grown)
-        tensors = (value for name in state if isinstance(value := self._leaves[name], Tensor))
-        self.state_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.token_bytes = sum(one.width * one.kept.itemsize for one in self.grown)
+        tensors = {name: value for name in state if isinstance(value := self._leaves[name], Tensor)}
+        self.state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        numbers = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+        self.stored = "; ".join(
+            f"{self._attributes(names)} per {unit}"
+            for names, unit in (([one.name for one in grown], "token"), (numbers, "state"))
+            if names
+        )
 
     @classmethod
     def of(cls, model: Any) -> SnapshotLayout:
@@ -97,16 +100,13 @@ class SnapshotLayout:
             (1, PROBED[1]),
             generator=torch.Generator().manual_seed(0),
         ).to(model.device)
-        new_cache = _no_cache
-        try:
-            argument, cache, _ = run(model, ids[:, : PROBED[0]])
-        except ModelNotSupported:  # RecurrentGemma fills the cache that generate gives it, but returns none
-            if PAST not in inspect.signature(model.forward).parameters:
-                raise
-            new_cache = partial(DynamicCache, config=model.config.get_text_config(decoder=True))
-            argument, cache, _ = run(model, ids[:, : PROBED[0]], 0, PAST, new_cache())
+        argument, cache, _ = run(model, ids[:, : PROBED[0]])
         before = {name: _copied(value) for name, value in _leaves(cache)}
-        _, cache, _ = run(model, ids, PROBED[0], argument, cache)
+        try:
+            _, cache, _ = run(model, ids, PROBED[0], argument, cache)
+        except Exception as error:  # of the model's own code
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise ModelNotSupported(f"its code cannot run several tokens after its cache ({why})") from error
         grown, state = list[Grown](), set[str]()
         for name, value in _leaves(cache):
             axis = _token_axis(before.get(name), value)
@@ -116,7 +116,7 @@ class SnapshotLayout:
                 state.add(name)
         if not grown and not state:
             raise ModelNotSupported(f"{type(model).__name__} caches nothing")
-        return cls(argument, copy.deepcopy(cache), grown, frozenset(state), new_cache)
+        return cls(argument, copy.deepcopy(cache), grown, frozenset(state))
 
     def captured(
         self, cache: Any, steps: Iterable[tuple[int, int]], length: int, *, state: bool
@@ -181,9 +181,16 @@ class SnapshotLayout:
         if kv.tokens != tokens or len(sides) < len(self.grown):
             return f"it has {kv.tokens} tokens and {len(sides)} tensors"
         for one, side in zip(self.grown, sides, strict=False):
-            if side.shape[0] and (side.shape[-1] != one.width or side.dtype != one.dtype):
-                return f"{one.name} has {list(side.shape)} {side.dtype}, the model {one.width} {one.dtype}"
+            if side.shape[0] and (side.shape[-1] != one.width or side.dtype != one.kept):
+                return f"{one.name} has {list(side.shape)} {side.dtype}, the model {one.width} {one.kept}"
         return None
+
+    def _attributes(self, names: Iterable[str]) -> str:
+        """The attributes that hold some values, as ``conv states, recurrent states``."""
+        parts = (
+            [part for part in name.split(".") if not part.isdigit()] or [self.argument] for name in names
+        )
+        return ", ".join(sorted({part[-1].replace("_", " ") for part in parts}))
 
     def _state(self, leaves: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
         out = dict[str, Tensor]()
@@ -200,44 +207,49 @@ class SnapshotLayout:
 
 
 class Ran(NamedTuple):
-    """What a forward returned: its cache and the argument that takes it, and the last token's logits."""
+    """What a forward returned: its cache and the argument that takes it, and its logits."""
 
     argument: str
     cache: Any
-    logits: Tensor  # [vocab]
-
-
-def _no_cache() -> Any:
-    """For models that make their cache themselves."""
+    logits: Tensor  # [tokens, vocab]
 
 
 @torch.no_grad()
-def run(model: Any, ids: Tensor, known: int = 0, argument: str = "", cache: Any = None) -> Ran:
+def run(
+    model: Any, ids: Tensor, known: int = 0, argument: str = "", cache: Any = None, *, keep: int = 1
+) -> Ran:
     """Run the tokens of ``ids`` ``[1, tokens]`` after the ``known`` ones, which are in ``cache``.
 
+    ``keep`` is the number of logits that are wanted, at least; 0: all.
     ModelNotSupported if the model returns no cache.
     """
     inputs: dict[str, Any] = {"input_ids": ids[:, known:]}
+    known_arguments = inspect.signature(model.forward).parameters
     if argument in ("", PAST):  # as generate does: some models derive positions from the mask
-        mask = torch.ones_like(ids)
-        given = {PAST: cache} if argument else {}
-        inputs = model.prepare_inputs_for_generation(ids[:, known:], attention_mask=mask, **given)
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(ids)}
+        if argument:
+            given[PAST] = cache
+        if "position_ids" in known_arguments:
+            given["position_ids"] = torch.arange(known, ids.shape[1], device=ids.device)[None]
+        inputs = model.prepare_inputs_for_generation(ids[:, known:], **given)
     if argument:
         inputs[argument] = cache
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        inputs["logits_to_keep"] = 1
+    if "logits_to_keep" in known_arguments:
+        inputs["logits_to_keep"] = keep
     output = model(**{**inputs, "use_cache": True, "return_dict": True})
     for name in CACHE_ARGUMENTS:
         if (found := getattr(output, name, None)) is not None:
-            return Ran(name, found, output.logits[0, -1])
+            if hasattr(found, "__dict__") and not hasattr(found, "is_compileable"):
+                found.is_compileable = False  # generate asks this of every cache that it is given
+            return Ran(name, found, output.logits[0])
     if cache is not None:
-        return Ran(argument, cache, output.logits[0, -1])
+        return Ran(argument, cache, output.logits[0])
     raise ModelNotSupported(f"{type(model).__name__} returns no cache")
 
 
 # -- the values of a cache -----------------------------------------------------------------------------
 
-_CONSTANT = (str, bytes, torch.dtype, torch.device, type)
+_CONSTANT = (str, bytes, torch.dtype, torch.device, type, PreTrainedConfig)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

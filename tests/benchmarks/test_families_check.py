@@ -1,6 +1,7 @@
-"""The families table: ten families run, and neither check lets a wrong rotation or a dropped window pass."""
+"""The families table: ten families of each grade, and no check lets what is wrong pass."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.families import check as check_families
 from benchmarks.families import second_check
+from benchmarks.families.dialogues import Course, converse
 from benchmarks.families.families import all_families, build
 from ragcachekit.engine.admission import admit
 from ragcachekit.engine.grade import Grade
@@ -17,6 +19,7 @@ from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward import attention
 from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.rope import Rope, describe_rope
+from ragcachekit.model.snapshots import SnapshotLayout
 
 FAMILIES = {family.name: family for family in all_families()}
 TEN = (
@@ -42,7 +45,8 @@ def silent():
 @pytest.mark.parametrize("name", TEN)
 def test_the_family_is_exact(name):
     checked = check_families.check_family(FAMILIES[name])
-    assert (checked.status, checked.reason) == ("exact", "")
+    assert (checked.status, checked.reason) == ("linked", "")
+    assert checked.token_bytes
     assert checked.max_abs_diff is not None
     assert 0 < checked.max_abs_diff < second_check.KV
 
@@ -50,21 +54,85 @@ def test_the_family_is_exact(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gpt2", "uses no rotary module"),
-        ("mamba", "linear_attention"),
-        ("qwen3_next", "linear_attention"),
         ("falcon", "does not go through the interface"),
         ("beam", "attention depends on positions"),
         ("hunyuan_v1_dense", "no rotation of its key"),
     ],
 )
-def test_refused_with_a_reason(name, reason, tmp_path):
+def test_not_linked_with_a_reason(name, reason, tmp_path):
     with RagCache(build(FAMILIES[name]), cache_dir=tmp_path) as rag:
         assert rag.grade == "prefix"
         assert reason in repr(rag)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "stored", "state"),
+    [
+        ("qwen4_exp_text", "", "index", 1),  # caches integers, too
+        ("bert", "uses no rotary module", "keys, values per token", 0),
+        ("qwen3_next", "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
+        ("bamba", "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
+        ("xlstm", "plain key/value cache", "rnn state per state", 1),  # asked by generate what it lacks
+        ("deepseek_v32", "indexed_attention", "indexer keys, keys, values per token", 0),
+    ],
+)
+def test_dialogues_on_grade_prefix(name, reason, stored, state):
     checked = check_families.check_family(FAMILIES[name])
-    assert checked.status == "refused"
+    assert checked.status == "prefix", checked.reason
     assert reason in checked.reason
+    assert checked.stored.startswith(stored)
+    assert bool(checked.state_bytes) == bool(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mamba", "going on from its own cache, logits after 17 tokens"),
+        ("openai-gpt", "returns no cache"),
+        ("recurrent_gemma", "returns no cache"),
+        ("prophetnet", "cannot run several tokens after its cache"),
+    ],
+)
+def test_nothing_to_reuse(name, reason):
+    checked = check_families.check_family(FAMILIES[name])
+    assert (checked.status, checked.stored) == ("prefix", "nothing")
+    assert reason in checked.reason
+
+
+def test_families_that_do_not_generate_are_apart():
+    checked = check_families.check_family(FAMILIES["musicgen"])
+    assert (checked.status, checked.reason) == (
+        "not built here",
+        "generates several audio codes per step, not text",
+    )
+
+
+def test_wrong_answers_and_missing_hits_are_told(monkeypatch):
+    family = FAMILIES["gpt2"]
+    monkeypatch.setattr(check_families, "converse", lambda *_: Course(5, 1, "dialogue 3: other tokens"))
+    wrong = check_families.check_family(family)
+    monkeypatch.setattr(check_families, "converse", lambda *_: Course(0, 1))
+    unused = check_families.check_family(family)
+    assert (wrong.status, wrong.reason) == ("wrong", "dialogue 3: other tokens")
+    assert (unused.status, unused.reason) == ("wrong", "0 hits and 1 evictions")
+
+
+def test_dialogues_notice_a_stale_state(monkeypatch, tmp_path):
+    """Every prompt goes on from the right rows, but with zeros for its states."""
+    model, oracle = build(FAMILIES["qwen3_next"]), build(FAMILIES["qwen3_next"])
+    restored = SnapshotLayout.restored
+
+    def without_states(self, found):
+        zeros = {name: value * 0 if "_states" in name else value for name, value in found[-1].sums.items()}
+        return restored(self, [*found[:-1], replace(found[-1], sums=zeros)])
+
+    def open_engine(**options):
+        monkeypatch.setattr(SnapshotLayout, "restored", restored)  # the check must pass
+        rag = RagCache(model, cache_dir=tmp_path, **options)
+        monkeypatch.setattr(SnapshotLayout, "restored", without_states)
+        return rag
+
+    assert converse(open_engine, oracle, 200_000).wrong.startswith("dialogue")
 
 
 @pytest.mark.parametrize("name", ["llama", "glm4", "nanochat", "deepseek_v3"])
@@ -107,16 +175,16 @@ def test_the_command_writes_table_and_page(tmp_path, monkeypatch):
     arguments = ["families", "--json", str(tmp_path / "f.json")]
     result = CliRunner().invoke(app, [*arguments, "--markdown", str(tmp_path / "models.md")])
     assert result.exit_code == 0
-    assert "1 exact, 1 refused, 0 wrong" in result.stdout
+    assert "1 linked, 1 prefix, 0 refused, 0 wrong, 0 not built here" in result.stdout
     frame = json.loads((tmp_path / "f.json").read_text())
     assert [(row["family"], row["status"]) for row in frame["rows"]] == [
-        ("llama", "exact"),
-        ("gpt2", "refused"),
+        ("llama", "linked"),
+        ("gpt2", "prefix"),
     ]
     page = (tmp_path / "models.md").read_text()
     assert frame["versions"]["transformers"] in page
-    assert "\nllama\n" in page
-    assert page.count("gpt2") == 1
+    assert "| 1,024 | llama |" in page
+    assert "| keys, values per token | 2,048 | gpt2 |" in page
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-import random
 import tempfile
 from typing import Any
 
 import torch
 import transformers as tf
 
+from benchmarks.families import dialogues
 from families import sharpened
-from ragcachekit import Chunk, Prompt, RagCache, Text
+from ragcachekit import Prompt, RagCache
+
+Dialogues = dialogues.Dialogues
 
 VOCAB = 101
 SIZES: dict[str, Any] = {
@@ -75,35 +77,6 @@ def rag_of(name: str, **options: Any) -> RagCache:
     return RagCache(model_of(name), **{"cache_dir": FOLDER.name, **options})
 
 
-def ids_of(prompt: Prompt) -> list[int]:
-    return [token for segment in prompt.segments for token in segment.token_ids or ()]
-
-
 def bare(name: str, prompt: Prompt, count: int = 6) -> tuple[int, ...]:
     """What transformers' own generate answers, greedily."""
-    ids = torch.tensor([ids_of(prompt)])
-    out = model_of(name).generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
-    )
-    return tuple(out[0, ids.shape[1] :].tolist())
-
-
-class Dialogues:
-    """Random prompts over a few system texts and chunks; every chunk has tokens of its own."""
-
-    def __init__(self, seed: int, chunks: int = 4) -> None:
-        self.draw = random.Random(seed)
-        self.systems = [self.tokens(count) for count in (20, 40)]
-        self.chunks = [self.tokens(self.draw.randrange(8, 40)) for _ in range(chunks)]
-
-    def tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self.draw.randrange(5, VOCAB - 1) for _ in range(count))
-
-    def prompt(self, *chunks: int, system: int = 0, question: int = 5) -> Prompt:
-        """The chunks of these numbers after a system text; a new question of so many tokens."""
-        parts = [Chunk(token_ids=self.chunks[number]) for number in chunks]
-        return Prompt([Text(token_ids=self.systems[system]), *parts, Text(token_ids=self.tokens(question))])
-
-    def any(self) -> Prompt:
-        some = self.draw.sample(range(len(self.chunks)), self.draw.randrange(4))
-        return self.prompt(*some, system=self.draw.randrange(2), question=self.draw.randrange(2, 70))
+    return dialogues.bare(model_of(name), prompt, max_new_tokens=count)
