@@ -196,7 +196,10 @@ def link_ahead(
             prefill = prepare_ahead(model, rope, plan)
             link_ms = looked_up + (time.perf_counter() - started_at) * 1e3
             report = replace(prefill.report(), link_ms=link_ms)
-            return LinkedPrompt(prefill.inputs, report), replace(prefill.plan, report=report)
+            ids = prefill.inputs["input_ids"][:, prefill.known :]
+            return LinkedPrompt({**prefill.inputs, "input_ids": ids}, report), replace(
+                prefill.plan, report=report
+            )
         except LoadFailed as failed:
             plan = replanned(plan, failed, replan)
 
