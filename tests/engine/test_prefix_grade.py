@@ -69,6 +69,7 @@ def test_after_a_restart_the_beginning_comes_from_the_disk(name, tmp_path):
     options = {"store": StoreConfig(disk_path=tmp_path)}
     with rag_of(name, **options) as rag:
         rag.generate(talks.prompt(0, 1), **GREEDY)
+        rag.flush()  # closing keeps nothing that is not stored yet
     with rag_of(name, **options) as rag:
         prompt = talks.prompt(0, 1)
         answer = rag.generate(prompt, **GREEDY)
