@@ -190,16 +190,15 @@ _EXPLAINED = (
     "- **prefix**: exact beginnings alone are reused: the system text, the documents after it while they are "
     "the same in the same order, earlier turns. Answers are those of the bare model. Put what repeats first, "
     'and give the [retriever](retrieval.md) `order="cached"`. Recurrent states are kept after the system '
-    "text, every chunk and every turn.",
+    "text and every chunk.",
     "",
     "Where attention depends on positions from some token on (Ministral 3, Llama 4), prompts up to there are "
     "linked. Longer ones are prefilled in full, with the reason in the report.",
     "",
-    "The check of linked models: a prompt with three chunks against an untouched copy of the model. With "
-    "everything recomputed, logits are within 1e-5 and greedy tokens equal; with four tokens of a chunk "
-    "recomputed, logits, keys and values are within 1e-4 of plain decoding steps. That of prefix: the copy's "
-    f"greedy tokens in {DIALOGUES} random dialogues with hits, evictions, restarts from the disk and "
-    "forgotten chunks.",
+    "Checked against an untouched copy of each model. Linked: with everything recomputed, logits are within "
+    "1e-5 and greedy tokens equal; with four tokens of a chunk, logits, keys and values are within 1e-4 of "
+    f"decoding steps. Prefix: greedy tokens are equal in {DIALOGUES} random dialogues with hits, evictions, "
+    "restarts and forgotten chunks.",
 )
 
 
