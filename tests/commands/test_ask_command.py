@@ -193,16 +193,6 @@ def no_embedding(monkeypatch):
     monkeypatch.setattr("ragcachekit.commands.embedding.MiniLM.embed", embed)
 
 
-def test_a_model_that_is_refused_costs_no_embedding(
-    command, corpus, tmp_path, learned_positions, no_embedding
-):
-    options = ("--corpus", corpus, "--model", learned_positions, "--cache", tmp_path / "c")
-    result = command("ask", *options, "Why?")
-    assert result.exit_code == 2
-    assert "no rotary module" in result.output
-    assert not (tmp_path / "c" / "indexes").exists()
-
-
 @pytest.mark.parametrize("name", ["ask", "precompute", "estimate", "calibrate"])
 def test_a_cache_folder_that_takes_nothing_is_refused_first(
     name, command, corpus, tmp_path, no_embedding, monkeypatch

@@ -41,11 +41,6 @@ class TestModelsThatCannotBeLinked:
             (tf.GPT2Config, {}, "GPT2LMHeadModel uses no rotary"),
             (tf.MambaConfig, {}, "MambaForCausalLM .*key/value cache"),
             (tf.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM .*cache"),
-            (
-                tf.Llama4TextConfig,
-                {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 32},
-                "Llama4ForCausalLM has layers that attend within fixed chunks",
-            ),
         ],
     )
     def test_architectures(self, kind, special, reason, tmp_path):

@@ -334,11 +334,6 @@ def test_nobody_gets_what_a_bare_retriever_would_not_give(world, rag, caplog):
     check(world, rag, caplog, steps=1_500, seed=0)
 
 
-@pytest.mark.parametrize("rag", ["prefix"], indirect=True)
-def test_nobody_gets_what_a_bare_retriever_would_not_give_on_a_hybrid(world, rag, caplog):
-    check(world, rag, caplog, steps=900, seed=2)
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rag", ["linked", "prefix"], indirect=True)
