@@ -77,7 +77,10 @@ def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
     try:
         rope = describe_rope(model)
         log.info("admitted %s: %s", type(model).__name__, admit(model, rope))
-    except Exception as error:  # of the model's own code, too
+    except ModelNotSupported as error:
+        return _prefix_grade(model, str(error))
+    except Exception as error:  # of the model's own code
+        log.warning("%s could not be checked for linking", type(model).__name__, exc_info=True)
         return _prefix_grade(model, str(error) or type(error).__name__)
     try:
         make_folder(record.parent)

@@ -32,7 +32,7 @@ def continue_snapshot(
 
     One forward per part that ends in a state, which is copied: the copies are all that it costs. ``ahead``
     runs all tokens but the last. Models without state stop where the snapshot ends: their rows are copied
-    after the answer. None if no cache is needed. Raises Cancelled between two parts.
+    after the answer. None if no cache is needed. Raises Cancelled before a layer or a part.
     """
     layout, known, taken = match.snapshots, match.match.tokens, list[ChunkKV]()
     assert layout is not None

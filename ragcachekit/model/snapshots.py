@@ -34,9 +34,6 @@ PROBED = (7, 12)
 
 _TENSOR, _NUMBER, _NONE = f"{STATE}tensor.", f"{STATE}number.", f"{STATE}none."
 
-Location = tuple[Any, ...]
-"""Attribute names, keys and indices that lead from a cache to one of its values."""
-
 
 class Grown(NamedTuple):
     """A tensor with one row per token: ``axis`` is that of the tokens."""

@@ -10,24 +10,11 @@ import torch
 import transformers as tf
 
 from benchmarks.families import dialogues
-from families import sharpened
+from families import SIZES, sharpened
 from ragcachekit import Prompt, RagCache
 
 Dialogues = dialogues.Dialogues
 
-VOCAB = 101
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
