@@ -27,6 +27,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
+from ragcachekit.types import DEFAULT_POLICY
 
 TEMPLATE = "Answer the question from the context.\n\n{context}\n\nQuestion: {question}\nAnswer:"
 NODE_TEMPLATE = TEMPLATE.replace("{context}", "{context_str}").replace("{question}", "{query_str}")
@@ -38,7 +39,7 @@ Ways = dict[str, Callable[[], Answers]]
 def framework_batches(
     dataset: Annotated[str, typer.Option(help="squad:FILE, ...: its questions are asked.")],
     model: str = "sample",
-    policy: opt.Policy = "impact:0.1",
+    policy: opt.Policy = DEFAULT_POLICY,
     questions: Annotated[int, typer.Option(min=1)] = 8,
     max_new_tokens: opt.MaxNewTokens = 24,
     runs: Annotated[int, typer.Option(min=1)] = 3,

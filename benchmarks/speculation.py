@@ -25,6 +25,7 @@ from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.weights import load_model
 from ragcachekit.retrieval.index import VectorIndex
+from ragcachekit.types import DEFAULT_POLICY
 
 AFTER, SPECULATIVE, WRONG = WAYS = ("after the search", "speculative", "always wrong")
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -36,7 +37,7 @@ Ids = tuple[Any, ...]
 def speculation(
     dataset: Annotated[str, typer.Option(help="squad:FILE, ...: its passages are searched.")],
     model: str = "sample",
-    policy: opt.Policy = "impact:0.1",
+    policy: opt.Policy = DEFAULT_POLICY,
     vectors: Annotated[int, typer.Option(help="Passages and noisy copies of them.")] = 250_000,
     shares: Annotated[str, typer.Option(help="Of the lists that are searched.")] = "0.125,0.25,0.5,1",
     stages: int = 8,

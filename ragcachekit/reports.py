@@ -51,6 +51,7 @@ class ChunkUse(Report):
       include the fixed text in front of it), or ``computed``.
     - ``recomputed``: Rows that the policy recomputed.
     - ``exact``: Comes after exactly the text that it was encoded after (as the prompt's first text does).
+    - ``contexts``: Contexts that it was encoded in; above 1 their mean served. 0 where it was computed.
     """
 
     chunk_id: str
@@ -58,9 +59,11 @@ class ChunkUse(Report):
     source: str
     recomputed: int = 0
     exact: bool = False
+    contexts: int = 0
 
     def __str__(self) -> str:
         how = "exact" if self.exact else f"{self.recomputed} recomputed"
+        how += f", mean of {self.contexts} contexts" if self.contexts > 1 else ""
         return f"{self.chunk_id[:8]} {self.tokens} tokens from {self.source}, {how}"
 
 

@@ -15,6 +15,9 @@ Ids = tuple[int, ...]
 
 ENCODING_PREFIX = "prefix"  # encoding of text at the very start of a prompt: exact wherever it is reused
 
+DEFAULT_POLICY, DEFAULT_ENCODER = "sensitive:0.1", "average:3"
+"""What ``auto`` stands for before its check, and what the commands take by default."""
+
 
 def chunk_id(token_ids: Sequence[int], salt: str = "") -> str:
     """SHA-256, as hex, over the salt with its length and the token ids (little-endian 64 bit).

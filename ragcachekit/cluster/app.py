@@ -32,7 +32,7 @@ from ragcachekit.server.errors import ApiError, api_path, overloaded, response
 from ragcachekit.server.keys import ApiKeys, Tenant
 from ragcachekit.server.middleware import BodyLimit, disconnected
 from ragcachekit.server.schemas import ChatRequest, Completion, TextPart, TextRequest, document_text
-from ragcachekit.types import chunk_id
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, chunk_id
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class AppSettings(BaseModel):
     shared_key: str = KEY
     shared_gb: float = Field(default=64.0, gt=0)
     host_gb: float = Field(default=4.0, gt=0)
-    policy: str = "impact:0.1"
-    encoder: str | None = "system"
+    policy: str = DEFAULT_POLICY
+    encoder: str | None = DEFAULT_ENCODER
     namespace: str = "default"
     keys: Path | None = None
     contexts: Path | None = None

@@ -16,6 +16,7 @@ import typer
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import note, pairs, quiet_loading, show
 from ragcachekit.commands.workspace import OwnFiles
+from ragcachekit.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +37,7 @@ def ask(
         list[str] | None, typer.Argument(help="Without any, one per line of the input.")
     ] = None,
     model: opt.Model = "",
-    policy: opt.Policy = "impact:0.1",
+    policy: opt.Policy = DEFAULT_POLICY,
     encoder: opt.Encoder = None,
     k: opt.K = 4,
     tolerance: opt.Tolerance = 0.0,

@@ -29,6 +29,7 @@ REUSE = "reuse"
 
 CANDIDATES = (
     *(REUSE, "lego:4", "lego:16"),
+    *("sensitive:0.05", "sensitive:0.1", "sensitive:0.2"),
     *("impact:0.05", "impact:0.1", "impact:0.2", "impact:0.3"),
     *("deep:0.3", "deep:0.5"),
 )

@@ -96,8 +96,8 @@ Namespace = Annotated[str, typer.Option(help="Tenant and corpus: a hard partitio
 Policy = Annotated[
     str,
     typer.Option(
-        help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, impact:0.1, deep:0.1, "
-        "query:0.15, cacheblend:0.15, craft:1.0, budget:0.05 (after calibrate).",
+        help="Which reused tokens are recomputed: full, prefix, reuse, lego:16, lego0, sensitive:0.1, "
+        "impact:0.1, query:0.15, cacheblend:0.15, craft:1.0, budget:0.05 (after calibrate).",
     ),
 ]
 Policies = Annotated[str | None, typer.Option(help="With commas between; default: a list of all kinds.")]

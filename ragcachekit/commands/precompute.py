@@ -25,6 +25,7 @@ from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import StoreError
 from ragcachekit.files import replace_file
+from ragcachekit.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus
@@ -40,7 +41,7 @@ _MANIFEST = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
 def precompute(
     corpus: opt.CorpusDir,
     model: opt.Model = "",
-    policy: opt.Policy = "impact:0.1",
+    policy: opt.Policy = DEFAULT_POLICY,
     encoder: opt.Encoder = None,
     cache: opt.CacheDir = None,
     namespace: opt.Namespace = "default",

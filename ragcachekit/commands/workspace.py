@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragcachekit.commands.corpus import DEFAULT_CHUNK_TOKENS, Corpus, documents, read_corpus
 from ragcachekit.errors import RagCacheError
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from ragcachekit.config import StoreConfig
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.plan.companions import Neighbours
     from ragcachekit.store.base import KVStore
-
-DEFAULT_POLICY = "impact:0.1"
-"""Over ``system`` unless an encoder is given. Not ``auto``: what was encoded ahead must stay what is used."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +147,10 @@ class OwnFiles:
 
     @property
     def chunk_encoder(self) -> str:
-        """The encoder that was given, else the policy's own, else ``system``."""
+        """The encoder that was given, else the policy's own, else the default one."""
         from ragcachekit.policies.registry import open_policy
 
-        return self.encoder or open_policy(self.policy).encoder or "system"
+        return self.encoder or open_policy(self.policy).encoder or DEFAULT_ENCODER
 
     @property
     def folder(self) -> CacheFolder:

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from threading import Lock
 
+import torch
+
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, with_ingredients
 from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
+from ragcachekit.encode.mean import RunningMean
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.kv import ChunkKV, with_token_ids
+from ragcachekit.model.kv import CONTEXTS, ChunkKV, context_number, contexts_of, token_ids_of, with_token_ids
 from ragcachekit.plan.link_plan import Missing
+from ragcachekit.plan.variants import is_average
 from ragcachekit.reports import EncodingStats
 from ragcachekit.store.base import KVStore, concerns
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.threads import BackgroundWorker, Pause
-from ragcachekit.types import KVKey
+from ragcachekit.types import Ids, KVKey
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ class BackgroundEncoder:
     ``still_valid`` returns False: the model has changed. ``stored`` is called with every stored entry, before
     it can be forgotten. Entries in ``forgets`` since the work on them began are not stored. :meth:`later`
     encodes an entry at its ``after``-th miss; ``pause`` may delay its thread before each layer.
+    ``known_mean`` returns the key of what is stored of a chunk under ``average:n``: rows of another context
+    join that mean.
     """
 
     def __init__(
@@ -47,12 +53,13 @@ class BackgroundEncoder:
         after: int = 1,
         worker: BackgroundWorker | None = None,
         pause: Pause | None = None,
+        known_mean: Callable[[KVKey], KVKey | None] = lambda _: None,
     ) -> None:
         self.forgets, self._store, self._stored = forgets, store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
         self._averages = AverageEncoder(in_prompts)
         self.still_valid = still_valid
-        self._after = after
+        self._after, self._known_mean = after, known_mean
         self.stats, self._counting = EncodingStats(), Lock()
         # Written in ``forgets.storing``:
         self.misses = MissCounts()
@@ -96,7 +103,13 @@ class BackgroundEncoder:
         return item.epoch == forgets.epoch or not forgets.forgot_within(namespace, item.content, item.epoch)
 
     def _put(self, item: Missing, kv: ChunkKV) -> None:
-        key, kv = item.key, with_token_ids(kv, item.content)
+        key, content = item.key, item.content
+        if is_average(key) and isinstance(item.encoding, InPromptEncoding):
+            joined = self._joined(key, kv, content)
+            if joined is None:
+                return
+            key, kv, content = joined
+        kv = with_token_ids(kv, content)
         self._refused.pop(key, None)
         if self._store.put(key, kv):
             self._stored(key, kv)
@@ -104,6 +117,23 @@ class BackgroundEncoder:
         self._refused[key] = None
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
+
+    def _joined(self, key: KVKey, kv: ChunkKV, content: Ids) -> tuple[KVKey, ChunkKV, Ids] | None:
+        """The mean that is stored of a chunk with a prompt's own rows, and all that it is computed from.
+
+        None if it has that context.
+        """
+        context, known = context_number(key.digest()), self._known_mean(key)
+        found = None if known is None else self._store.get(known, 0.0)
+        if known is None or found is None:
+            contexts = torch.tensor([context], dtype=torch.float32)
+            return key, replace(kv, sums={CONTEXTS: contexts}), content
+        if context in contexts_of(found.kv):
+            return None
+        mean = RunningMean.of(found.kv)
+        mean.add(kv, context)
+        key = replace(key, context=tuple(dict.fromkeys((*known.context, *key.context))))
+        return key, mean.result(), (*(token_ids_of(found.kv.sums) or ()), *content)
 
     def refused(self, keys: Iterable[KVKey]) -> int:
         """Number of these entries that the store could not keep when they were last encoded."""

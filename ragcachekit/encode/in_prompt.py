@@ -11,13 +11,14 @@ import torch
 from transformers import DynamicCache
 
 from ragcachekit.encode.encoders import prefill
+from ragcachekit.encode.mean import RunningMean
 from ragcachekit.forward.linker import segments_of, stop_of
 from ragcachekit.forward.rows import ContextSums, SummingCache
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
-from ragcachekit.model.kv import SENSITIVITY, ChunkKV, Stretch, extract
+from ragcachekit.model.kv import ChunkKV, Stretch, context_number, extract
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import Missing
-from ragcachekit.types import Ids
+from ragcachekit.types import Ids, chunk_id
 
 
 def runs(items: Iterable[Missing]) -> list[list[Missing]]:
@@ -100,7 +101,7 @@ class AverageEncoder:
     def _together(
         self, items: dict[Ids, Missing], alone: dict[tuple[Ids, Ids], Missing]
     ) -> Iterator[tuple[Missing, ChunkKV]]:
-        means = {ids: _Mean() for ids in items}
+        means = {ids: RunningMean() for ids in items}
         samples = (
             _after(item, group)
             for (ids, item) in items.items()
@@ -118,7 +119,8 @@ class AverageEncoder:
                     yield plain, replace(kv, sums={"attended": kv.sums["attended"]})
                 if () not in _encoding(own).groups:
                     continue
-            means[sample.token_ids].add(kv)
+            context = context_number(chunk_id(sample.encoding.before))
+            means[sample.token_ids].add(kv, context)
         for ids, item in items.items():
             yield item, means.pop(ids).result()
 
@@ -127,37 +129,6 @@ def takes_along(items: Iterable[Missing], plain: Iterable[Missing]) -> list[Miss
     """Those of ``plain`` that the forwards for ``items`` compute as well: each chunk is first in one."""
     firsts = {(item.token_ids, item.encoding.before) for item in items}
     return [item for item in plain if (item.token_ids, item.encoding.before) in firsts]
-
-
-class _Mean:
-    """Running means of the encodings of one chunk, in float32 (Welford's method)."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def add(self, kv: ChunkKV) -> None:
-        # Copied: the means are updated in place, and the store may have the KV as another entry.
-        sides = [[t.to(torch.float32, copy=True) for t in side] for side in (kv.keys, kv.values)]
-        if not self._count:
-            self._dtypes = [[tensor.dtype for tensor in side] for side in (kv.keys, kv.values)]
-            self._means = sides
-            self._squares = [torch.zeros(kv.tokens) for _ in kv.keys]
-        self._count += 1
-        for mean, new in zip(self._means[0], sides[0], strict=True):
-            mean += (new - mean) / self._count
-        for layer, (mean, new) in enumerate(zip(self._means[1], sides[1], strict=True)):
-            moved = new - mean
-            mean += moved / self._count
-            self._squares[layer] += (moved * (new - mean)).sum((0, 2))
-
-    def result(self) -> ChunkKV:
-        keys, values = (
-            tuple(tensor.to(dtype) for tensor, dtype in zip(side, dtypes, strict=True))
-            for side, dtypes in zip(self._means, self._dtypes, strict=True)
-        )
-        # Twice the variance: the mean square of the difference between two contexts.
-        moved = (2 / (self._count - 1) * torch.stack(self._squares).clamp_min(0)).sqrt()
-        return ChunkKV(keys, values, None, {SENSITIVITY: moved})
 
 
 def _block_of(item: Missing) -> tuple[Ids, frozenset[Ids]]:

@@ -39,7 +39,7 @@ from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.measured import Auto, Budget
+from ragcachekit.policies.measured import BOUND, Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
@@ -190,15 +190,18 @@ class EngineComponents:
             stored: Callable[[KVKey, ChunkKV], object],
             forgets: ForgetEpochs,
             worker: BackgroundWorker,
+            known_mean: Callable[[KVKey], KVKey | None] = lambda _: None,
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
             parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored, forgets
-            return BackgroundEncoder(*parts, settings.encode_after, worker, backoff)
+            return BackgroundEncoder(*parts, settings.encode_after, worker, backoff, known_mean)
 
         def private(store: KVStore) -> BackgroundEncoder:  # whose worker goes with it
             return encoder_over(store, lambda *_: None, ForgetEpochs(), BackgroundWorker())
 
-        self.background_encoder = encoder_over(self.store, planner.note_stored, self.forgets, self.background)
+        self.background_encoder = encoder_over(
+            self.store, planner.note_stored, self.forgets, self.background, planner.variants.average
+        )
 
         def link(request: PromptRequest) -> tuple[LinkedPrompt, LinkPlan]:
             return link_ahead(model, rope, planner.plan(planner.look_up(request)), planner.plan)
@@ -212,6 +215,7 @@ class EngineComponents:
             folder,
             self.fingerprint,
             settings.encoder,
+            self.policy.bound if isinstance(self.policy, Auto) else BOUND,
             planner,
             PolicyCheck(model, rope, planner, private),
             self.background,

@@ -85,7 +85,7 @@ class RagCache:
     tokenizer : transformers.PreTrainedTokenizerBase, optional
         Needed for everything but prompts of token ids.
     policy : str or SelectionPolicy
-        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``impact:0.1``, ``query:0.15``,
+        Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``sensitive:0.1``,
         ... (an unknown name lists all). ``auto``, the default, chooses it and the
         encoder by a check of at most a minute on the model and a namespace's prompts: :meth:`tune`, or in the
         background while no request runs, once 16 prompts with chunks were answered (not with ``cold="now"``
@@ -503,7 +503,7 @@ class RagCache:
 
     @property
     def policy(self) -> str:
-        """Name of the default policy; for a measured one ``auto -> impact:0.1 on system``, for example."""
+        """Name of the default policy; a measured one shows its choice: ``auto -> impact:0.1 on system``."""
         return self._resolve(self.components.policy, self.namespace).label
 
     @property
@@ -665,6 +665,10 @@ class RagCache:
         if self.grade == "prefix":
             return _as_it_is(open_policy("prefix")) if policy.reads_cache else _as_it_is(policy)
         if isinstance(policy, Auto):
+            if policy not in (self.components.policy, Auto()):
+                raise ValueError(
+                    f"{policy.name} is for RagCache(policy={policy.name!r}), not for one request"
+                )
             return self.components.auto.resolve(namespace)
         if isinstance(policy, Budget):
             return self.components.budgets.resolve(policy, namespace)

@@ -99,7 +99,7 @@ class Runner:
         ``closed`` cancels it; ``wanted`` are entries of the requests that wait.
         """
         run = self.runs[request] = _Run(perf_counter())
-        prompt, streamer = request.prompt, request.streamer
+        prompt, streamer = replace(request.prompt, observes=self._after_answer.captures), request.streamer
         with request.scope, CancelScope(closed), CancelScope(request.ended, deadline=request.deadline):
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
@@ -271,7 +271,7 @@ class AfterAnswer:
 
     def encode_missing(self, missed: Iterable[Missing], kept: frozenset[KVKey] = frozenset()) -> None:
         """Count what a request missed, and encode it, now or later, but for what was kept."""
-        encoder, missed = self._parts.background_encoder, list(missed)
+        encoder, missed = self._parts.background_encoder, [item for item in missed if not item.again]
         if not missed:
             return
         encoder.count(missed_tokens=sum(len(item.token_ids) for item in missed))
@@ -337,7 +337,7 @@ class AfterAnswer:
     def _keep_later(self, generated: Generated, own: Iterable[Missing]) -> bool:
         plan, tree = generated.plan, self._parts.tree
         assert plan.request is not None, "planned from a prompt"
-        chunks = frozenset(item.token_ids for item in own)
+        chunks = frozenset(item.token_ids for item in own if not item.again)
         if tree is not None and plan.prefix_match is not None:
             match = plan.prefix_match.match
             if tree.turns.budget or len(match) < len(match.path):

@@ -18,6 +18,7 @@ from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.kv import decoder_of
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.plan.variants import is_average
 from ragcachekit.policies.base import AttentionObserver, LayerwisePolicy
 from ragcachekit.store.base import Pair
 from ragcachekit.store.loader import AnyKV, LoadingKV
@@ -346,9 +347,7 @@ def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
     These are rows computed after exact rows alone, and exact pieces; with ``rotated`` also pieces stored
     without RoPE. Recomputed rows count, unless the policy cuts rows from layer to layer.
     """
-    computed = set(plan.rows)
-    layerwise = isinstance(plan.policy, LayerwisePolicy)
-    layerwise |= plan.request is not None and isinstance(plan.request.policy, LayerwisePolicy)
+    computed, layerwise = set(plan.rows), _is_layerwise(plan)
     for chunk, piece in zip(plan.placed, plan.pieces, strict=True):
         if chunk.is_exact and not piece.kv.quantised and (rotated or piece.kv.start is not None):
             continue
@@ -356,6 +355,11 @@ def exact_rows(plan: LinkPlan, rotated: bool = False) -> int:
             if layerwise or row not in computed:
                 return row
     return len(plan.token_ids)
+
+
+def _is_layerwise(plan: LinkPlan) -> bool:
+    asked = None if plan.request is None else plan.request.policy
+    return any(isinstance(policy, LayerwisePolicy) for policy in (plan.policy, asked))
 
 
 def segments_of(item: Missing) -> tuple[int, ...]:
@@ -375,14 +379,14 @@ def own_entries(plan: LinkPlan) -> tuple[Missing, ...]:
 
     This covers every chunk stored from the prompt's own prefill, the ``prefix``, the ``system`` chunk after
     it, and a ``standalone`` one at position 0. Entries after approximate rows need a forward of their own:
-    later they would be taken for exact.
+    later they would be taken for exact. Rows for means never are, and may come after approximate ones.
     """
-    computed, last = set(plan.rows), exact_rows(plan, rotated=True)
+    computed, last, layerwise = set(plan.rows), exact_rows(plan, rotated=True), _is_layerwise(plan)
     return tuple(
         item
         for item in plan.missing
         if (item.encoding.name in _EXACT_IN_PLACE or isinstance(item.encoding, InPromptEncoding))
-        and stop_of(item) <= last
+        and (stop_of(item) <= last or (is_average(item.key) and not layerwise))
         and plan.token_ids[: stop_of(item)] == (*item.encoding.before, *item.token_ids)
         and computed.issuperset(range(len(item.encoding.before), stop_of(item)))
     )

@@ -33,6 +33,9 @@ SCALE_OF_KEYS, SCALE_OF_VALUES = "scale.k.", "scale.v."
 SENSITIVITY = "sensitivity"
 """Name in ``sums`` of ``[layers, tokens]``: how far values move between two encodings of a chunk."""
 
+CONTEXTS = "contexts"
+"""Name in ``sums`` of ``[n]``: a number below 2^24, exact in float32, for each context that a mean is of."""
+
 STATE = "state."
 """Prefix in ``sums`` of what a snapshot has beside rows (:mod:`ragcachekit.model.snapshots`)."""
 
@@ -41,6 +44,16 @@ PER_TOKEN = ("attended", "outward", SENSITIVITY)
 
 TOKEN_IDS = "token_ids"
 """Name in ``sums`` of the ids of the chunk's tokens after all that it was encoded after."""
+
+
+def contexts_of(kv: Any) -> tuple[int, ...]:
+    """Numbers of the contexts that a mean is of, as :func:`context_number` gives them; empty for other KV."""
+    return tuple(map(int, kv.sums[CONTEXTS].tolist())) if CONTEXTS in kv.sums else ()
+
+
+def context_number(digest: str) -> int:
+    """The number of a context from a hexadecimal digest of it."""
+    return int(digest[:6], 16)
 
 
 def token_ids_of(sums: Mapping[str, Tensor]) -> tuple[int, ...] | None:
@@ -80,7 +93,8 @@ class ChunkKV:
       segment before it; ``intra`` ``[layers]``, attention to itself; ``outward`` ``[tokens]``, attention of
       each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of these segments.
       For ``similar:n`` KV, ``sensitivity`` ``[layers, tokens]``: the norm of the difference between a token's
-      values and those after the system text alone. ``token_ids``: what ``forget`` looks for texts in.
+      values and those after the system text alone. Of means, the root mean square of the difference between
+    two of its ``contexts``, of which it has a number each. ``token_ids``: what ``forget`` looks for texts in.
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.kv import SENSITIVITY, KVLayout, misfit
+from ragcachekit.model.kv import SENSITIVITY, KVLayout, context_number, contexts_of, misfit
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.load_planner import LoadPlanner
 from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
@@ -240,12 +240,14 @@ RENEW_ABOVE = 0.25
 class Entry:
     """A stored entry for a wanted chunk; ``renew``: encode the chunk in the present context as well.
 
-    Of an entry of a whole chunk (``want``) whose part is in the prompt, rows from ``first`` on are used.
+    ``contexts``: of how many contexts it is the mean, where this prompt has another one; else None. Of an
+    entry of a whole chunk (``want``) whose part is in the prompt, rows from ``first`` on are used.
     """
 
     key: KVKey
     found: Hit
     renew: bool = False
+    contexts: int | None = None
     want: Wanted | None = None
     first: int = 0
 
@@ -366,12 +368,20 @@ def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     # A chunk whose companions are not known is named as after the system text alone.
     if want.average is not None and (mean := pool.average(want.average)) is not None:
         if (found := fetch.get(mean, tokens)) is not None:
-            # A prompt's own rows are to be replaced by a mean.
-            return Entry(mean, found, want.exact or (to_average and SENSITIVITY not in found.kv.sums))
+            if want.exact:  # computed here it is exact from then on
+                return Entry(mean, found, contexts=0)
+            if want.in_place is None:
+                return Entry(mean, found, renew=to_average and SENSITIVITY not in found.kv.sums)
+            known = contexts_of(found.kv)
+            is_new = context_number(want.in_place.digest()) not in known
+            return Entry(mean, found, contexts=len(known) if is_new else None)
         pool.discard(mean)
-    if entry is None and want.plain is not None and (found := fetch.get(want.plain, tokens)) is not None:
-        return Entry(want.plain, found, renew=True)  # until the mean is stored
-    return entry
+    if entry is not None:
+        return replace(entry, contexts=0)
+    if want.plain is not None and (found := fetch.get(want.plain, tokens)) is not None:
+        own = want.in_place is not None
+        return Entry(want.plain, found, renew=not own, contexts=0 if own else None)
+    return None
 
 
 def _variant(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ragcachekit.model.encoding import Encoding, InPromptEncoding
-from ragcachekit.model.kv import PER_TOKEN, ChunkKV
+from ragcachekit.model.kv import PER_TOKEN, ChunkKV, contexts_of
 from ragcachekit.plan.encodings import Entry, Fetch, Wanted, find_entry
 from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
 from ragcachekit.plan.prefix_match import TURN, PrefixMatch
@@ -34,6 +34,9 @@ from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, whole_id
 COMPUTED = "computed"
 """Source of chunks that are not cached."""
 
+CONTEXTS_TO_OBSERVE = 4
+"""A prompt computes a chunk again while the mean that is stored of it is of fewer contexts."""
+
 RECOMPUTED = "the policy recomputed all that was cached"
 
 
@@ -53,6 +56,7 @@ class PromptRequest:
     notes: tuple[str, ...] = ()  # for the report
     fallback: str | None = None  # reason for a prefill in full
     epoch: int = 0  # number of forgets when the prompt came
+    observes: bool = False  # rows that it computes are kept, so a chunk whose mean needs more may be computed
     waited_ms: float = 0.0  # by earlier plans, in vain
     texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
 
@@ -86,13 +90,14 @@ class Missing:
     """A missing entry: what to encode, and under which key to store it.
 
     ``epoch`` is the number of forgets when its request began (:class:`ForgetEpochs`); after a later one that
-    concerns its key it is not stored.
+    concerns its key it is not stored. ``again``: an entry that serves meanwhile is stored.
     """
 
     key: KVKey
     token_ids: tuple[int, ...]
     encoding: Encoding
     epoch: int = 0
+    again: bool = False
 
     @property
     def content(self) -> Ids:
@@ -309,6 +314,9 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     fetch = request.fetch
     fetch.lose(lost)
     found = [find_entry(want, fetch, variants) if request.may_reuse(want) else None for want in wanted]
+    again = _to_observe(wanted, found) if request.observes else None
+    if again is not None:
+        found[again] = None
     known = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
     known += request.prefix_match.tokens if request.prefix_match is not None else 0
 
@@ -319,14 +327,38 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
 
     tokens = [len(want.token_ids) for want in wanted]
     skipped = fetch.decide(found, tokens, recomputed, length, length - known)
-    plan = _laid_out(request, found, skipped)
+    plan = _laid_out(request, found, skipped, again)
     ms = (time.perf_counter() - started_at) * 1e3 + plan.report.load_ms
     wait = request.waited_ms + (ms if plan.report.loaded_bytes else 0.0)
     report = replace(plan.report, load_ms=ms, wait_ms=wait)
     return _selected(replace(plan, report=report, without=lost, skipped=skipped), request)
 
 
-def _laid_out(request: PromptRequest, found: Sequence[Entry | None], skipped: Collection[KVKey]) -> LinkPlan:
+def _to_observe(wanted: Sequence[Wanted], found: Sequence[Entry | None]) -> int | None:
+    """Number of the found chunk that a prompt computes, for another context in its mean; None without one.
+
+    The one with the fewest contexts, the first of equals; at most half of what was found.
+    """
+    total = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
+    few = {
+        number: entry.contexts
+        for number, (want, entry) in enumerate(zip(wanted, found, strict=True))
+        if entry is not None
+        and entry.contexts is not None
+        and entry.contexts < CONTEXTS_TO_OBSERVE
+        and entry.want is None
+        and not isinstance(entry.found.kv, LoadingKV)
+        and 2 * len(want.token_ids) <= total
+    }
+    return min(few, key=lambda number: few[number]) if few else None
+
+
+def _laid_out(
+    request: PromptRequest,
+    found: Sequence[Entry | None],
+    skipped: Collection[KVKey],
+    again: int | None,
+) -> LinkPlan:
     """The plan before any selection; what was ``found`` and ``skipped`` is computed, and not missing."""
     match, ids = request.prefix_match, request.token_ids
     parts, uses = ([], []) if match is None else (match.parts, match.uses)
@@ -337,10 +369,11 @@ def _laid_out(request: PromptRequest, found: Sequence[Entry | None], skipped: Co
         list[PlacedChunk](),
     )
     missing: dict[KVKey, Missing] = {}
-    for want, stored in zip(request.wanted, found, strict=True):
+    for number, (want, stored) in enumerate(zip(request.wanted, found, strict=True)):
         entry = None if stored is None or stored.key in skipped else stored
         if request.may_reuse(want) and (stored is None or (entry is not None and entry.renew)):
             item = _missing(request, want, ids, is_renewed=entry is not None)
+            item = replace(item, again=number == again)
             missing[item.key] = item
         if entry is None:
             chunk, tier = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False), COMPUTED
@@ -351,7 +384,9 @@ def _laid_out(request: PromptRequest, found: Sequence[Entry | None], skipped: Co
             tiers.append(tier)
             keep = None if entry.want is None else len(want.token_ids)
             pieces.append(Piece(want.start, entry.found.kv, keep, entry.first))
-        uses.append(ChunkUse(whole_id(chunk.chunk_id), chunk.tokens, tier, exact=chunk.is_exact))
+        contexts = 0 if entry is None else max(1, len(contexts_of(entry.found.kv)))
+        use = ChunkUse(whole_id(chunk.chunk_id), chunk.tokens, tier, exact=chunk.is_exact, contexts=contexts)
+        uses.append(use)
     slow = {
         id(piece.kv): piece.kv.nbytes
         for piece, tier in zip(pieces, tiers, strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.model.identity import ModelGuard
-from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout
+from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.companions import Companions, Neighbours
@@ -306,11 +306,7 @@ class Planner:
         """Record that an entry is in the store."""
         if is_variant(key):
             self.variants.add(key, kv)
-        known = self.variants.average(key)
-        if known not in (None, key) and SENSITIVITY not in kv.sums and known in self._store:
-            # A prompt's own rows, that came after a mean or other rows.
-            self._store.discard(key, damaged=False)
-        elif (replaced := self.variants.add_average(key)) is not None:
+        if (replaced := self.variants.add_average(key)) is not None:
             self._store.discard(replaced, damaged=False)
 
     def recall(self, policy: SelectionPolicy) -> None:

@@ -137,7 +137,7 @@ class VariantPool:
 
     def add_average(self, key: KVKey) -> KVKey | None:
         """Record a stored mean or a prompt's own rows; returns the key that it replaces."""
-        if not _is_average(key):
+        if not is_average(key):
             return None
         with self._lock:
             replaced = self._averages.pop(_averaged(key), None)
@@ -148,7 +148,7 @@ class VariantPool:
 
     def average(self, key: KVKey) -> KVKey | None:
         """The stored entry for the chunk of ``key`` and the system text that its context begins with."""
-        if not _is_average(key):
+        if not is_average(key):
             return None
         with self._lock:
             found = self._averages.pop(_averaged(key), None)
@@ -164,7 +164,7 @@ class VariantPool:
                 self._nbytes -= variant.nbytes
                 if not self._variants[_chunk(key)]:
                     del self._variants[_chunk(key)]
-            elif _is_average(key) and self._averages.get(_averaged(key)) == key:
+            elif is_average(key) and self._averages.get(_averaged(key)) == key:
                 del self._averages[_averaged(key)]
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
@@ -193,7 +193,8 @@ def is_variant(key: KVKey) -> bool:
     return key.encoding.partition("@")[0] == IN_PROMPT
 
 
-def _is_average(key: KVKey) -> bool:
+def is_average(key: KVKey) -> bool:
+    """Whether the key is of a mean, or of a prompt's own rows, which may become one."""
     return key.encoding.startswith("average:")
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.reports import ShownPolicy
+
+BOUND = 1.1
+"""``auto`` allows this multiple of the least KL."""
 
 
 class _Replaced(ShownPolicy):
@@ -24,12 +28,24 @@ class _Replaced(ShownPolicy):
 
 @dataclass(frozen=True)
 class Auto(_Replaced):
-    """``auto``: the policy and encoder that lose least on this model and these chunks.
+    """``auto``: the quickest policy and encoder whose loss on this model and these chunks is near the least.
 
-    The engine replaces it by that pair (:class:`~ragcachekit.quality.auto.AutoPolicies`).
+    Near: at most ``bound`` times the least KL. ``auto:1.5`` allows more than ``auto``. The engine replaces it
+    by that pair (:class:`~ragcachekit.quality.auto.AutoPolicies`).
     """
 
-    name: str = "auto"
+    bound: float = BOUND
+
+    def __post_init__(self) -> None:
+        if not 1.0 <= self.bound < math.inf:
+            raise ValueError(
+                f"auto:x needs a multiple x >= 1 of the least KL, such as 1.5, got {self.bound:g}"
+            )
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """``auto``, or ``auto:x``."""
+        return "auto" if self.bound == BOUND else f"auto:{self.bound:g}"
 
 
 @dataclass(frozen=True)

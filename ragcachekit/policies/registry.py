@@ -13,6 +13,7 @@ from ragcachekit.policies.craft import Craft, CraftFocused
 from ragcachekit.policies.impact import TokenImpact
 from ragcachekit.policies.lego import Lego
 from ragcachekit.policies.measured import Auto, Budget
+from ragcachekit.policies.sensitive import Sensitive
 from ragcachekit.types import check_type
 
 _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
@@ -27,11 +28,12 @@ _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
     "craft-focused": (lambda a: CraftFocused(float(a)), "craft-focused:1"),
     "query": (lambda r: Query(float(r)), "query:0.15"),
     "deep": (lambda r: Deep(float(r)), "deep:0.1"),
+    "sensitive": (lambda r: Sensitive(float(r)), "sensitive:0.1"),
     "impact": (lambda r: TokenImpact(float(r)), "impact:0.1"),
     "heavy": (lambda r: Heavy(float(r)), "heavy:0.15"),
     "random": (lambda r: Random(float(r)), "random:0.15"),
     "budget": (lambda x: Budget(float(x)), "budget:0.05"),
-    "auto": (lambda _: Auto(), ""),
+    "auto": (lambda x: Auto(float(x)) if x else Auto(), ""),
 }
 """By name, how a policy is made from its argument, and an example; empty for one without an argument."""
 
@@ -57,7 +59,7 @@ def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     if name not in _POLICIES:
         raise ValueError(f"unknown policy {policy!r}; known: {', '.join(known_policies())}")
     make, example = _POLICIES[name]
-    if bool(colon) != bool(example):
+    if bool(colon) != bool(example) and not (name == "auto" and argument):
         raise ValueError(f"policy {policy!r}: write {example or name!r}")
     try:
         return make(argument)

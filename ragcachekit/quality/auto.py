@@ -64,7 +64,8 @@ class AutoPolicies:
     """Encoder and policy of ``auto`` per namespace: the default, then the choice of a check. Thread safe.
 
     The resolved policy carries its encoder, so that a request has one pair throughout. ``folder`` has the
-    records. ``encoder`` is the one that the user gave, if any: then only the policy is chosen.
+    records. ``encoder`` is the one that the user gave, if any: then only the policy is chosen, within
+    ``bound`` times the least KL.
     ``wait_until_idle`` blocks a background check until no request runs or the event, which it is given, is
     set.
     """
@@ -74,12 +75,14 @@ class AutoPolicies:
         folder: Path,
         fingerprint: str,
         encoder: str | None,
+        bound: float,
         planner: Planner,
         check: PolicyCheck,
         worker: BackgroundWorker,
         wait_until_idle: Callable[[Event], object],
     ) -> None:
         self._folder, self._fingerprint, self._encoder = folder, fingerprint, encoder
+        self._bound = bound
         self._planner, self.check = planner, check
         self._worker, self._wait_until_idle = worker, wait_until_idle
         self._policies = self._open(candidates(encoder, bool(planner.companions)))
@@ -102,7 +105,7 @@ class AutoPolicies:
         return out
 
     def resolve(self, namespace: str) -> ResolvedPolicy:
-        """The policy of a namespace with its encoder; its label is ``auto -> impact:0.1 on system``."""
+        """The policy of a namespace with its encoder; its label is ``auto -> sensitive:0.1 on system``."""
         with self._lock:
             known = self._of(namespace)
             self.used.add(namespace)
@@ -236,13 +239,16 @@ class AutoPolicies:
                 f"that fit the model's context, and needs {needed}"
             )
         rows = (
-            TuneRow(p.encoder, p.policy, *means(found), len(found)) for p, found in results.items() if found
+            TuneRow(p.encoder, p.policy, mean.kl, mean.ratio, round(mean.seconds * 1e3, 1), len(found))
+            for p, found in results.items()
+            if found and (mean := means(found))
         )
+        chosen = choice(results, self._bound)
         report = TuneReport(
             fingerprint=self._fingerprint,
             namespace=namespace,
-            encoder=choice(results).encoder,
-            policy=choice(results).policy,
+            encoder=chosen.encoder,
+            policy=chosen.policy,
             rows=tuple(rows),
             seconds=round(seconds, 1),
             date=datetime.now(UTC).isoformat(timespec="seconds"),

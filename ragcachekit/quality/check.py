@@ -21,28 +21,29 @@ from ragcachekit.plan.link_plan import Missing, make_plan
 from ragcachekit.plan.planner import Planner
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import PolicyAndEncoder, SelectionPolicy
+from ragcachekit.policies.measured import BOUND
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.quality.compare import ANSWER_TOKENS, Continuation, compare, full_answer
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory import HostStore
-from ragcachekit.types import Ids
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, Ids
 
 CANDIDATES = (
-    PolicyAndEncoder("impact:0.1", "system"),
-    PolicyAndEncoder("deep:0.1", "system"),
-    PolicyAndEncoder("impact:0.1", "standalone"),
-    PolicyAndEncoder("reuse", "average:3"),
-    PolicyAndEncoder("impact:0.1", "average:3"),
-    PolicyAndEncoder("deep:0.1", "average:3"),
+    *(PolicyAndEncoder(policy, "system") for policy in ("lego:8", "impact:0.1", "deep:0.1")),
+    *(PolicyAndEncoder(policy, "standalone") for policy in ("lego:16", "impact:0.1")),
+    *(
+        PolicyAndEncoder(policy, "average:3")
+        for policy in ("reuse", "lego:4", "lego:8", "sensitive:0.05", "sensitive:0.1", "impact:0.1")
+    ),
 )
-"""What the check measures; of two equally good ones, the one whose encoder is named first is cheaper."""
+"""What the check measures; of two as quick ones, the one whose encoder is named first is cheaper."""
 
 NEIGHBOUR_CANDIDATES = tuple(
-    PolicyAndEncoder(name, "similar:1") for name in ("impact:0.1", "reuse", "deep:0.1")
+    PolicyAndEncoder(name, "similar:1") for name in ("sensitive:0.1", "reuse", "impact:0.1", "deep:0.1")
 )
 """Measured as well where neighbours are known."""
 
-DEFAULT = PolicyAndEncoder("impact:0.1", "average:3")
+DEFAULT = PolicyAndEncoder(DEFAULT_POLICY, DEFAULT_ENCODER)
 """Used before the check."""
 
 MAX_RATIO = 0.15
@@ -57,8 +58,11 @@ MAX_SECONDS = 60.0
 WORSE = 2.0
 """A candidate with more than this multiple of the least KL is dropped."""
 
-NEAR, NEGLIGIBLE = 1.05, 0.001
-"""Candidates within this multiple of the least KL, or this many nats, count as equally good."""
+NEGLIGIBLE = 0.001
+"""A difference of this many nats per token is none."""
+
+AS_QUICK = 1.1
+"""Candidates within this multiple of the least time count as equally quick."""
 
 
 def candidates(encoder: str | None, neighbours: bool) -> tuple[PolicyAndEncoder, ...]:
@@ -82,10 +86,14 @@ class CheckPrompt:
 
 
 class Measured(NamedTuple):
-    """KL per answer token in nats, and recomputed / cached rows, of one candidate on one prompt."""
+    """Of one candidate on one prompt: KL per answer token in nats, recomputed / cached rows, seconds.
+
+    ``seconds`` are those of the linked prefill.
+    """
 
     kl: float
     ratio: float
+    seconds: float
 
 
 Results = Mapping[PolicyAndEncoder, Sequence[Measured]]
@@ -164,16 +172,20 @@ class PolicyCheck:
                 if plan.missing or not plan.pieces:
                     raise RagCacheError(f"chunks of a check could not be encoded for {pair}")
                 timer.before_forward()
+                started_at = time.perf_counter()
                 linked, plan = link_ahead(self._model, self._rope, plan)
+                seconds = time.perf_counter() - started_at
                 found = compare(Continuation(self._model, linked.inputs, timer.before_forward), reference)
-                out[pair] = Measured(found.kl, plan.report.recompute_ratio)
+                out[pair] = Measured(found.kl, plan.report.recompute_ratio, seconds)
         return out
 
 
 def means(measured: Sequence[Measured]) -> Measured:
-    """The mean KL and ratio; NaN without prompts."""
-    kl, ratio = np.mean(measured, axis=0).tolist() if measured else (math.nan, math.nan)
-    return Measured(kl, ratio)
+    """The mean KL and ratio, and the median of the seconds; NaN without prompts."""
+    if not measured:
+        return Measured(math.nan, math.nan, math.nan)
+    kl, ratio, _ = np.mean(measured, axis=0).tolist()
+    return Measured(kl, ratio, float(np.median([one.seconds for one in measured])))
 
 
 def contenders(results: Results) -> list[PolicyAndEncoder]:
@@ -186,28 +198,31 @@ def contenders(results: Results) -> list[PolicyAndEncoder]:
     return [pair for pair, mean in cheap.items() if most < MIN_PROMPTS or mean.kl <= near]
 
 
-def choice(results: Results) -> PolicyAndEncoder:
-    """The cheapest of the contenders that are as good as the one with the least mean KL.
+def choice(results: Results, bound: float = BOUND) -> PolicyAndEncoder:
+    """The quickest of the contenders whose mean KL is at most ``bound`` times the least.
 
-    As good: within 5 %, 0.001 nats, or one standard error of the mean difference, paired by prompt. Cheapest:
-    fewest recomputed rows in whole percent, then the encoder that :data:`CANDIDATES` names first.
+    One that is worse by at most 0.001 nats, or by one standard error of the mean difference, paired by
+    prompt, counts as well. Of those that take at most 1.1 times as long as the quickest, the one is chosen
+    whose encoder :data:`CANDIDATES` names first, then the one of least KL.
     """
     pairs = contenders(results)
     mean = {pair: means(results[pair]) for pair in pairs}
     best = min(pairs, key=lambda pair: mean[pair].kl)
+    good = [pair for pair in pairs if _as_good(results[pair], results[best], bound)]
+    quickest = min(mean[pair].seconds for pair in good)
     encoders = [pair.encoder for pair in CANDIDATES]
 
-    def cost(pair: PolicyAndEncoder) -> tuple[float, int, float]:
+    def cost(pair: PolicyAndEncoder) -> tuple[int, float]:
         rank = encoders.index(pair.encoder) if pair.encoder in encoders else len(encoders)
-        return round(mean[pair].ratio, 2), rank, mean[pair].kl
+        return rank, mean[pair].kl
 
-    return min((pair for pair in pairs if _as_good(results[pair], results[best])), key=cost)
+    return min((pair for pair in good if mean[pair].seconds <= AS_QUICK * quickest), key=cost)
 
 
-def _as_good(found: Sequence[Measured], best: Sequence[Measured]) -> bool:
+def _as_good(found: Sequence[Measured], best: Sequence[Measured], bound: float) -> bool:
     worse = np.array([one.kl - other.kl for one, other in zip(found, best, strict=True)])
     error = worse.std(ddof=1) / math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    return bool(worse.mean() <= max(error, (NEAR - 1) * means(best).kl, NEGLIGIBLE))
+    return bool(worse.mean() <= max(error, (bound - 1) * means(best).kl, NEGLIGIBLE))
 
 
 class _OutOfTime(Exception):

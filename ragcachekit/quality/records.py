@@ -19,20 +19,22 @@ from ragcachekit.reports import Report
 log = logging.getLogger(__name__)
 
 FULL, STANDALONE = "full", "standalone"
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True)
 class TuneRow(Report):
     """A measured policy and encoder; means over ``prompts``.
 
-    ``kl`` is KL(full || this) in nats per answer token, ``ratio`` recomputed / cached rows.
+    ``kl`` is KL(full || this) in nats per answer token, ``ratio`` recomputed / cached rows, ``prefill_ms``
+    the median time of the linked prefill.
     """
 
     encoder: str
     policy: str
     kl: float
     ratio: float
+    prefill_ms: float
     prompts: int
 
     @property
@@ -76,12 +78,11 @@ class TuneReport(Report):
         return [shown for shown in super()._shown() if shown[0] not in ("fingerprint", "system")]
 
     def __str__(self) -> str:
-        lines = [("encoder", "policy", "recomputed", "KL", "prompts", "")]
+        lines = [("encoder", "policy", "recomputed", "KL", "prefill ms", "prompts", "")]
         for row in self.rows:
             chosen = "chosen" if row.pair == self.pair else ""
-            lines.append(
-                (row.encoder, row.policy, f"{row.ratio:.1%}", f"{row.kl:.4f}", str(row.prompts), chosen)
-            )
+            figures = f"{row.ratio:.1%}", f"{row.kl:.4f}", f"{row.prefill_ms:.0f}", str(row.prompts)
+            lines.append((row.encoder, row.policy, *figures, chosen))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import threading
 import time
@@ -121,9 +122,11 @@ C = PolicyAndEncoder("lego:16", "standalone")
 
 
 def results(**kls):
-    """Per pair KLs by prompt; the ratio comes first."""
+    """Per pair KLs by prompt; the ratio, also its seconds, comes first."""
     named = {"a": A, "b": B, "c": C}
-    return {named[name]: [Measured(kl, ratio) for kl in values] for name, (ratio, *values) in kls.items()}
+    return {
+        named[name]: [Measured(kl, ratio, ratio) for kl in values] for name, (ratio, *values) in kls.items()
+    }
 
 
 def test_the_least_kl_wins():
@@ -133,6 +136,23 @@ def test_the_least_kl_wins():
 def test_of_two_within_the_noise_the_cheaper_wins():
     assert choice(results(a=(0.05, 0.1, 3.0, 0.1, 1.2), b=(0.1, 1, 1, 1, 1))) == A
     assert choice(results(a=(0.05, 1.2, 1.3, 1.2, 1.3), b=(0.1, 1, 1, 1, 1))) == B
+
+
+def timed(kl, ms):
+    return [Measured(kl, 0.1, ms / 1e3)] * 4
+
+
+def test_the_quickest_within_the_bound_wins():
+    found = {A: timed(1.0, 90), B: timed(1.3, 50), C: timed(1.7, 10)}
+    assert choice(found) == A
+    assert choice(found, 1.4) == B
+    assert choice(found, 1.8) == C
+
+
+def test_of_two_as_quick_ones_the_cheaper_encoder_wins():
+    mean = PolicyAndEncoder("reuse", "average:3")
+    assert choice({A: timed(1.05, 100), mean: timed(1.0, 95)}) == A
+    assert choice({A: timed(1.05, 100), mean: timed(1.0, 80)}) == mean
 
 
 def test_clearly_worse_candidates_leave_after_three_prompts():
@@ -174,7 +194,7 @@ def test_a_choice_is_used_and_kept_for_the_next_process(make, tmp_path, caplog):
     assert other.policy == label
     assert other.generate(prompt(0), **ONE).report.link.encoder == found.encoder
     assert make(namespace="else").policy == RESOLVED
-    assert make(encoder="sinks:2").policy == "auto -> impact:0.1 on sinks:2"
+    assert make(encoder="sinks:2").policy == "auto -> sensitive:0.1 on sinks:2"
     assert caplog.records == []
     assert "chosen" in str(found)
     assert json.loads(json.dumps(found.to_dict()))["policy"] == found.policy
@@ -204,7 +224,7 @@ def test_damaged_and_foreign_records_are_ignored(make, tmp_path, caplog, damage)
 
 def test_with_neighbours_the_chunk_before_is_tried(make):
     rag = make(neighbours=PrecedingChunks([TEXTS]))
-    assert rag.policy == "auto -> impact:0.1 on similar:1"
+    assert rag.policy == "auto -> sensitive:0.1 on similar:1"
     found = rag.tune(prompts=[prompt(0), prompt(3)])
     assert ("reuse", "similar:1") in {row.pair for row in found.rows}
 
@@ -264,7 +284,7 @@ def test_a_prompt_that_shows_nothing_is_refused(make):
 
 
 def test_a_later_process_encodes_behind_the_recorded_text(make, monkeypatch):
-    monkeypatch.setattr("ragcachekit.quality.auto.choice", lambda results: B)
+    monkeypatch.setattr("ragcachekit.quality.auto.choice", lambda results, bound: B)
     make().tune(prompts=[prompt(0)])
     rag = make()
     rag.encode(TEXTS)
@@ -395,9 +415,25 @@ def test_a_record_that_cannot_be_written_serves_this_process(make, monkeypatch, 
 
 def test_auto_is_a_policy_by_name():
     assert open_policy("auto") == Auto()
+    assert open_policy("auto:1.5") == Auto(1.5)
+    assert Auto(1.5).name == "auto:1.5"
     assert "auto" in known_policies()
     with pytest.raises(RagCacheError, match="give it to RagCache"):
         Auto().select([])
+
+
+@pytest.mark.parametrize("name", ["auto:0.9", "auto:inf", "auto:much", "auto:"])
+def test_a_bound_that_makes_no_sense_is_refused(name):
+    with pytest.raises(ValueError, match=re.escape(name)):
+        open_policy(name)
+
+
+def test_the_bound_is_a_setting_of_the_engine(make):
+    rag = make(policy="auto:1.5")
+    assert rag.policy == RESOLVED
+    rag.generate(prompt(0), policy="auto", **ONE)
+    with pytest.raises(ValueError, match="auto:2"):
+        rag.generate(prompt(0), policy="auto:2", **ONE)
 
 
 def test_seen_prompts_are_bounded(make, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_record_comes_back_as_it_was(tmp_path, caplog):
     assert path == calibration_path(tmp_path, "f" * 64, "acme/docs")
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert json.loads(path.read_text())["schema"] == 3
+    assert json.loads(path.read_text())["schema"] == 4
     assert caplog.records == []
 
 

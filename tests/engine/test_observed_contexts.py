@@ -1,0 +1,130 @@
+"""Rows that prompts compute join the mean of their chunk under ``average:n``: no forward of their own."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from families import off, plain, prefill, tokens, wrapped
+from link_kit import described
+from ragcachekit import Chunk, Prompt, RagCache, Text
+from ragcachekit.plan.link_plan import CONTEXTS_TO_OBSERVE
+
+SYSTEM, QUESTION = tokens(9, 1), tokens(6, 9)
+CHUNKS = {name: tokens(16 + number, 2 + number) for number, name in enumerate("abcde")}
+
+
+def prompt(names):
+    body = (Chunk(token_ids=CHUNKS[name]) for name in names)
+    return Prompt([Text(token_ids=SYSTEM), *body, Text(token_ids=QUESTION)])
+
+
+@pytest.fixture
+def rag(tmp_path):
+    with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder="average:3", cold="now") as rag:
+        yield rag
+
+
+def ask(rag, names):
+    """The uses of the chunks, in order."""
+    return rag.generate(prompt(names), max_new_tokens=1).report.link.chunks
+
+
+def sources(uses):
+    return ["computed" if use.source == "computed" else "cached" for use in uses]
+
+
+def rows_after(before, chunk):
+    """Keys without RoPE and values of a chunk, from an ordinary prefill of plain transformers."""
+    whole = (*SYSTEM, *(i for name in before for i in CHUNKS[name]), *CHUNKS[chunk])
+    run, start = prefill(plain("llama"), whole), len(whole) - len(CHUNKS[chunk])
+    rope = described("llama")
+    angles = rope.angles(torch.arange(start, len(whole)), len(whole))
+    keys = [rope.strip(i, k[:, start:], k[:, start:], angles)[0] for i, k in enumerate(run.keys)]
+    return keys, [values[:, start:] for values in run.values]
+
+
+def means_of(rag, name):
+    """The stored means of a chunk."""
+    store = rag.components.store
+    keys = [key for key in list(store.keys()) if key.encoding == "average:3"]
+    found = [(key, store.get(key).kv) for key in keys]
+    return [(key, kv) for key, kv in found if kv.tokens == len(CHUNKS[name])]
+
+
+def test_the_second_context_of_a_chunk_joins_the_first(rag):
+    ask(rag, "ab")
+    ((_, one),) = means_of(rag, "b")
+    assert "sensitivity" not in one.sums
+    assert sources(ask(rag, "cb")) == ["computed", "cached"], "of what was found it is more than half"
+    assert sources(ask(rag, "cbed")) == ["cached", "computed", "computed", "computed"]
+    ((key, two),) = means_of(rag, "b")
+    runs = [rows_after("a", "b"), rows_after("c", "b")]
+    for layer in range(two.layers):
+        keys, values = [run[0][layer] for run in runs], [run[1][layer] for run in runs]
+        assert off(two.keys[layer], sum(keys) / 2) <= 1e-5
+        assert off(two.values[layer], sum(values) / 2) <= 1e-5
+        moved = (values[0] - values[1]).square().sum((0, 2)).sqrt()
+        assert off(two.sums["sensitivity"][layer], moved) <= 1e-4
+    assert len(key.context) == 3, "the system text and both chunks"
+    assert rag.encoding_stats().encoded_tokens == 0
+
+
+def test_every_chunk_gets_the_contexts_that_it_needs_and_no_more(rag):
+    orders = list(permutations("abcd"))
+    assert sources(ask(rag, orders[0])) == ["computed"] * 4
+    for order in orders[1:]:
+        assert sources(ask(rag, order)).count("computed") <= 1
+    uses = ask(rag, "dcba")
+    assert sources(uses) == ["cached"] * 4
+    assert [use.contexts for use in uses] == [1, *[CONTEXTS_TO_OBSERVE] * 3]
+    assert f"mean of {CONTEXTS_TO_OBSERVE} contexts" in str(uses[1])
+    assert uses[0].exact
+    assert rag.encoding_stats().encoded_tokens == 0
+
+
+def test_the_same_prompt_again_adds_nothing(rag):
+    for _ in range(4):
+        uses = ask(rag, "abcd")
+    assert sources(uses) == ["cached"] * 4
+    assert {use.contexts for use in uses} == {1}
+
+
+def test_rows_after_approximate_rows_are_kept(rag):
+    ask(rag, "abc")
+    uses = ask(rag, "cbd")
+    assert uses[2].source == "computed"
+    ((_, kv),) = means_of(rag, "d")
+    _, values = rows_after("cb", "d")
+    moved = max(off(kv.values[layer], values[layer]) for layer in range(kv.layers))
+    assert 0 < moved < 0.3, "near an ordinary prefill"
+    assert rag.encoding_stats().encoded_tokens == 0
+
+
+@pytest.mark.parametrize("gone", ["a", "c"])
+def test_a_forgotten_chunk_takes_the_means_that_it_is_in_along(rag, gone):
+    for names in ("ab", "cb", "cbed"):
+        ask(rag, names)
+    ((key, _),) = means_of(rag, "b")
+    known = {use.tokens: use.chunk_id for use in ask(rag, "ac")}
+    assert known[len(CHUNKS[gone])] in key.context
+    rag.forget([known[len(CHUNKS[gone])]])
+    assert means_of(rag, "b") == []
+
+
+def test_a_link_without_an_answer_computes_no_known_chunk(rag):
+    ask(rag, "abcd")
+    assert rag.link(prompt("badc")).report.computed_tokens == len(QUESTION)
+    assert sources(ask(rag, "badc")).count("computed") == 1
+
+
+def test_nothing_is_computed_for_a_mean_where_nothing_is_kept(tmp_path):
+    with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder="average:3", cold="now") as first:
+        for names in ("abcd", "badc"):
+            ask(first, names)
+        store = first.components.store
+        with RagCache(wrapped("llama"), store=store, encoder="average:3", cold="never") as rag:
+            assert sources(ask(rag, "abdc")) == ["cached"] * 4
+        assert sources(ask(first, "abdc")).count("computed") == 1

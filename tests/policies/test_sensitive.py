@@ -1,0 +1,51 @@
+"""``sensitive:r``: positions by stored sensitivity alone, against a slow derivation."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from ragcachekit.policies.base import PlacedChunk
+from ragcachekit.policies.registry import open_policy
+
+
+def placed(start, tokens, seed=None, exact=False):
+    sums = {} if seed is None else {"sensitivity": torch.rand(3, tokens, generator=torch.manual_seed(seed))}
+    return PlacedChunk(f"chunk {start}", start, tokens, exact, sums=sums)
+
+
+def slow(chunks, ratio):
+    """The same by sorting pairs."""
+    known = [c for c in chunks if not c.is_exact and c.sums]
+    unknown = [c for c in chunks if not c.is_exact and not c.sums]
+    room = math.ceil(round(ratio * sum(c.tokens for c in known), 6))
+    ranked = []
+    for chunk in known:
+        for row in range(chunk.tokens):
+            score = float(sum(layer[row] for layer in chunk.sums["sensitivity"]))
+            ranked.append((row >= 2, chunk.start + row if row < 2 else -score, chunk.start + row))
+    picked = {position for *_, position in sorted(ranked)[:room]}
+    for chunk in unknown:
+        picked |= set(range(chunk.start, chunk.start + math.ceil(round(ratio * chunk.tokens, 6))))
+    return picked
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_first_tokens_then_the_most_sensitive_within_the_share(seed):
+    rng, start, chunks = random.Random(seed), 5, []
+    for number in range(rng.randint(1, 5)):
+        tokens = rng.randint(1, 40)
+        known = rng.random() < 0.7
+        chunks.append(placed(start, tokens, 10 * seed + number if known else None, rng.random() < 0.2))
+        start += tokens + rng.randint(0, 3)
+    for ratio in (0.01, 0.1, 0.5, 1.0):
+        found = open_policy(f"sensitive:{ratio}").select(chunks)
+        assert len(found) == len(set(found))
+        assert set(found) == slow(chunks, ratio)
+
+
+def test_exact_chunks_alone_need_nothing():
+    assert open_policy("sensitive:0.1").select([placed(4, 30, 1, exact=True)]) == []
