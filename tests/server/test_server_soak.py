@@ -20,7 +20,7 @@ from snapshots_kit import hybrid_speaker
 from soak_kit import figures
 from speaking import byte_level
 
-CLIENTS, REQUESTS, WARM_UP = 32, 1000, 300
+CLIENTS, REQUESTS = 32, 1000
 BODY = 1 << 16
 CHAT, CONTEXTS = "/v1/chat/completions", "/v1beta/cachedContents"
 
@@ -128,15 +128,17 @@ def usage_now(process, rag):
 
 
 def hybrid(**options):
-    """A tree so small that it is full once the clients are warm."""
-    own = {"cold": "now", "store": StoreConfig(host_bytes=8 << 20), "cache_dir": FOLDER.name}
+    """A tree so small that it is full after 1,000 requests."""
+    own = {"cold": "now", "store": StoreConfig(host_bytes=6 << 20), "cache_dir": FOLDER.name}
     return RagCache(hybrid_speaker(), byte_level(), **own, **options)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("open_engine", [engine, hybrid], ids=["linked", "prefix"])
-def test_a_flood_of_clients(tmp_path, open_engine):
+@pytest.mark.parametrize(
+    ("open_engine", "warm_up"), [(engine, 300), (hybrid, 1000)], ids=["linked", "prefix"]
+)
+def test_a_flood_of_clients(tmp_path, open_engine, warm_up):
     keys, process, seen = tmp_path / "keys.json", psutil.Process(), Counter()
     tenants = {name: add_key(keys, name) for name in ("ada", "bob")}
     with open_engine(queue=QueueConfig(max_batch=8)) as rag:
@@ -145,7 +147,7 @@ def test_a_flood_of_clients(tmp_path, open_engine):
             own = list(tenants.values())
             clients = [Client(url, own[number % 2], number) for number in range(CLIENTS)]
             try:
-                flood(clients, WARM_UP, seen)
+                flood(clients, warm_up, seen)
                 before = usage_now(process, rag)
                 begun = time.perf_counter()
                 flood(clients, REQUESTS, seen)
