@@ -128,8 +128,9 @@ def usage_now(process, rag):
 
 
 def hybrid(**options):
-    """A tree so small that it is full after 1,000 requests."""
-    own = {"cold": "now", "store": StoreConfig(host_bytes=6 << 20), "cache_dir": FOLDER.name}
+    """A tree so small that it is full after 1,000 requests, and keeps a context that is about to be used."""
+    store = StoreConfig(host_bytes=6 << 20, eviction="lru")
+    own = {"cold": "now", "store": store, "cache_dir": FOLDER.name}
     return RagCache(hybrid_speaker(), byte_level(), **own, **options)
 
 
