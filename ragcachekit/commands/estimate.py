@@ -90,7 +90,7 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
         note(skipped)
     maker, token_bytes = PromptMaker(tokenizer), kv_bytes_per_token(settings.model)
     sizes, prompts, tokens, saved = dict[str, int](), list[list[str]](), list[int](), 0
-    for question, texts, hit in _retrieved(settings, log, corpus):
+    for question, texts, hit in retrieved(settings, log, corpus):
         for text in texts:
             if text not in sizes:
                 sizes[text] = len(tokenizer(text, add_special_tokens=False).input_ids)
@@ -127,7 +127,7 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
     return BenchReport("estimate", settings.model, 0, (summary, *rows))
 
 
-def _retrieved(
+def retrieved(
     settings: OwnFiles, log: Sequence[Question], corpus: Corpus
 ) -> Iterator[tuple[str, Sequence[str], bool]]:
     """Each question, its chunks' texts, and whether the query cache saves its search."""
