@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 from langchain_core.documents import Document
-from langchain_core.embeddings import Embeddings
 from tqdm.auto import tqdm
+from transformers import AutoTokenizer
 
 from benchmarks.datasets import Passages, load_dataset
 from benchmarks.fidelity import few_shot
@@ -31,9 +31,11 @@ from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.model.weights import load_model
 from ragcachekit.quality.compare import word_f1
 
-ORDERS: tuple[Literal["found"], Literal["cached"]] = ("found", "cached")
+Order = Literal["found", "by id", "cached"]
+ORDERS: tuple[Order, ...] = ("found", "by id", "cached")
 
 Row = dict[str, Any]
+Trie = dict[int, "Trie"]
 
 
 def order(
@@ -43,41 +45,46 @@ def order(
     k: opt.K = 4,
     users: Annotated[int, typer.Option(min=1, help="Who ask at the same time, each about one article.")] = 4,
     visit: Annotated[int, typer.Option(min=1, help="Questions of a user about an article.")] = 5,
+    words: Annotated[
+        int, typer.Option(min=0, help="Cut passages into parts of about this many; 0: whole.")
+    ] = 0,
     tree_gib: Annotated[float, typer.Option(help="Budget of the tree.")] = 1.0,
     max_new_tokens: opt.MaxNewTokens = 16,
+    only_count: Annotated[bool, typer.Option(help="No answers; a tree without limits, counted.")] = False,
     seed: opt.Seed = 0,
     json: opt.Json = None,
 ) -> None:
     """What the order of the retrieved documents does to exact reuse and to answers.
 
     No question is asked twice. Each is answered with its ``k`` nearest passages of all articles
-    (all-MiniLM-L6-v2) under ``policy="prefix"``, in the order found and by ``order="cached"``, each with a
-    tree of its own. ``share`` is that of all prompt tokens that the tree gave, ``moved`` that of the prompts
-    in another order than found. F1 is against the right answers; intervals are 95 % bootstrap ones. Times to
-    the first token are means.
+    (all-MiniLM-L6-v2) under ``policy="prefix"``: in the order found, sorted by their number in the file (``by
+    id``) and by ``order="cached"``, each with a tree of its own. ``share`` is that of all prompt tokens that
+    the tree gave, ``moved`` that of the prompts in another order than found. F1 is against the right answers;
+    intervals are 95 % bootstrap ones. Times to the first token are means.
     """
     quiet_loading()
-    lm, tokenizer = load_model(resolve_model(model), "cpu", dtype=torch.float32)
+    folder = resolve_model(model)
     every = load_dataset(dataset)
     asked = in_visits(every, users, visit, seed)[:questions]
     texts = list(dict.fromkeys(chain.from_iterable((*one.relevant, *one.others) for one in every)))
-    rows = list(
-        measure(
-            lm,
-            tokenizer,
-            texts,
-            asked,
-            MiniLM(),
-            k=k,
-            tree=TreeConfig(host_bytes=round(tree_gib * 2**30)),
-            new_tokens=max_new_tokens,
-        )
-    )
+    if words:
+        texts = list(dict.fromkeys(part for text in texts for part in parts_of(text, words)))
+    store = RagCacheVectorStore(MiniLM())
+    store.add_documents([Document(text, metadata={"number": n}) for n, text in enumerate(texts)])
     kind = dataset.partition(":")[0]
-    name = f"{model}; {kind}: {len(asked)} questions, {k} of {len(texts)} passages, tree of {tree_gib:g} GiB"
-    means = summary(rows, seed)
-    show(table(f"Order of documents: {name}", means))
-    parts = {"summary": means, "questions": rows}
+    name = f"{model}; {kind}: {len(asked)} questions, {k} of {len(texts)} passages"
+    if only_count:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        sizes = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        found = [numbers(store.similarity_search(one.question, k)) for one in asked]
+        parts = {"counted": [{"order": order, **counted(found, sizes, order)} for order in ORDERS]}
+    else:
+        name += f", tree of {tree_gib:g} GiB"
+        lm, tokenizer = load_model(folder, "cpu", dtype=torch.float32)
+        tree = TreeConfig(host_bytes=round(tree_gib * 2**30))
+        rows = list(measure(lm, tokenizer, store, asked, k=k, tree=tree, new_tokens=max_new_tokens))
+        parts = {"summary": summary(rows, seed), "questions": rows}
+    show(table(f"Order of documents: {name}", next(iter(parts.values()))))
     every_row = tuple({"part": part, **row} for part, own in parts.items() for row in own)
     written(BenchReport("order", name, seed, every_row), json)
 
@@ -105,12 +112,49 @@ def in_visits(questions: Sequence[Passages], users: int, visit: int, seed: int) 
     return out
 
 
+def parts_of(text: str, words: int) -> list[str]:
+    """The text in parts of equal length, about ``words`` words each."""
+    every = text.split()
+    count = max(1, round(len(every) / words))
+    return [" ".join(every[len(every) * n // count : len(every) * (n + 1) // count]) for n in range(count)]
+
+
+def numbers(documents: Sequence[Document]) -> list[int]:
+    """Their places in the file."""
+    return [document.metadata["number"] for document in documents]
+
+
+def counted(found: Sequence[Sequence[int]], sizes: Sequence[int], order: Order) -> Row:
+    """The shares of the tokens after the same documents as in an earlier prompt, and of the prompts moved."""
+    known: Trie = {}
+    reused = moved = 0
+    for own in found:
+        ordered = sorted(own) if order == "by id" else list(own)
+        if order == "cached":
+            first = longest(own, known, sizes)
+            ordered = [*first, *(one for one in own if one not in first)]
+        moved += ordered != list(own)
+        at = known
+        for one in ordered:
+            reused += sizes[one] if one in at else 0
+            at = at.setdefault(one, {})
+    total = sum(sizes[one] for own in found for one in own)
+    return {"questions": len(found), "share": reused / total, "moved": moved / len(found)}
+
+
+def longest(some: Sequence[int], known: Trie, sizes: Sequence[int]) -> list[int]:
+    """The longest known beginning, in tokens, of the documents in any order."""
+    chains = (
+        [one, *longest([o for o in some if o != one], known[one], sizes)] for one in some if one in known
+    )
+    return max(chains, key=lambda own: sum(sizes[one] for one in own), default=[])
+
+
 def measure(
     model: Any,
     tokenizer: Any,
-    texts: Sequence[str],
+    store: RagCacheVectorStore,
     asked: Sequence[Passages],
-    embeddings: Embeddings,
     *,
     k: int,
     tree: TreeConfig,
@@ -118,8 +162,6 @@ def measure(
 ) -> Iterator[Row]:
     """A row per question and order; each order has an engine of its own, and they take turns to be first."""
     maker = PromptMaker(tokenizer, plain=few_shot, stop=("\n",))
-    store = RagCacheVectorStore(embeddings)
-    store.add_documents([Document(text) for text in texts])
     with ExitStack() as opened:
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-"))
         engines = {
@@ -129,10 +171,14 @@ def measure(
             for name in ORDERS
         }
         retrievers = {
-            name: RagCacheRetriever.wrap(store, cache=engines[name], k=k, order=name) for name in ORDERS
+            name: RagCacheRetriever.wrap(
+                store, cache=engines[name], k=k, order="cached" if name == "cached" else "found"
+            )
+            for name in ORDERS
         }
         for number, one in enumerate(tqdm(asked, unit="question")):
             found = {name: retrievers[name].invoke(one.question) for name in ORDERS}
+            found["by id"].sort(key=lambda document: numbers([document]))
             for name in ORDERS if number % 2 else ORDERS[::-1]:
                 rag, chunks = engines[name], [document.page_content for document in found[name]]
                 begun = time.perf_counter()

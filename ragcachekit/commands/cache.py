@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ragcachekit.commands.console import show
-from ragcachekit.commands.precompute import manifests
+from ragcachekit.commands.manifest import manifests
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from tqdm.auto import tqdm
 
 from ragcachekit.commands.engines import FULL, Engines
+from ragcachekit.commands.grades import CALIBRATE, check_linked
 from ragcachekit.commands.questions import PromptMaker, Sample
 from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
@@ -169,6 +170,7 @@ def run(
     if len(sample.questions) < ROUND:
         raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
     model, tokenizer = load_checked(name, device, dtype)
+    check_linked(model, tokenizer, cache_dir, CALIBRATE)
     encoder = Encodings(encoder, describe_rope(model), tokenizer.bos_token_id).name
     order = np.random.default_rng(seed).permutation(len(sample.questions)).tolist()
     maker = PromptMaker(tokenizer)

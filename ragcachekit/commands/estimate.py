@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,8 @@ from rich.filesize import decimal as size
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
-from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
+from ragcachekit.commands.grades import why_prefix
+from ragcachekit.commands.workspace import OwnFiles, load_checked, load_tokenizer
 
 if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus
@@ -52,7 +53,7 @@ def estimate(
     """Will it save time? The share of your log's prompt tokens and searches that a cache would serve.
 
     The questions of --log are replayed in order over the documents of --corpus. No model runs; only the
-    tokenizer of --model is loaded.
+    tokenizer of --model is loaded, unless its grade is prefix: then what it caches is measured.
     """
     quiet_loading()
     from ragcachekit.commands.questions import read_questions
@@ -67,7 +68,7 @@ def estimate(
         "all tokens are chunks, the rest is computed every time",
         "chunks": f"{found['chunk_uses']} uses of {found['chunks_used']} different ones; the corpus has "
         f"{found['chunks_in_corpus']}" + (f", {foreign} of those used not among them" if foreign else ""),
-        "KV": f"{size(found['kv_bytes_used'])} of the chunks that the log uses",
+        "KV": f"{size(found['kv_bytes_used'])} of the {found['kv_of']} that the log uses",
     }
     show(pairs(rows))
     show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
@@ -88,24 +89,34 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
     tokenizer, corpus = load_tokenizer(settings.model), settings.read_corpus()
     for skipped in corpus.notes:
         note(skipped)
-    maker, token_bytes = PromptMaker(tokenizer), kv_bytes_per_token(settings.model)
+    maker, snapshots = (
+        PromptMaker(tokenizer),
+        snapshot_bytes(settings.model) if why_prefix(settings.model) else None,
+    )
+    token_bytes = 1 if snapshots else kv_bytes_per_token(settings.model)
     sizes, prompts, tokens, saved = dict[str, int](), list[list[str]](), list[int](), 0
-    for question, texts, hit in _retrieved(settings, log, corpus):
+    for question, texts, hit in retrieved(settings, log, corpus):
         for text in texts:
             if text not in sizes:
                 sizes[text] = len(tokenizer(text, add_special_tokens=False).input_ids)
         prompts.append(list(dict.fromkeys(texts)))
         tokens.append(len(bare_ids(tokenizer, maker.filled(SEPARATOR.join(texts), question))))
         saved += hit
-    known, total, used = set(corpus.texts), sum(tokens), sum(sizes.values())
-    least = max(sum(sizes[text] for text in texts) for texts in prompts)  # of the largest prompt
+    known, total = set(corpus.texts), sum(tokens)
+    looked_up, found_tokens, cost, stored = prompts, sizes, sizes, known
+    if snapshots is not None:  # cost is in bytes
+        system = len(tokenizer(maker.before, add_special_tokens=False).input_ids)
+        looked_up, found_tokens, stored = beginnings(prompts, {**sizes, "": system})
+        cost = {name: count * snapshots[0] + snapshots[1] for name, count in found_tokens.items()}
+    used = sum(cost.values())
+    least = max(sum(cost[name] for name in names) for names in looked_up)  # of the largest prompt
     rows: list[dict[str, Any]] = [
         {
             "part": SIZES,
             "cache_mb": room * token_bytes / 1e6,
             "share_of_used": room / used,
-            "tokens_found": replay(prompts, sizes, room) / total,
-            "after_precompute": replay(prompts, sizes, room, known) / total,
+            "tokens_found": replay(looked_up, found_tokens, room, cost=cost) / total,
+            "after_precompute": replay(looked_up, found_tokens, room, stored, cost) / total,
         }
         for room in (max(round(share * used), least) for share in SHARES)
     ]
@@ -120,14 +131,15 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
         "chunks_used": len(sizes),
         "chunks_not_in_corpus": len(sizes.keys() - known),
         "chunks_in_corpus": len(known),
+        "kv_of": "chunks" if snapshots is None else "beginnings",
         "kv_bytes_used": used * token_bytes,
         "helps": max(found, ahead) >= MIN_SHARE,
-        "verdict": _verdict(found, ahead),
+        "verdict": _verdict(found, ahead, snapshots is not None),
     }
     return BenchReport("estimate", settings.model, 0, (summary, *rows))
 
 
-def _retrieved(
+def retrieved(
     settings: OwnFiles, log: Sequence[Question], corpus: Corpus
 ) -> Iterator[tuple[str, Sequence[str], bool]]:
     """Each question, its chunks' texts, and whether the query cache saves its search."""
@@ -153,19 +165,43 @@ def _retrieved(
         yield query.question, [named.get(name, name) for name in query.chunks], hit
 
 
+def beginnings(
+    prompts: Sequence[Sequence[str]], tokens: Mapping[str, int]
+) -> tuple[list[list[str]], dict[str, int], set[str]]:
+    """Prompts as their beginnings, the longest first, tokens of each after the one before, and the repeated.
+
+    The system text is the beginning without chunks, and the text ``""`` of ``tokens``.
+    """
+    out, sizes, uses = list[list[str]](), dict[str, int](), Counter[str]()
+    for texts in prompts:
+        names = ["\0".join(["", *texts[:count]]) for count in range(len(texts) + 1)]
+        sizes |= {name: tokens[text] for name, text in zip(names, ["", *texts], strict=True)}
+        uses.update(names)
+        out.append(names[::-1])  # so that none is dropped before what goes on from it
+    return out, sizes, {name for name, count in uses.items() if count > 1}
+
+
 def replay(
-    prompts: Sequence[Sequence[str]], tokens: Mapping[str, int], room: int, ahead: Collection[str] = ()
+    prompts: Sequence[Sequence[str]],
+    tokens: Mapping[str, int],
+    room: int,
+    ahead: Collection[str] = (),
+    cost: Mapping[str, int] | None = None,
 ) -> int:
-    """Tokens found in a least-recently-used cache of ``room`` tokens, or among those encoded ``ahead``."""
+    """Tokens found in a least-recently-used cache of that ``room``, or among those encoded ``ahead``.
+
+    ``cost`` is the room that each text takes, by default its tokens.
+    """
+    cost = tokens if cost is None else cost
     held: OrderedDict[str, None] = OrderedDict()
     total = found = 0
     for texts in prompts:
         found += sum(tokens[text] for text in texts if text in held or text in ahead)
         for text in texts:
-            total += 0 if text in held else tokens[text]
+            total += 0 if text in held else cost[text]
             held[text] = held.pop(text, None)
         while total > room:
-            total -= tokens[held.popitem(last=False)[0]]
+            total -= cost[held.popitem(last=False)[0]]
     return found
 
 
@@ -182,10 +218,22 @@ def kv_bytes_per_token(model: str) -> int:
         return KVLayout.of(AutoModelForCausalLM.from_config(config)).token_bytes
 
 
-def _verdict(found: float, ahead: float) -> str:
+def snapshot_bytes(model: str) -> tuple[int, int]:
+    """Bytes of a token's rows and of a state of a model of grade prefix, which is loaded for it."""
+    from ragcachekit.model.snapshots import SnapshotLayout
+
+    lm, _ = load_checked(model, None, "auto")
+    layout = SnapshotLayout.of(lm)
+    return layout.token_bytes, layout.state_bytes
+
+
+def _verdict(found: float, ahead: float, is_prefix: bool) -> str:
     shares = f"{found:.0%} of the prompt tokens would come from the cache, {ahead:.0%} after precompute"
     if max(found, ahead) < MIN_SHARE:
         return f"it will not help you: {shares}"
+    if is_prefix:
+        first = "" if found >= MIN_SHARE else " if you run precompute --log first"
+        return f"it will save you time{first}: {shares}, as exact beginnings; answers stay the same"
     if found < MIN_SHARE:
         return f"it saves time only if you run precompute first: {shares}"
     return f"it will save you time: {shares}; what answers lose by it: ragcachekit calibrate"

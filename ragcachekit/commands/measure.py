@@ -8,6 +8,7 @@ import typer
 
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import note, quiet_loading, show, written
+from ragcachekit.commands.grades import CALIBRATE, FIDELITY, check_linked, refuse_prefix
 from ragcachekit.commands.workspace import CacheFolder, load_checked
 
 
@@ -41,6 +42,7 @@ def calibrate(
     from ragcachekit.policies.measured import Budget
 
     Budget(budget)
+    refuse_prefix(model, CALIBRATE)
     chosen = {"probes": probes, "chunk_tokens": chunk_tokens, "seed": seed}
     record, report = module.run(
         model,
@@ -88,8 +90,10 @@ def fidelity(
 
     chosen, over = opt.names(policies), opt.names(encoders)
     module.check_names(chosen, over)
+    refuse_prefix(model, FIDELITY)
     sample = read_sample(model, questions, corpus, over, probes=probes, chunk_tokens=chunk_tokens, seed=seed)
     lm, tokenizer = load_checked(model, device, dtype)
+    check_linked(lm, tokenizer, cache, FIDELITY)
     ways = module.pairs(lm, tokenizer, chosen, over)
     results: module.Results = {}
     module.measure(

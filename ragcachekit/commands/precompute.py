@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal as size
@@ -21,21 +19,20 @@ from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import corpus_index
 from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show
+from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
-from ragcachekit.errors import StoreError
-from ragcachekit.files import replace_file
+from ragcachekit.errors import RagCacheError, StoreError
 from ragcachekit.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
+    from ragcachekit.commands.beginnings import BeginningsRun
     from ragcachekit.commands.corpus import Corpus
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.plan.link_plan import Missing
     from ragcachekit.store.base import KVStore
 
-_SCHEMA = 1
 SCORE_BYTES = 4  # per token: the attention that it got, kept for policies
-_MANIFEST = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
 
 
 def precompute(
@@ -46,6 +43,17 @@ def precompute(
     cache: opt.CacheDir = None,
     namespace: opt.Namespace = "default",
     chunk_tokens: opt.ChunkTokens = 200,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            callback=opt.check_file,
+            help="Questions as for estimate. For models of grade prefix: the beginnings of their prompts.",
+        ),
+    ] = None,
+    min_uses: Annotated[
+        int, typer.Option(min=1, help="Prompts of --log from which on a beginning is computed.")
+    ] = 2,
+    k: opt.K = 4,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much it is.")] = False,
     keep_gone: Annotated[bool, typer.Option("--keep-gone", help="Leave KV of what is gone.")] = False,
     device: opt.Device = None,
@@ -68,33 +76,42 @@ def precompute(
     What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
     it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
     namespace, chunk size, encoder and dtype.
+
+    A model of grade prefix gets the system text and the beginnings that most prompts of --log share.
     """
     settings = opt.settings_of(PrecomputeSettings, locals())
     quiet_loading()
     try:
         with open_run(settings, dry=dry_run) as run:
-            _show_amount(run)
+            for skipped in run.corpus.notes:
+                note(skipped)
+            show(pairs(run.rows))
             if dry_run:
-                typer.echo(f"it would be: {run.changes}")
+                seconds = run.estimated_seconds()
+                about = "" if seconds is None else f"; about {seconds:.1f} s"
+                typer.echo(f"it would be: {run.changes}{about}")
                 return
             seconds = run.run(progress=bool(run.todo))
     except KeyboardInterrupt:
         note("interrupted; what was stored stays, the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
     amount = f"{run.todo_tokens} tokens, {size(run.todo_bytes)}"
-    typer.echo(f"encoded {counted(len(run.todo), 'chunk')} ({amount}) in {seconds:.1f} s: {run.changes}")
+    typer.echo(f"encoded {counted(len(run.todo), run.unit)} ({amount}) in {seconds:.1f} s: {run.changes}")
 
 
 @dataclass(frozen=True)
 class PrecomputeSettings(OwnFiles):
     """What ``ragcachekit precompute`` takes; with ``keep_gone`` no KV is forgotten.
 
-    ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``). All else must be as in
-    :class:`OwnFiles` of ``ask`` for the KV to be found. ``shared`` is the url of a tier to store the KV in
-    instead of the cache folder, ``shared_key`` the environment variable with its key. With ``ray``,
-    ``actors`` models encode on the cluster that ``RAY_ADDRESS`` names, or else on this machine.
+    ``log`` and ``min_uses`` are for models of grade prefix. ``policy`` counts for the encoder that it asks
+    for (``lego0``: ``sinks:4``). All else must be as in :class:`OwnFiles` of ``ask`` for the KV to be
+    found. ``shared`` is the url of a tier to store the KV in instead of the cache folder, ``shared_key``
+    the environment variable with its key. With ``ray``, ``actors`` models encode on the cluster that
+    ``RAY_ADDRESS`` names, or else on this machine.
     """
 
+    log: Path | None = None
+    min_uses: int = 2
     keep_gone: bool = False
     shared: str | None = None
     shared_key: str = KEY
@@ -122,7 +139,7 @@ class PrecomputeSettings(OwnFiles):
 
 
 @contextmanager
-def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[PrecomputeRun]:
+def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[PrecomputeRun | BeginningsRun]:
     """Load everything for a run, and check that its KV fits; ``dry``: do not touch the cache folder.
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError if the corpus, the model
@@ -140,7 +157,21 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
         engine = settings.open_engine(
             NullStore() if dry else tier, corpus, cache_dir=Path(scratch) if dry else None, cold="never"
         )
-        run = PrecomputeRun(settings, stack.enter_context(engine), corpus, tier)
+        rag = stack.enter_context(engine)
+        if rag.grade == "prefix":
+            from ragcachekit.commands.beginnings import open_beginnings
+
+            if settings.ray or settings.shared:
+                raise RagCacheError(
+                    "--ray and --shared are for linked chunks; this model's grade is prefix "
+                    f"({rag.components.grade.why}): its beginnings are computed here, into the cache folder"
+                )
+            how = partial(open_beginnings, min_uses=settings.min_uses, keep_gone=settings.keep_gone, dry=dry)
+            yield stack.enter_context(how(settings, rag, corpus, settings.log))
+            return
+        if settings.log is not None:
+            note("--log is not used: this model's chunks are linked, and the whole corpus is encoded")
+        run = PrecomputeRun(settings, rag, corpus, tier)
         if not dry:
             run.check_room()
         yield run
@@ -177,6 +208,23 @@ class PrecomputeRun:
         self.gone = {i: n for i, n in earlier.items() if i not in present and not settings.keep_gone}
         # What is not forgotten stays listed.
         self._listed = {i: n for i, n in earlier.items() if i not in self.gone} | present
+
+    unit = "chunk"
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """What there is to do, for people."""
+        tokens, files = sum(len(chunk.token_ids) for chunk in self.chunks), counted(self.corpus.files, "file")
+        return {
+            "corpus": f"{files}, {counted(len(self.chunks), 'chunk')}, {tokens} tokens",
+            "KV of a token": size(self.token_bytes),
+            "stored already": counted(len(self.chunks) - len(self.todo), "chunk"),
+            "to encode": f"{counted(len(self.todo), 'chunk')}, {self.todo_tokens} tokens, "
+            f"{size(self.todo_bytes)} of KV",
+        }
+
+    def estimated_seconds(self) -> None:
+        """Not known before something is encoded."""
 
     @property
     def todo_tokens(self) -> int:
@@ -273,70 +321,3 @@ class PrecomputeRun:
         if self._settings.shared:
             return chunk.key in self._tier
         return (self._settings.folder.kv / entry_name(chunk.key)).is_file()
-
-
-class Manifest:
-    """The list of what earlier runs encoded, so that what is gone from a corpus can be forgotten.
-
-    ``scope`` says what the list is about; lists of one namespace share the beginning of their names.
-    """
-
-    def __init__(self, folder: Path, scope: Mapping[str, Any]) -> None:
-        self._folder, self._scope = folder, scope
-        prefix = _digest(scope["namespace"])[:16]
-        self.path = folder / f"{prefix}-{_digest(json.dumps(scope, sort_keys=True))}.json"
-
-    def read(self) -> dict[str, int]:
-        """Ids and tokens of chunks that this list has and no other one of its namespace."""
-        own, elsewhere = dict[str, int](), set[str]()
-        for path in manifests(self._folder, self._scope["namespace"]):
-            try:
-                found = json.loads(path.read_text())
-                chunks = {id: int(tokens) for id, tokens in found["chunks"].items()}
-                if found["schema"] != _SCHEMA:
-                    raise ValueError(path)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-                raise StoreError(
-                    f"the list of chunks {path} is damaged; delete it: what is gone from its corpus then "
-                    "stays stored until it is evicted"
-                ) from error
-            if path == self.path:
-                own = chunks
-            else:
-                elsewhere |= chunks.keys()
-        return {id: n for id, n in own.items() if id not in elsewhere}
-
-    def write(self, chunks: Mapping[str, int]) -> None:
-        """Replace the list atomically; StoreError if it cannot be written."""
-        text = json.dumps({"schema": _SCHEMA, **self._scope, "chunks": dict(chunks)}, indent=0)
-        try:
-            replace_file(self.path, text)
-        except OSError as error:
-            raise StoreError(
-                f"cannot note in {self._folder} what is encoded ({error.strerror}); free some space or "
-                "choose another --cache"
-            ) from error
-
-
-def manifests(folder: Path, namespace: str | None = None) -> list[Path]:
-    """Manifests of one namespace, or of all."""
-    files = folder.glob("*.json" if namespace is None else f"{_digest(namespace)[:16]}-*.json")
-    return [path for path in files if _MANIFEST.fullmatch(path.name)]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _show_amount(run: PrecomputeRun) -> None:
-    for skipped in run.corpus.notes:
-        note(skipped)
-    tokens, files = sum(len(chunk.token_ids) for chunk in run.chunks), counted(run.corpus.files, "file")
-    rows = {
-        "corpus": f"{files}, {counted(len(run.chunks), 'chunk')}, {tokens} tokens",
-        "KV of a token": size(run.token_bytes),
-        "stored already": counted(len(run.chunks) - len(run.todo), "chunk"),
-        "to encode": f"{counted(len(run.todo), 'chunk')}, {run.todo_tokens} tokens, "
-        f"{size(run.todo_bytes)} of KV",
-    }
-    show(pairs(rows))

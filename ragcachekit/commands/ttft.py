@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,14 +19,20 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+from ragcachekit.commands.console import note
 from ragcachekit.commands.corpus import read_corpus
+from ragcachekit.commands.grades import loaded_grade
 from ragcachekit.commands.options import DTYPES, names, numbers
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.workspace import load_checked
+from ragcachekit.config import TreeConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.forward.check import tolerance_for
+from ragcachekit.model.snapshots import PAST
+from ragcachekit.model.snapshots import run as run_model
 from ragcachekit.policies.registry import open_policy
+from ragcachekit.prefix_tree.knowledge_tree import open_tree
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import GpuStore, HostStore
@@ -189,6 +195,9 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     ``full`` (what ``speedup`` is over), ``cold`` (nothing cached), ``generate`` (the model's own) and
     ``prefix-cache``: generate over a transformers cache of all but the question, its copy not counted.
 
+    Where the grade is ``prefix``, the one policy is ``prefix``: the tiers hold the beginning up to the
+    question, and every request has another question.
+
     ``ttft_ms`` is the median of the runs. Raises ValueError for sizes that do not fit together; RagCacheError
     if the library's answer is not the model's own: no figure is given then.
     """
@@ -197,12 +206,20 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
     with tqdm(total=rounds, disable=not progress, desc="ttft", unit="round") as bar:
         for dtype in settings.dtypes:
             lm, tokenizer = settings.load(dtype)
+            grade = loaded_grade(lm, tokenizer, None)
+            if grade.name == "prefix":
+                if grade.layout is None:
+                    raise RagCacheError(f"nothing is reused on this model: {grade.why}")
+                note(f"policies full and prefix: this model's grade is prefix ({grade.why})")
+                settings = replace(settings, policies=("prefix",), encoder=None)
             for tokens in settings.prompt_tokens:
-                timings = _measure(lm, settings.prompt(lm, tokenizer, tokens), settings, bar)
+                prompt = settings.prompt(lm, tokenizer, tokens)
+                timings = _measure(lm, prompt, settings, grade.name == "prefix", bar)
                 full = next(t for t in timings if t.policy == "full")
                 full_ms = statistics.median(sample.ttft_ms for sample in full.samples)
                 for t in timings:
-                    encoder = open_policy(t.policy).encoder if t.tier != NO_TIER else "none"
+                    reads_chunks = t.tier != NO_TIER and grade.name == "linked"
+                    encoder = open_policy(t.policy).encoder if reads_chunks else "none"
                     named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
                     found.append({"dtype": dtype, **named, **t.row(full_ms)})
     return BenchReport("ttft", ", ".join([settings.model, *settings.dtypes]), settings.seed, tuple(found))
@@ -210,11 +227,17 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
 
 @contextmanager
 def open_engines(
-    model: Any, tiers: Sequence[str], fill: Callable[[RagCache], object], encoder: str | None = None
+    model: Any,
+    tiers: Sequence[str],
+    fill: Callable[[RagCache], object],
+    encoder: str | None = None,
+    *,
+    is_prefix: bool = False,
 ) -> Iterator[TierEngines]:
     """Engines whose chunk KV lies in these tiers; a disk tier lives in a temporary folder meanwhile.
 
-    ``fill`` makes an engine encode all that is measured, before the others open its tiers.
+    ``fill`` makes an engine encode all that is measured, before the others open its tiers. ``is_prefix``: of
+    a model of grade prefix, whose tiers hold beginnings of prompts.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-bench-")))
@@ -230,13 +253,29 @@ def open_engines(
             stack.callback(store.close)
             return store
 
+        def beginnings(kind: str) -> RagCache:
+            sizes: dict[str, Any] = {
+                f"{name}_bytes": _BYTES if name == kind else 0 for name in ("gpu", "host", "disk")
+            }
+            tree = open_tree(TreeConfig(**sizes), model.device, folder=folder)
+            stack.callback(tree.close)
+            rag = RagCache(model, policy="prefix", tree=tree, namespace="bench", cold="now")
+            if kind:
+                fill(stack.enter_context(rag))
+            return rag
+
+        kinds = {tier: tier.removesuffix("-cold") for tier in tiers}
+        if is_prefix:
+            filled = {kind: beginnings(kind) for kind in dict.fromkeys(kinds.values())}
+            yield TierEngines({t: filled[kind] for t, kind in kinds.items()}, beginnings(""), folder)
+            return
+
         def engine(store: KVStore, cold: Literal["now", "never"]) -> RagCache:
             # load="always": what is measured is loading.
             options: dict[str, Any] = {"namespace": "bench", "cold": cold, "load": "always"}
             rag = RagCache(model, policy="reuse", encoder=encoder, store=store, **options)
             return stack.enter_context(rag)
 
-        kinds = {tier: tier.removesuffix("-cold") for tier in tiers}
         stores = {kind: open_tier(kind) for kind in dict.fromkeys(kinds.values())}
         fill(engine(TieredStore(tuple(stores.values())), "now"))
         warm = {tier: engine(stores[kind], "never") for tier, kind in kinds.items()}
@@ -248,7 +287,8 @@ def ask_engine(rag: RagCache, prompt: Prompt, policy: str, tier: str) -> Sample:
     report = rag.generate(prompt, policy=policy, **ONE_TOKEN).report
     link = report.link
     sources = {use.source for use in link.uses}
-    served = sources == {tier.removesuffix("-cold")}
+    kind = tier.removesuffix("-cold")
+    served = sources == {kind if rag.grade == "linked" else f"tree:{kind}"}
     if tier == NO_TIER:
         served = not link.reused_tokens + link.recomputed_tokens
     if not served:
@@ -270,7 +310,8 @@ def check_exact(rag: RagCache, prompt: str | Prompt) -> None:
         raise RagCacheError(f"policy full gave the tokens {full}, model.generate gave {token}")
     linked = rag.link(prompt, policy=_EVERYTHING)
     report = linked.report
-    if not report.recomputed_tokens or report.approximate_tokens:
+    checked = report.recomputed_tokens if rag.grade == "linked" else report.exact_tokens
+    if not checked or report.approximate_tokens:
         raise RagCacheError(f"the linked path was not checked: {report}")
     allowed = tolerance_for(model.dtype) * float(expected.abs().max())
     difference = float((_first_logits(model, linked.inputs) - expected).abs().max())
@@ -287,17 +328,19 @@ def _first_logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     return logits
 
 
-def _measure(lm: Any, prompt: Prompt, settings: TtftSettings, bar: tqdm[Any]) -> list[Timings]:
+def _measure(
+    lm: Any, prompt: Prompt, settings: TtftSettings, is_prefix: bool, bar: tqdm[Any]
+) -> list[Timings]:
     used = [policy for policy in dict.fromkeys(settings.policies) if policy != "full"]
 
     def fill(rag: RagCache) -> None:
         for policy in ("reuse", *used):
-            rag.generate(prompt, policy=policy, **ONE_TOKEN)
+            rag.generate(_turned(prompt, 1) if is_prefix else prompt, policy=policy, **ONE_TOKEN)
 
-    with open_engines(lm, settings.tiers, fill, settings.encoder) as engines:
+    with open_engines(lm, settings.tiers, fill, settings.encoder, is_prefix=is_prefix) as engines:
         check_exact(engines.warm[settings.tiers[-1]], prompt)
         bar.update()
-        timings = _timings(lm, prompt, used, engines)
+        timings = _timings(lm, prompt, used, engines, is_prefix)
         if lm.device.type == "cuda":  # kernels are compiled at the first request
             for one in timings:
                 one.ask()
@@ -308,22 +351,26 @@ def _measure(lm: Any, prompt: Prompt, settings: TtftSettings, bar: tqdm[Any]) ->
         return timings
 
 
-def _timings(model: Any, prompt: Prompt, policies: Sequence[str], engines: TierEngines) -> list[Timings]:
+def _timings(
+    model: Any, prompt: Prompt, policies: Sequence[str], engines: TierEngines, is_prefix: bool
+) -> list[Timings]:
     """What one round measures, in order; ``policies`` without ``full``."""
+    turns = itertools.count(2)
 
     def of(rag: RagCache, policy: str, tier: str) -> Sample:
         for file in engines.folder.glob("**/*.safetensors") if tier == COLD_DISK else ():
             with file.open("rb") as stream:  # the next read comes from the medium
                 os.fsync(stream.fileno())
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return ask_engine(rag, prompt, policy, tier)
+        return ask_engine(rag, _turned(prompt, next(turns)) if is_prefix else prompt, policy, tier)
 
     ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
-    prefix = _prefix_cache(model, ids, len(prompt.segments[-1].token_ids or ()))
+    question = len(prompt.segments[-1].token_ids or ())
+    prefix = _own_cache(model, ids, question) if is_prefix else _prefix_cache(model, ids, question)
     uncached = policies[0] if policies else "reuse"
     return [
         Timings("generate", NO_TIER, lambda: _time_generate(model, ids)),
-        Timings("prefix-cache", NO_TIER, lambda: _time_generate(model, ids, prefix)),
+        *([Timings("prefix-cache", NO_TIER, lambda: _time_generate(model, ids, prefix))] if prefix else []),
         Timings("full", NO_TIER, partial(of, engines.cold, "full", NO_TIER)),
         Timings("cold", NO_TIER, partial(of, engines.cold, uncached, NO_TIER)),
         *(
@@ -343,7 +390,21 @@ def _prefix_cache(model: Any, ids: list[list[int]], question: int) -> DynamicCac
     return cache
 
 
-def _time_generate(model: Any, ids: list[list[int]], prefix: DynamicCache | None = None) -> Sample:
+def _own_cache(model: Any, ids: list[list[int]], question: int) -> Any:
+    """As :func:`_prefix_cache`, of the kind that the model makes; None where generate takes none."""
+    ran = run_model(model, torch.tensor(ids, device=model.device)[:, :-question])
+    return ran.cache if ran.argument == PAST else None
+
+
+def _turned(prompt: Prompt, by: int) -> Prompt:
+    """The prompt with the question's tokens in another order: only what is before them is the same."""
+    *before, question = prompt.segments
+    ids = question.token_ids or ()
+    by %= len(ids)
+    return Prompt([*before, Text(token_ids=(*ids[by:], *ids[:by]))])
+
+
+def _time_generate(model: Any, ids: list[list[int]], prefix: Any = None) -> Sample:
     cache = {} if prefix is None else {"past_key_values": copy.deepcopy(prefix)}
     if model.device.type == "cuda":
         torch.cuda.synchronize()

@@ -149,6 +149,8 @@ class EngineComponents:
         self.loads = open_loads(self.store, load, self.cost)
         if self.loads is not None:
             opened.callback(self.loads.close)
+        if not is_linked:
+            _warn_of_unused(settings, self.policy)
         if not is_linked and settings.tree is None:
             settings = replace(settings, tree=_tree_of_store(settings.store))
         self.tree = _tree(self.model, settings, self._layout, self.cost, opened) if self._layout else None
@@ -258,6 +260,18 @@ def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) ->
     store = open_store(config, cost=cost if weighs_cost(config.eviction) else None)
     opened.callback(store.close)
     return store
+
+
+def _warn_of_unused(settings: EngineSettings, policy: SelectionPolicy) -> None:
+    """Log which options are for linked chunks, where there are none."""
+    known = isinstance(policy, Auto) or policy.name in ("full", "prefix")
+    unused = {
+        f"policy {policy.name} (prefix is used)": not known,
+        f"encoder {settings.encoder}": settings.encoder is not None,
+        "an open KVStore (give StoreConfig or tree=)": isinstance(settings.store, KVStore),
+    }
+    if names := [name for name, given in unused.items() if given]:
+        log.warning("not used, as this model's chunks cannot be linked: %s", ", ".join(names))
 
 
 def _tree_of_store(store: StoreConfig | KVStore | None) -> TreeConfig:

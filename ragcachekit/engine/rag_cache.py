@@ -445,8 +445,27 @@ class RagCache:
             if prompt is None and system is not None and texts:
                 prompt = Prompt([Text(system), Chunk(texts[0]), Text("\n\n")])
             if prompt is not None:
-                self._compute_beginning(prompt, namespace, since)
+                self.compute_beginning(replace(self.prepare(prompt, namespace=namespace), epoch=since))
         return ids
+
+    def compute_beginning(self, request: PromptRequest) -> None:
+        """Run a prompt of :meth:`prepare` up to its first token, and wait until its beginning is stored.
+
+        For models of grade ``prefix``; nothing that was forgotten since it was prepared is stored.
+        """
+        self.queue.refuse_own_thread()
+        running = self._request(
+            request,
+            {"max_new_tokens": 1},
+            (),
+            submitted_at=time.perf_counter(),
+            deadline=inf,
+            scope=CancelScope(pause=lambda: None),  # else it would give way to itself, and hold up the queue
+            observed=None,
+        )
+        self.queue.submit(running, True)
+        running.result()
+        self.flush()
 
     def forget(
         self,
@@ -606,23 +625,6 @@ class RagCache:
         if self._process != os.getpid():
             raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
-
-    def _compute_beginning(self, prompt: PromptLike, namespace: str, since: int) -> None:
-        """Run a prompt whose beginning is stored, for work that began at epoch ``since`` of the forgets."""
-        self.queue.refuse_own_thread()
-        prepared = replace(self.prepare(prompt, namespace=namespace), epoch=since)
-        request = self._request(
-            prepared,
-            {"max_new_tokens": 1},
-            (),
-            submitted_at=time.perf_counter(),
-            deadline=inf,
-            scope=CancelScope(pause=lambda: None),  # else it would give way to itself, and hold up the queue
-            observed=None,
-        )
-        self.queue.submit(request, True)
-        request.result()
-        self.flush()
 
     def _request(
         self, prompt: PromptRequest, options: dict[str, Any], stop: Sequence[str], **call: Any

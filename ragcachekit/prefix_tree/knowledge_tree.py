@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import MISS, Access, Counters, EvictionPolicy, Lru, open_eviction
-from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.forgets import ForgetEpochs, ForgottenTexts
 from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import Ids, whole_id
 
@@ -201,7 +201,7 @@ class KnowledgeTree:
         host = MemoryTier("host", host_bytes, policy(), "cpu") if host_bytes else None
         self.turns = Turns(turns_bytes)
         self._cost = cost
-        self._epochs: Counter[str] = Counter()
+        self._forgets = ForgetEpochs()
         # Nodes of collected matches; a finalizer may run anywhere, so it takes no lock.
         self._released: deque[tuple[Node, ...]] = deque()
         self._lock = RLock()
@@ -218,7 +218,7 @@ class KnowledgeTree:
         with self._lock:
             self._unpin_released()
             self.disk.apply_forgets(root.namespace)
-            epoch = self._epochs[root.namespace]
+            epoch = self._forgets.epoch
             nodes = list(self.levels.walk(root, path))
             for node in nodes:
                 self.levels.pin(node)
@@ -277,7 +277,7 @@ class KnowledgeTree:
         with self._lock:
             self._unpin_released()
             self.disk.apply_forgets(match.root.namespace)
-            if match.epoch != self._epochs[match.root.namespace]:
+            if self._forgot(match):
                 return 0
             added = self.levels.insert(match, kvs, missed)
         self.disk.write()
@@ -301,9 +301,9 @@ class KnowledgeTree:
 
         With ``texts`` also those whose tokens hold one of the texts, or end inside one, and those whose
         tokens are not known. Without ids the whole namespace is dropped. What running requests have computed
-        is not inserted. Returns the number of nodes and turns dropped. Trees of other processes on the same
-        disk folder follow at their next look-up, and write nothing of it until then: they drop the whole
-        namespace from memory.
+        of it, or after it, is not inserted. Returns the number of nodes and turns dropped. Trees of other
+        processes on the same disk folder follow at their next look-up, and write nothing of it until then:
+        they drop the whole namespace from memory.
         """
         return self.disk.forget(namespace, chunk_ids, texts)
 
@@ -326,6 +326,15 @@ class KnowledgeTree:
             for node in self._released.popleft():
                 self.levels.pin(node, -1)
 
+    def _forgot(self, match: Match) -> bool:
+        """Whether a forget since the look-up was about its path."""
+        namespace, ids = match.root.namespace, [i for step in match.path for i in step.ids]
+        tokens = [token for step in match.path for token in step.token_ids]
+        known = tokens if len(tokens) == sum(step.tokens for step in match.path) else None
+        return self._forgets.forgot_any(namespace, ids, match.epoch) or self._forgets.forgot_within(
+            namespace, known, match.epoch, ends=True
+        )
+
     def _drop(
         self, namespace: str, chunk_ids: frozenset[str] | None, texts: ForgottenTexts | None = None
     ) -> Dropped:
@@ -334,7 +343,7 @@ class KnowledgeTree:
             turns = self.turns.forget(namespace, chunk_ids, texts)
             if chunk_ids is not None and texts is not None:
                 chunk_ids |= self.levels.holding(namespace, texts)
-            self._epochs[namespace] += 1
+            self._forgets.add(namespace, chunk_ids, (), texts)
             tops = self.levels.about(namespace, chunk_ids)
             keys = [key_of(node.root, node.path()) for top in tops for node in top.subtree()]
             for node in tops:

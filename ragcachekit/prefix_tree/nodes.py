@@ -69,7 +69,7 @@ class Match:
     root: Root
     path: tuple[Step, ...]  # as requested
     found: tuple[Reused, ...]  # its first steps, in order
-    epoch: int = 0  # ``forget`` calls on the namespace; KV of a request begun before one is not inserted
+    epoch: int = 0  # forgets before it; what a later one was about is not inserted
 
     def __len__(self) -> int:
         return len(self.found)

@@ -15,15 +15,17 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
 from ragcachekit import CancelScope, RagCache, to_thread
 from ragcachekit.cancellation import Backoff
+from ragcachekit.errors import PromptTooLong
 from ragcachekit.files import read_regular, replace_file
 from ragcachekit.server.errors import ApiError, invalid
 from ragcachekit.server.keys import Tenant
+from ragcachekit.server.schemas import document_blocks
 from ragcachekit.store.disk_folder import claim_folder
 
 log = logging.getLogger(__name__)
@@ -320,8 +322,13 @@ class ContextStore:
         self._files.put(owner, context)
 
     async def _encoded(self, context: Context) -> tuple[str, ...]:
-        """The chunks' ids, once they are encoded after the system message; contexts encode by turns."""
+        """The chunks' ids, once they are encoded after the system message; contexts encode by turns.
+
+        Where only exact beginnings are reused, that of a prompt with all chunks in their order is computed.
+        """
         before = await asyncio.to_thread(self._text_before, context.system)
+        ahead = before is not None and self._rag.grade == "prefix"
+        system = None if ahead else before
         # As one list: encoders with neighbours take them from it.
         await to_thread(self._rag.register, context.chunks, namespace=context.namespace)
         ids = list[str]()
@@ -329,15 +336,20 @@ class ContextStore:
             turn = context.chunks[len(ids) : len(ids) + _TURN]
             async with self._encoding:
                 with CancelScope(pause=Backoff(self._rag.queue, Event(), _SHARE)):
-                    ids += await to_thread(self._rag.encode, turn, namespace=context.namespace, system=before)
+                    ids += await to_thread(self._rag.encode, turn, namespace=context.namespace, system=system)
+                    try:
+                        if ahead:
+                            prompt = _messages(context.system, document_blocks(context.chunks[: len(ids)]))
+                            await to_thread(self._rag.encode, (), namespace=context.namespace, prompt=prompt)
+                    except (PromptTooLong, ValueError) as error:  # the chunks can be used a few at a time
+                        log.warning("%s is not computed whole (%d chunks): %s", context.name, len(ids), error)
+                        ahead = False
         return tuple(ids)
 
     def _text_before(self, system: str | None) -> str | None:
         """The text before a prompt's first chunk, as the chat template renders it; None if it cannot."""
-        user = {"role": "user", "content": _PLACE}
-        messages = [{"role": "system", "content": system}, user] if system else [user]
         try:
-            text = self._rag.tokenizer.apply_chat_template(messages, tokenize=False)
+            text = self._rag.tokenizer.apply_chat_template(_messages(system, _PLACE), tokenize=False)
         except Exception:  # a template raises what it likes, as without a system role
             return None
         before, place, _ = str(text).partition(_PLACE)
@@ -365,6 +377,11 @@ class ContextStore:
                 self._rag.forget(texts=texts, namespace=context.namespace)
             if not in_use:
                 self._files.remove(owner, context.name)
+
+
+def _messages(system: str | None, content: Any) -> list[dict[str, Any]]:
+    user = {"role": "user", "content": content}
+    return [{"role": "system", "content": system}, user] if system else [user]
 
 
 async def _to_end(work: Callable[..., object], *arguments: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -188,13 +188,18 @@ def document_text(document: str | Document) -> str:
 def chat_prompt(messages: Sequence[Message], documents: Sequence[str]) -> list[dict[str, Any]]:
     """Messages for the engine, with the documents before the last user message's text; ApiError 400."""
     plain = [_message(number, message) for number, message in enumerate(messages)]
-    chunks = [block for document in documents for block in (marked(document), _text(BETWEEN))]
+    chunks = document_blocks(documents)
     asked = [message for message in plain if message["role"] == "user"]
     if chunks and not asked:
         raise invalid("Documents need a user message.", "documents")
     if chunks:
         asked[-1]["content"] = [*chunks, *_blocks(asked[-1]["content"])]
     return plain
+
+
+def document_blocks(documents: Iterable[str]) -> list[dict[str, Any]]:
+    """Documents as they begin a user message's content."""
+    return [block for document in documents for block in (marked(document), _text(BETWEEN))]
 
 
 def text_prompt(prompt: str | Sequence[int], documents: Sequence[str]) -> str | Prompt:

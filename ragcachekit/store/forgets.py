@@ -142,14 +142,21 @@ class ForgetEpochs:
             known = self._namespaces.get(namespace, _Namespace())
             return known.whole > since or any(known.last.get(whole_id(name), 0) > since for name in names)
 
-    def forgot_within(self, namespace: str, token_ids: Sequence[int], since: int) -> bool:
-        """Whether KV of these token ids holds a text that was forgotten after ``since``."""
+    def forgot_within(
+        self, namespace: str, token_ids: Sequence[int] | None, since: int, *, ends: bool = False
+    ) -> bool:
+        """Whether KV of these token ids (None: unknown) may hold a text that was forgotten after ``since``.
+
+        With ``ends`` also whether it ends inside one.
+        """
         if self.epoch == since:
             return False
         with self._lock:
             known = self._namespaces.get(namespace, _Namespace())
             whole, later = known.whole, [within for epoch, within in known.texts if epoch > since]
-        return whole > since or any(within.within(token_ids) for within in later)
+        if token_ids is None:
+            return whole > since or bool(later)
+        return whole > since or any((one.begin_in if ends else one.within)(token_ids) for one in later)
 
 
 def _name(text: str) -> str:

@@ -1,8 +1,11 @@
 """The command line over a small corpus: shared fixtures."""
 
+import shutil
+
 import pytest
 import torch
 
+from benchmarks.world.reader_folder import READER
 from command_fixtures import (  # noqa: F401
     command,
     corpus,
@@ -15,9 +18,22 @@ from command_fixtures import (  # noqa: F401
 )
 
 
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory):
+    """The reader's folder with a tiny Qwen3.5 of random weights in it."""
+    from snapshots_kit import hybrid_speaker
+
+    folder = tmp_path_factory.mktemp("models") / "hybrid"
+    shutil.copytree(READER, folder)
+    (folder / "model.safetensors").unlink()
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048}
+    hybrid_speaker(vocab_size=1099, **tokens).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def learned_positions(request):
-    """The reader's folder with a GPT-2 in it, which engines refuse."""
+    """The reader's folder with a GPT-2 in it, whose chunks cannot be linked."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = request.getfixturevalue("reader_copy")(None)

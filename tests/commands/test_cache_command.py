@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragcachekit.commands.cache import DAMAGED, tiers_in, usage
-from ragcachekit.commands.precompute import Manifest
+from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 from ragcachekit import CancelScope, ModelNotSupported, Prompt, RagCache, StoreConfig, Text, TreeConfig
+from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
 from snapshots_kit import FAMILIES, FOLDER, STATEFUL, Dialogues, bare, model_of, rag_of
 
@@ -188,6 +189,26 @@ def test_what_of_the_store_is_for_chunks_alone_is_said(caplog):
     with rag_of("gpt2", store=StoreConfig(quotas={"*": 1 << 20}, eviction="lru")) as rag:
         assert [tier.tier for tier in rag.stats()] == ["tree:host"]
     assert "quotas, eight bits and remote tiers are for chunks" in caplog.text
+
+
+def test_options_for_linked_chunks_are_warned_of_and_others_are_not(caplog):
+    with rag_of("gpt2", policy="impact:0.1", encoder="system", store=HostStore(1 << 20)) as rag:
+        assert rag.policy == "prefix"
+    assert "policy impact:0.1 (prefix is used), encoder system, an open KVStore" in caplog.text
+    caplog.clear()
+    for policy in ("auto", "full", "prefix"):
+        rag_of("gpt2", policy=policy, store=StoreConfig()).close()
+    assert "not used" not in caplog.text
+
+
+def test_shadow_mode_counts_and_compares_nothing_as_all_is_exact():
+    talks = Dialogues(12)
+    with rag_of("qwen3_5", shadow=1.0) as rag:
+        for _ in range(2):
+            rag.generate(talks.prompt(0), **GREEDY)
+            rag.flush()
+        report = rag.shadow_report()
+        assert (report.requests, report.shadowed, report.failed) == (2, 0, 0)
 
 
 @every

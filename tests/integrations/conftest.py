@@ -10,6 +10,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from llama_kit import Embedder
 
 from benchmarks.world.reader_folder import READER
+from families import sharpened
 from snapshots_kit import LINEAR
 
 CHATML = (
@@ -91,9 +92,13 @@ def tiny_model(tiny_tokenizer):
 
 @pytest.fixture(scope="session")
 def tiny_hybrid(tiny_tokenizer):
+    import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    return tiny(tiny_tokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, num_hidden_layers=3, **LINEAR)
+    with torch.no_grad():
+        return sharpened(
+            tiny(tiny_tokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, num_hidden_layers=3, **LINEAR)
+        )
 
 
 @pytest.fixture(scope="session")

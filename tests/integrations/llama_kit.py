@@ -31,12 +31,13 @@ class Embedder(BaseEmbedding):
 
 
 class Seen(BaseEventHandler):
-    """Keeps the events of one class, the prompts of all calls, and the chunks in the reports of answers."""
+    """Keeps the events of one class; of all calls the prompts, answers and chunks in reports."""
 
     kind: type
     events: list
     prompts: list
     chunks: list
+    answers: list
 
     def handle(self, event, **kwargs):
         if isinstance(event, self.kind):
@@ -45,6 +46,11 @@ class Seen(BaseEventHandler):
             self.prompts.append("\n".join(message.content for message in event.messages))
         if isinstance(event, LLMCompletionStartEvent):
             self.prompts.append(event.prompt)
+        if isinstance(event, LLMChatEndEvent):
+            said = [{"role": one.role.value, "content": one.content} for one in event.messages]
+            self.answers.append((said, event.response.message.content))
+        if isinstance(event, LLMCompletionEndEvent):
+            self.answers.append((event.prompt, event.response.text))
         if isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent):
             self.chunks += event.response.raw["link"]["chunks"]
 
@@ -52,7 +58,7 @@ class Seen(BaseEventHandler):
 @contextmanager
 def seeing(kind):
     """The events of a class that are sent inside."""
-    handler, dispatcher = Seen(kind=kind, events=[], prompts=[], chunks=[]), get_dispatcher()
+    handler, dispatcher = Seen(kind=kind, events=[], prompts=[], chunks=[], answers=[]), get_dispatcher()
     dispatcher.add_event_handler(handler)
     try:
         yield handler

@@ -1,7 +1,11 @@
-"""Chunks are reused through LlamaIndex's response modes, chat engines, merging retrievers, postprocessors."""
+"""Chunks are reused through LlamaIndex's response modes, chat engines, merging retrievers, postprocessors.
+
+Models of the grade ``prefix`` reuse them after the same beginning, and answer as without the library.
+"""
 
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 from integration_kit import FACTS
@@ -32,7 +36,11 @@ from llama_index_ragcachekit import (
 
 FIRST = "Where was Ada Lind born, who is a baker?"
 SECOND = "What does Ada Lind work as, who was born in Bern?"
+TOKENS = 4
+CHAT = {"add_generation_prompt": True, "return_dict": True}
 MODES = ("compact", "refine", "tree_summarize", "accumulate", "compact_accumulate")
+
+pytestmark = pytest.mark.parametrize("rag", ["linked", "prefix"], indirect=True)
 
 
 class Words(Embedder):
@@ -51,7 +59,7 @@ class LastFirst(BaseNodePostprocessor):
 
 @pytest.fixture
 def llm(rag):
-    return RagCacheLLM(cache=rag, max_tokens=4)
+    return RagCacheLLM(cache=rag, max_tokens=TOKENS)
 
 
 @pytest.fixture
@@ -70,15 +78,37 @@ def retriever(rag, embedder):
     return RagCacheRetriever(inner, embed_model=embedder, cache=rag)
 
 
-def reused(ask, rag, first=FIRST, second=SECOND):
-    """Ask twice; check that nodes of both answers were reused in the second, and return its prompts."""
-    one = ask(first)
-    with seeing(ChunkReuseEvent) as seen:
-        two = ask(second)
+def bare(rag, prompt, is_chat):
+    """What the model's own generate answers to messages, or to a text, which a chat model gets as one."""
+    if isinstance(prompt, str) and is_chat:
+        prompt = [{"role": "user", "content": prompt}]
+    encode = rag.tokenizer if isinstance(prompt, str) else partial(rag.tokenizer.apply_chat_template, **CHAT)
+    ids = encode(prompt, return_tensors="pt")["input_ids"]
+    out = rag.model.generate(
+        input_ids=ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=TOKENS, do_sample=False
+    )
+    return rag.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def reused(ask, rag, is_chat=True):
+    """Ask twice; check that nodes of both answers were reused in the second, and return its prompts.
+
+    A model of the grade ``prefix`` is asked the second once more: it reuses nodes after the same beginning.
+    """
+    one, answers = ask(FIRST), []
+    for _ in range(1 if rag.grade == "linked" else 2):
+        with seeing(ChunkReuseEvent) as seen:
+            two = ask(SECOND)
+        answers += seen.answers
+    if rag.grade == "prefix":
+        assert answers == [(prompt, bare(rag, prompt, is_chat)) for prompt, _ in answers]
+        assert len(seen.answers) == len(seen.prompts)
+        assert not any(event.approximate_tokens for event in seen.events)
     texts = {item.node.text for item in one.source_nodes} & {item.node.text for item in two.source_nodes}
     assert texts
     sizes = Counter(rag.count_tokens(text.strip()) for text in texts)
-    assert not sizes - Counter(use["tokens"] for use in seen.chunks if use["source"] != "computed")
+    if rag.grade == "linked":
+        assert not sizes - Counter(use["tokens"] for use in seen.chunks if use["source"] != "computed")
     least = sum(sizes.elements()) - 4 * len(texts)  # lego:4 recomputes that many
     assert sum(event.exact_tokens + event.approximate_tokens for event in seen.events) >= least
     assert sum(event.hits for event in seen.events) >= len(texts)
@@ -185,9 +215,9 @@ def whole_nodes(mode):
     ],
 )
 def test_other_engines_reuse_chunks_too(is_chat, settings, retriever, rag):
-    llm = RagCacheLLM(cache=rag, max_tokens=4, is_chat_model=is_chat)
+    llm = RagCacheLLM(cache=rag, max_tokens=TOKENS, is_chat_model=is_chat)
     made = {name: one(llm) if callable(one) else one for name, one in settings.items()}
-    assert reused(RetrieverQueryEngine.from_args(retriever, llm, **made).query, rag)
+    assert reused(RetrieverQueryEngine.from_args(retriever, llm, **made).query, rag, is_chat)
 
 
 async def test_the_synthesizer_answers_alike_async_and_streaming(retriever, llm):

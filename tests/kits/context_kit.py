@@ -11,7 +11,7 @@ ONE, TWO, THREE = (f"The text of chunk {number}." for number in range(3))
 class Engine:
     """Notes what is encoded and forgotten; chunk ids are the texts' lengths."""
 
-    tokenizer = None
+    tokenizer, grade = None, "linked"
     queue = SimpleNamespace(running=0)
 
     def __init__(self) -> None:

@@ -10,9 +10,10 @@ import pytest
 from tree_check import check
 
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.prefix_tree.nodes import Root
+from ragcachekit.prefix_tree.nodes import Root, Step
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import open_eviction
+from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.memory import HostStore
 from tree_kit import ROOT, ROW, kv_of, nodes, path_of, request, same, tiers
 
@@ -233,6 +234,28 @@ def test_what_was_computed_before_a_forget_is_not_taken_in_after_it() -> None:
     tree.forget("acme", frozenset({"a4"}))
     assert tree.insert(match, [kv_of(ROOT, path[:1]), kv_of(ROOT, path)]) == 0
     assert known(tree, "s3", "a4") == 0
+
+
+def test_what_was_computed_before_a_forget_of_something_else_is_taken_in() -> None:
+    tree, path = host_tree(), path_of("s3", "a4")
+    match = tree.match(ROOT, path)
+    tree.forget("acme", frozenset({"b5"}))
+    tree.forget("globex")
+    assert tree.insert(match, [kv_of(ROOT, path[:1]), kv_of(ROOT, path)]) == 2
+    assert known(tree, "s3", "a4") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"), [("bcd", False), ("cdefg", False), ("cdea", True), ("x", True), (None, False)]
+)
+def test_texts_forgotten_meanwhile_are_looked_for_in_the_path(text, taken) -> None:
+    tree = host_tree()
+    ids = tuple(map(ord, "abcdef")) if text else ()
+    path = (Step(("one",), 6, True, ids),)
+    match = tree.match(ROOT, path)
+    decode = lambda token_ids: "".join(map(chr, token_ids))  # noqa: E731
+    tree.forget("acme", frozenset({"other"}), ForgottenTexts([text or "of unknown tokens"], decode))
+    assert tree.insert(match, [kv_of(ROOT, path)]) == taken
 
 
 def test_what_waits_to_be_written_is_forgotten_too() -> None:

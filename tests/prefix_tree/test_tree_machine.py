@@ -42,7 +42,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.held: list[Match] = []
         self.stale: list[Match] = []
         self.overtaken: list[Match] = []
-        """Requests that began before their namespace was told to forget."""
+        """Requests that began before something of their path was forgotten."""
         self.tree = self.open()
 
     def open(self) -> KnowledgeTree:
@@ -101,14 +101,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(namespace=st.sampled_from(["acme", "globex"]), names=st.sets(st.sampled_from([*NAMES, "s3"])))
     def forget(self, namespace: str, names: set[str]) -> None:
-        gone = {
-            (root, path)
-            for root, path in self.model
-            if root.namespace == namespace and any(names & set(s.ids) for s in path)
-        }
+
+        def concerns(root: Root, path: tuple[Step, ...]) -> bool:
+            return root.namespace == namespace and any(names & set(s.ids) for s in path)
+
+        gone = {(root, path) for root, path in self.model if concerns(root, path)}
         assert self.tree.forget(namespace, frozenset(names)) <= len(gone)
         self.model -= gone
-        self.overtaken += [match for match in self.stale if match.root.namespace == namespace]
+        self.overtaken += [match for match in self.stale if concerns(match.root, match.path)]
 
     @rule(namespace=st.sampled_from(["acme", "globex"]))
     def forget_all(self, namespace: str) -> None:

@@ -78,19 +78,41 @@ def test_a_chat_again_is_cached_and_the_same_and_so_is_its_stream(client_of):
     assert cached(bob.post(CHAT, json=body(*DOCUMENTS)).json()) == 0
 
 
-def test_a_context_makes_its_beginning_exact(client_of):
+def made(client, texts, system=None):
+    parts = [{"text": text} for text in texts]
+    given = {"model": MODEL, "contents": [{"parts": parts}], "ttl": "60s"}
+    if system:
+        given["systemInstruction"] = {"parts": [{"text": system}]}
+    answer = client.post(CONTEXTS, json=given)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("system", ["Answer from the context.", None])
+def test_the_whole_of_a_context_is_cached_from_the_first_request_on(client_of, system):
     ada, bob = client_of("ada"), client_of("bob")
-    parts = [{"text": f"Of a context: {text}"} for text in DOCUMENTS]
-    made = ada.post(CONTEXTS, json={"model": MODEL, "contents": [{"parts": parts}], "ttl": "60s"}).json()
-    asked = body(cached_content=made["name"])
+    texts = [f"Context {number} {system}: {text}" for number in range(4) for text in DOCUMENTS]  # two turns
+    context = made(ada, texts, system)
+    asked = body(cached_content=context["name"])
     one, two = (ada.post(CHAT, json=asked).json() for _ in range(2))
     assert one["choices"][0]["message"] == two["choices"][0]["message"]
-    assert 0 < cached(one) < cached(two)
+    assert context["usageMetadata"]["totalTokenCount"] <= cached(one) <= cached(two)
+    some = ada.post(CHAT, json={**asked, "chunk_ids": context["chunkIds"][:3]}).json()
+    assert sum(map(len, texts[:2])) / 4 < cached(some) < cached(one), "its beginning is that of the whole"
     assert bob.post(CHAT, json=asked).status_code == 404
-    assert ada.delete(f"/v1beta/{made['name']}").status_code == 200
+    assert ada.delete(f"/v1beta/{context['name']}").status_code == 200
     assert ada.post(CHAT, json=asked).status_code == 404
-    texts = [part["text"] for part in parts]
     assert cached(ada.post(CHAT, json=body(*texts)).json()) < 10
+
+
+def test_a_context_that_no_prompt_can_hold_is_cached_as_far_as_one_can(client_of, rag):
+    ada = client_of("ada")
+    texts = [f"Long context {number}: {text}" for number in range(10) for text in DOCUMENTS]
+    context = made(ada, texts)
+    assert context["usageMetadata"]["totalTokenCount"] > rag.model.config.max_position_embeddings
+    first = body(cached_content=context["name"], chunk_ids=context["chunkIds"][:8])
+    assert cached(ada.post(CHAT, json=first).json()) > 100
+    assert ada.post(CHAT, json=body(cached_content=context["name"])).status_code == 400
 
 
 def test_many_clients_get_what_bare_generate_answers(client_of, rag):

@@ -1,0 +1,69 @@
+"""Lists of what ``precompute`` encoded, so that what is gone from a corpus can be forgotten."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ragcachekit.errors import StoreError
+from ragcachekit.files import replace_file
+
+_SCHEMA = 1
+_MANIFEST = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
+
+
+class Manifest:
+    """The list of what earlier runs encoded, so that what is gone from a corpus can be forgotten.
+
+    ``scope`` says what the list is about; lists of one namespace share the beginning of their names.
+    """
+
+    def __init__(self, folder: Path, scope: Mapping[str, Any]) -> None:
+        self._folder, self._scope = folder, scope
+        prefix = _digest(scope["namespace"])[:16]
+        self.path = folder / f"{prefix}-{_digest(json.dumps(scope, sort_keys=True))}.json"
+
+    def read(self) -> dict[str, int]:
+        """Ids and tokens of chunks that this list has and no other one of its namespace."""
+        own, elsewhere = dict[str, int](), set[str]()
+        for path in manifests(self._folder, self._scope["namespace"]):
+            try:
+                found = json.loads(path.read_text())
+                chunks = {id: int(tokens) for id, tokens in found["chunks"].items()}
+                if found["schema"] != _SCHEMA:
+                    raise ValueError(path)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                raise StoreError(
+                    f"the list of chunks {path} is damaged; delete it: what is gone from its corpus then "
+                    "stays stored until it is evicted"
+                ) from error
+            if path == self.path:
+                own = chunks
+            else:
+                elsewhere |= chunks.keys()
+        return {id: n for id, n in own.items() if id not in elsewhere}
+
+    def write(self, chunks: Mapping[str, int]) -> None:
+        """Replace the list atomically; StoreError if it cannot be written."""
+        text = json.dumps({"schema": _SCHEMA, **self._scope, "chunks": dict(chunks)}, indent=0)
+        try:
+            replace_file(self.path, text)
+        except OSError as error:
+            raise StoreError(
+                f"cannot note in {self._folder} what is encoded ({error.strerror}); free some space or "
+                "choose another --cache"
+            ) from error
+
+
+def manifests(folder: Path, namespace: str | None = None) -> list[Path]:
+    """Manifests of one namespace, or of all."""
+    files = folder.glob("*.json" if namespace is None else f"{_digest(namespace)[:16]}-*.json")
+    return [path for path in files if _MANIFEST.fullmatch(path.name)]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
