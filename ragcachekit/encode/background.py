@@ -38,7 +38,7 @@ class BackgroundEncoder:
     it can be forgotten. Entries in ``forgets`` since the work on them began are not stored. :meth:`later`
     encodes an entry at its ``after``-th miss; ``pause`` may delay its thread before each layer.
     ``known_mean`` returns the key of what is stored of a chunk under ``average:n``: rows of another context
-    join that mean.
+    join that mean. ``question`` are token ids of one about any chunk.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class BackgroundEncoder:
         worker: BackgroundWorker | None = None,
         pause: Pause | None = None,
         known_mean: Callable[[KVKey], KVKey | None] = lambda _: None,
+        question: Ids = (),
     ) -> None:
         self.forgets, self._store, self._stored = forgets, store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
-        self._averages = AverageEncoder(in_prompts)
+        self._averages = AverageEncoder(in_prompts, question)
         self.still_valid = still_valid
         self._after, self._known_mean = after, known_mean
         self.stats, self._counting = EncodingStats(), Lock()
@@ -127,7 +128,7 @@ class BackgroundEncoder:
         found = None if known is None else self._store.get(known, 0.0)
         if known is None or found is None:
             contexts = torch.tensor([context], dtype=torch.float32)
-            return key, replace(kv, sums={CONTEXTS: contexts}), content
+            return key, replace(kv, sums={**kv.sums, CONTEXTS: contexts}), content
         if context in contexts_of(found.kv):
             return None
         mean = RunningMean.of(found.kv)

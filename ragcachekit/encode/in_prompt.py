@@ -13,9 +13,9 @@ from transformers import DynamicCache
 from ragcachekit.encode.encoders import prefill
 from ragcachekit.encode.mean import RunningMean
 from ragcachekit.forward.linker import segments_of, stop_of
-from ragcachekit.forward.rows import ContextSums, SummingCache
+from ragcachekit.forward.rows import ContextSums, QuestionAttention, SummingCache
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
-from ragcachekit.model.kv import ChunkKV, Stretch, context_number, extract
+from ragcachekit.model.kv import ASKED, ChunkKV, Stretch, context_number, extract
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.types import Ids, chunk_id
@@ -45,28 +45,41 @@ class InPromptEncoder:
         self._model, self._rope = model, rope
 
     def encode(
-        self, items: Iterable[Missing], summed: Callable[[Missing], bool] = lambda _: True
+        self,
+        items: Iterable[Missing],
+        summed: Callable[[Missing], bool] = lambda _: True,
+        question: Ids = (),
     ) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item of an :class:`InPromptEncoding` with its KV, keys without RoPE, on the host.
 
-        Attention is summed for those that are ``summed``; on a CPU that takes as long as the forward.
+        Attention is summed for those that are ``summed``; on a CPU that takes as long as the forward. A
+        ``question`` is appended to each prompt that has room, for what it attends to (``asked``).
         """
         for run in runs(items):
-            kvs = self.forward(run, [item for item in run if summed(item)])[::-1]
+            fits = stop_of(run[0]) + len(question) <= self._rope.exact_up_to
+            asked = [item for item in run if summed(item)], question if fits else ()
+            kvs = self.forward(run, *asked)[::-1]
             for item in run:
                 yield item, kvs.pop()  # what was stored is released
 
     @torch.no_grad()
-    def forward(self, run: Sequence[Missing], summed: Sequence[Missing]) -> list[ChunkKV]:
+    def forward(self, run: Sequence[Missing], summed: Sequence[Missing], question: Ids = ()) -> list[ChunkKV]:
         """Run the model over the prompt of ``run`` once; the KV of each of its chunks."""
-        sums = ContextSums([segments_of(item) for item in summed])
-        cache = SummingCache(sums) if summed else DynamicCache()
-        encoding = run[0].encoding
-        length = prefill(self._model, [(*encoding.before, *run[0].token_ids)], encoding.length, cache)
+        encoding, stop = run[0].encoding, stop_of(run[0])
+        asked = QuestionAttention(range(stop, stop + len(question))) if question else None
+        sums = ContextSums([segments_of(item) for item in summed], question=asked)
+        cache = SummingCache(sums) if summed or question else DynamicCache()
+        prompt = (*encoding.before, *run[0].token_ids, *question)
+        length = prefill(self._model, [prompt], encoding.length, cache)
         stretches = [Stretch(0, len(item.encoding.before), stop_of(item)) for item in run]
         sides = extract(cache.layers, stretches, self._rope, length)
         found = dict(zip(map(id, summed), sums.sums if summed else (), strict=True))
-        return [ChunkKV(*kv, None, found.get(id(item), {})) for kv, item in zip(sides, run, strict=True)]
+        out = []
+        for kv, item, at in zip(sides, run, stretches, strict=True):
+            own = found.get(id(item), {})
+            own |= {} if asked is None else {ASKED: asked.of(at.start, at.stop)}
+            out.append(ChunkKV(*kv, None, own))
+        return out
 
 
 def _serves(first: Missing, item: Missing) -> bool:
@@ -82,10 +95,11 @@ class AverageEncoder:
     """Encodes a chunk after every context of its :class:`AverageEncoding`, and takes the mean.
 
     Chunks that are encoded after each other share forwards: four chunks take four, one per rotation.
+    ``question`` are the token ids of a question about any chunk.
     """
 
-    def __init__(self, in_prompts: InPromptEncoder) -> None:
-        self._in_prompts = in_prompts
+    def __init__(self, in_prompts: InPromptEncoder, question: Ids = ()) -> None:
+        self._in_prompts, self._question = in_prompts, question
 
     def encode(
         self, items: Iterable[Missing], plain: Iterable[Missing] = ()
@@ -111,7 +125,7 @@ class AverageEncoder:
         def is_plain(sample: Missing) -> bool:
             return sample.encoding.before == items[sample.token_ids].encoding.before
 
-        for sample, kv in self._in_prompts.encode(samples, summed=is_plain):
+        for sample, kv in self._in_prompts.encode(samples, is_plain, self._question):
             own = items[sample.token_ids]
             if is_plain(sample):
                 plain = alone.pop((own.token_ids, own.encoding.before), None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Self
 
 import torch
+from torch import Tensor
 
-from ragcachekit.model.kv import CONTEXTS, SENSITIVITY, ChunkKV, contexts_of
+from ragcachekit.model.kv import ASKED, CONTEXTS, SENSITIVITY, ChunkKV, contexts_of
 
 
 class RunningMean:
@@ -14,6 +15,7 @@ class RunningMean:
 
     def __init__(self) -> None:
         self._contexts: tuple[int, ...] = ()
+        self._asked: tuple[Tensor, int] | None = None  # a mean, and of how many
 
     @classmethod
     def of(cls, kv: ChunkKV) -> Self:
@@ -21,6 +23,8 @@ class RunningMean:
         mean, contexts = cls(), contexts_of(kv)
         mean.add(kv, 0)
         mean._contexts = contexts
+        if mean._asked is not None:
+            mean._asked = mean._asked[0], len(contexts)
         if SENSITIVITY in kv.sums:
             mean._squares = list((kv.sums[SENSITIVITY].square() * ((len(contexts) - 1) / 2)).unbind())
         return mean
@@ -30,6 +34,9 @@ class RunningMean:
         kv = kv.unpacked()
         # Copied: the means are updated in place, and the store may have the KV as another entry.
         sides = [[t.to("cpu", torch.float32, copy=True) for t in side] for side in (kv.keys, kv.values)]
+        if ASKED in kv.sums:
+            asked, n = self._asked or (torch.zeros_like(kv.sums[ASKED]), 0)
+            self._asked = asked + (kv.sums[ASKED] - asked) / (n + 1), n + 1
         self._contexts, count = (*self._contexts, context), len(self._contexts) + 1
         if count == 1:
             self._dtypes = [[tensor.dtype for tensor in side] for side in (kv.keys, kv.values)]
@@ -54,4 +61,6 @@ class RunningMean:
             # Twice the variance: the mean square of the difference between two contexts.
             moved = 2 / (count - 1) * torch.stack(self._squares).clamp_min(0)
             sums[SENSITIVITY] = moved.sqrt()
+        if self._asked is not None:
+            sums[ASKED] = self._asked[0]
         return ChunkKV(keys, values, None, sums)

@@ -185,6 +185,7 @@ class EngineComponents:
         """The encoder behind answers, shadow mode, and what measured policies stand for."""
         model, rope, planner = self.model, self.rope, self.planner
         layout = self._layout if isinstance(self._layout, KVLayout) else None
+        question = self.parser.question
         encoder, backoff = ChunkEncoder(model, rope, observed_cache), partial(Backoff, self.active)
 
         def encoder_over(
@@ -196,7 +197,7 @@ class EngineComponents:
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
             parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored, forgets
-            return BackgroundEncoder(*parts, settings.encode_after, worker, backoff, known_mean)
+            return BackgroundEncoder(*parts, settings.encode_after, worker, backoff, known_mean, question)
 
         def private(store: KVStore) -> BackgroundEncoder:  # whose worker goes with it
             return encoder_over(store, lambda *_: None, ForgetEpochs(), BackgroundWorker())

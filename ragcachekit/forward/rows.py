@@ -13,10 +13,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
 from ragcachekit.forward.linker import exact_rows, segments_of, stop_of
-from ragcachekit.model.kv import ChunkKV, Stretch, extract
+from ragcachekit.model.kv import ASKED, ChunkKV, Stretch, extract
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing
-from ragcachekit.plan.variants import IN_PROMPT
+from ragcachekit.plan.variants import IN_PROMPT, is_average
 from ragcachekit.prefix_tree.knowledge_tree import Turn
 from ragcachekit.prefix_tree.nodes import Match, blocks_of
 from ragcachekit.types import ENCODING_PREFIX, whole_id
@@ -27,6 +27,9 @@ MAX_HELD_BYTES = 1 << 30
 
 A batch sums what exceeds it at once instead, while the other requests wait.
 """
+MAX_QUESTION_ROWS = 32
+"""Last rows of a question whose attention is kept."""
+
 
 # -- attention sums ------------------------------------------------------------------------------------
 
@@ -72,13 +75,40 @@ class AttentionSums:
             self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
 
 
+class QuestionAttention:
+    """Attention that each key gets from the last rows of a prompt, layer by layer; mean over rows."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self._rows, self._layers = Rows(tuple(positions)), list[Tensor]()
+
+    def last(self, query: Tensor) -> Tensor:
+        """These rows of ``query`` ``[1, heads, rows, head_dim]``."""
+        return query[:, :, query.shape[2] - len(self._rows) :]
+
+    def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
+        """One layer: these rows ``[1, heads, rows, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
+        scores = column_scores(query[0], key[0], self._rows, options)
+        self._layers.append(scores.float() / len(self._rows))
+
+    def of(self, start: int, stop: int) -> Tensor:
+        """``[layers, stop - start]``, on the host."""
+        return torch.stack([scores[start:stop] for scores in self._layers]).cpu()
+
+
 class ContextSums(AttentionSums):
     """Attention of chunks of one prompt to its segments (Cache-Craft section 3.1, inter and intra).
 
-    ``chunks`` are, per chunk, the lengths of the segments before it, then its own.
+    ``chunks`` are, per chunk, the lengths of the segments before it, then its own. ``question`` is added to
+    as well.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[int]], first: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[int]],
+        first: Sequence[int] | None = None,
+        question: QuestionAttention | None = None,
+    ) -> None:
+        self._question = question
         super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks], first)
         self._lengths = [tuple(lengths) for lengths in chunks]
         self._inter: list[list[Tensor]] = [[] for _ in chunks]
@@ -87,6 +117,8 @@ class ContextSums(AttentionSums):
 
     def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
+        if self._question is not None:
+            self._question.add(self._question.last(query), key, options)
         for number, (start, stop) in enumerate(self._stretches):
             at = self._first[number]
             rows, keys = query[0, :, at : at + stop - start], key[0, :, :stop]
@@ -146,23 +178,29 @@ class _SummingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class OwnRows(ContextSums):
-    """KV and attention sums of missing chunks (:func:`own_entries`), out of one request's prefill.
+    """KV and attention of missing chunks (:func:`own_entries`), out of one request's prefill.
 
-    Queries and keys are held and summed later (:meth:`settle`): sums would delay the first token.
-    ``nbytes`` are the bytes held, ``layers`` the layers that were observed and not given up.
+    Attention of the chunks is summed but for means, which get that of the question. Queries and keys are held
+    and summed later (:meth:`settle`): sums would delay the first token. ``nbytes`` are the bytes held,
+    ``layers`` the layers that were observed and not given up.
     """
 
     def __init__(self, plan: LinkPlan, items: Sequence[Missing]) -> None:
         self.items, self._length, self._count = tuple(items), len(plan.token_ids), len(plan.rows)
         place = {row: number for number, row in enumerate(plan.rows)}
-        chunks = [segments_of(item) for item in items]
-        first = [place[len(item.encoding.before)] for item in items]
-        begin = min(first)
+        summed = [item for item in items if not is_average(item.key)]
+        chunks = [segments_of(item) for item in summed]
+        first = [place[len(item.encoding.before)] for item in summed]
+        begin = min(first, default=0)
         super().__init__(chunks, [at - begin for at in first])
-        end = max(at + len(item.token_ids) for at, item in zip(first, items, strict=True))
-        self._rows_held, self._keys_held = (begin, end), max(map(sum, chunks))
+        end = max((at + len(item.token_ids) for at, item in zip(first, summed, strict=True)), default=0)
+        self._rows_held, self._keys_held = (begin, end), max(map(sum, chunks), default=0)
+        last = max((chunk.stop for chunk in plan.chunks), default=0)
+        question = [row for row in plan.rows if row >= last][-MAX_QUESTION_ROWS:]
+        self._asked = QuestionAttention(question) if question and len(summed) < len(items) else None
         self.nbytes = self.layers = 0
         self._held: list[tuple[Tensor, Tensor, AttentionOptions]] = []
+        self._held_questions: list[tuple[Tensor, Tensor, AttentionOptions]] = []
 
     def cache(self) -> Cache:
         """An empty cache for an ordinary prefill of the prompt."""
@@ -172,19 +210,28 @@ class OwnRows(ContextSums):
         """Hold a layer's queries and keys."""
         if query.shape[2] != self._count:
             return  # a layer that runs fewer rows
-        held = _part(query, *self._rows_held), _part(key, 0, self._keys_held)
-        self.nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
-        self._held.append((*held, options))
+        if self._asked is not None:  # the keys are those of the cache
+            self._held_questions.append((self._asked.last(query).clone(), key, options))
+            self.nbytes += self._held_questions[-1][0].nbytes
+        if self._keys_held:
+            held = _part(query, *self._rows_held), _part(key, 0, self._keys_held)
+            self.nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
+            self._held.append((*held, options))
         self.layers += 1
         if self.nbytes > MAX_HELD_BYTES:
             self._held.clear()
+            self._held_questions.clear()
             self.layers = 0
 
     def settle(self) -> None:
         """Sum and release the held layers."""
         for query, key, options in self._held:
             super().add(query, key, options)
+        for query, key, options in self._held_questions:
+            assert self._asked is not None
+            self._asked.add(query, key, options)
         self._held.clear()
+        self._held_questions.clear()
         self.nbytes = 0
 
     def complete(self, cache: Any) -> bool:
@@ -195,12 +242,16 @@ class OwnRows(ContextSums):
     def entries(self, cache: Any, rope: Rope) -> list[tuple[Missing, ChunkKV]]:
         """Copies on the host, keys without RoPE, from a cache for which :meth:`complete` is true."""
         self.settle()
-        out = []
-        for item, sums in zip(self.items, self.sums, strict=True):
+        out, summed = [], iter(self.sums)
+        for item in self.items:
             is_prefix = item.encoding.name == ENCODING_PREFIX
             at = Stretch(0, len(item.encoding.before), stop_of(item))
             (kv,) = extract(cache.layers, [at], None if is_prefix else rope, self._length)
-            kept = sums if item.encoding.name == IN_PROMPT else {"attended": sums["attended"]}
+            if is_average(item.key):
+                kept = {} if self._asked is None else {ASKED: self._asked.of(at.start, at.stop)}
+            else:
+                sums = next(summed)
+                kept = sums if item.encoding.name == IN_PROMPT else {"attended": sums["attended"]}
             out.append((item, ChunkKV(*kv, 0 if is_prefix else None, kept)))
         return out
 

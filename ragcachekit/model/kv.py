@@ -39,7 +39,10 @@ CONTEXTS = "contexts"
 STATE = "state."
 """Prefix in ``sums`` of what a snapshot has beside rows (:mod:`ragcachekit.model.snapshots`)."""
 
-PER_TOKEN = ("attended", "outward", SENSITIVITY)
+ASKED = "asked"
+"""Name in ``sums`` of ``[layers, tokens]``: attention that the tokens get from a row of a question."""
+
+PER_TOKEN = ("attended", "outward", SENSITIVITY, ASKED)
 """Names in ``sums`` of tensors whose last dimension are the chunk's tokens."""
 
 TOKEN_IDS = "token_ids"
@@ -94,7 +97,8 @@ class ChunkKV:
       each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of these segments.
       For ``similar:n`` KV, ``sensitivity`` ``[layers, tokens]``: the norm of the difference between a token's
       values and those after the system text alone. Of means, the root mean square of the difference between
-    two of its ``contexts``, of which it has a number each. ``token_ids``: what ``forget`` looks for texts in.
+    two of its ``contexts``, of which it has a number each, and what
+      questions ``asked`` of a chunk. ``token_ids``: what ``forget`` looks for texts in.
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ragcachekit.model.kv import SENSITIVITY
+from ragcachekit.model.kv import ASKED, SENSITIVITY
 from ragcachekit.policies.base import PlacedChunk, RatioPolicy, open_positions, share, top
 
 FIRST = 2
@@ -16,23 +17,25 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class Sensitive(RatioPolicy):
-    """Recomputes the share ``ratio`` of cached tokens whose values depend most on what precedes their chunk.
+    """Recomputes the share ``ratio`` of cached tokens that depend on context and that questions look at.
 
-    A token's sensitivity is the norm of the difference of its values between encodings of its chunk, summed
-    over layers (``average:n``, ``similar:n``). The first :data:`FIRST` tokens of every chunk come first.
-    A chunk without sensitivity, of which one encoding is known, gets the same share of its first tokens.
+    A token's score is its sensitivity, the norm of the difference of its values between encodings of its
+    chunk, times the square root of the attention that it got from questions while the chunk was encoded,
+    summed over layers (``average:n``). Where one of them is not stored the other decides. The first
+    :data:`FIRST` tokens of every chunk come first. A chunk with neither gets the same share of its first
+    tokens.
     """
 
     kind = "sensitive"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """First tokens, then the most sensitive, within the share of all open positions."""
+        """First tokens, then the highest scores, within the share of all open positions."""
         opened = [chunk for chunk in chunks if not chunk.is_exact]
-        known = [chunk for chunk in opened if SENSITIVITY in chunk.sums]
+        known = [chunk for chunk in opened if SENSITIVITY in chunk.sums or ASKED in chunk.sums]
         chosen = [
             position
             for chunk in opened
-            if SENSITIVITY not in chunk.sums
+            if SENSITIVITY not in chunk.sums and ASKED not in chunk.sums
             for position in range(chunk.start, chunk.start + share(self.ratio, chunk.tokens))
         ]
         positions = open_positions(known)
@@ -40,7 +43,19 @@ class Sensitive(RatioPolicy):
         first = [p for c in known for p in range(c.start, min(c.stop, c.start + FIRST))][:count]
         if not count:
             return chosen
-        scores = torch.cat([chunk.sums[SENSITIVITY].sum(0) for chunk in known])
-        taken = set(first)
+        scores, taken = torch.cat(_scores(known)), set(first)
         rest = [number for number, position in enumerate(positions) if position not in taken]
         return chosen + first + top([positions[n] for n in rest], scores[rest], count - len(first))
+
+
+def _scores(chunks: Sequence[PlacedChunk]) -> list[Tensor]:
+    """``[tokens]`` of each chunk; sensitivities that are not stored count as the mean of the others."""
+    found = [chunk.sums[SENSITIVITY] for chunk in chunks if SENSITIVITY in chunk.sums]
+    mean = torch.cat(found, dim=1).mean(1, keepdim=True) if found else torch.ones(1)
+    out = []
+    for chunk in chunks:
+        sensitivity, asked = chunk.sums.get(SENSITIVITY, mean), chunk.sums.get(ASKED)
+        # Questions differ from chunk to chunk: only what is within a chunk is compared.
+        weight = torch.ones(1, chunk.tokens) if asked is None else (asked / asked.mean()).sqrt()
+        out.append((sensitivity * weight).sum(0))
+    return out

@@ -52,6 +52,8 @@ NO_TEMPLATE = (
     '[{"role": "user", "content": ...}], unless the text went through a template already'
 )
 
+QUESTION = "\n\nWhat does the text say? Which names, numbers and facts are in it?\n"
+"""Asked of chunks that are encoded ahead, for what questions look at."""
 MAX_SHIFT = 8  # tokens by which a boundary may shift the rest of a chunk: "\\n\\n" + "The" or " The", ...
 ANCHOR = 8  # tokens of a chunk's middle that are searched for where the tokenizer gives no offsets
 
@@ -118,6 +120,11 @@ class PromptParser:
     def blank_line(self) -> Ids:
         """Token ids of the blank line between two chunks; empty without a tokenizer."""
         return self._tokens.blank_line() if self._tokens else ()
+
+    @property
+    def question(self) -> Ids:
+        """Token ids of :data:`QUESTION`; empty without a tokenizer."""
+        return self.chunk_ids(QUESTION) if self._tokens else ()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids; empty without a tokenizer."""
