@@ -23,7 +23,7 @@ from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import RagCacheError, StoreError
-from ragcachekit.types import DEFAULT_POLICY
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from ragcachekit.commands.beginnings import BeginningsRun
@@ -122,6 +122,15 @@ class PrecomputeSettings(OwnFiles):
         super().__post_init__()
         if self.ray and self.chunk_encoder.startswith(("average", "in-prompt")):
             raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
+
+    @property
+    def chunk_encoder(self) -> str:
+        """The encoder that was given, else the policy's own, else ``system``.
+
+        One forward per chunk, whatever other chunks there are. ``ask`` uses these entries, and adds the
+        contexts of its prompts (``average:3``).
+        """
+        return "system" if super().chunk_encoder == DEFAULT_ENCODER != self.encoder else super().chunk_encoder
 
     @property
     def store(self) -> StoreConfig:
@@ -234,7 +243,8 @@ class PrecomputeRun:
     @property
     def todo_bytes(self) -> int:
         """Bytes of KV to be stored."""
-        return self.todo_tokens * self.token_bytes + 4 * sum(len(chunk.content) for chunk in self.todo)
+        each = self.todo_tokens * self.token_bytes + 4 * sum(len(chunk.content) for chunk in self.todo)
+        return each * (2 if self._settings.chunk_encoder.startswith("average") else 1)
 
     @property
     def changes(self) -> str:

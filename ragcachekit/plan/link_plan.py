@@ -337,7 +337,7 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
 def _to_observe(wanted: Sequence[Wanted], found: Sequence[Entry | None]) -> int | None:
     """Number of the found chunk that a prompt computes, for another context in its mean; None without one.
 
-    The one with the fewest contexts, the first of equals; at most half of what was found.
+    The one with the fewest contexts, the first of equals; at most a third of what was found.
     """
     total = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
     few = {
@@ -348,7 +348,7 @@ def _to_observe(wanted: Sequence[Wanted], found: Sequence[Entry | None]) -> int 
         and entry.contexts < CONTEXTS_TO_OBSERVE
         and entry.want is None
         and not isinstance(entry.found.kv, LoadingKV)
-        and 2 * len(want.token_ids) <= total
+        and 3 * len(want.token_ids) <= total
     }
     return min(few, key=lambda number: few[number]) if few else None
 

@@ -256,6 +256,6 @@ def test_the_policies_and_encoders_that_the_help_names_exist(command):
 
     helps = options.Policy.__metadata__[0].help
     named = helps.partition(": ")[2].partition(" (")[0].split(", ")
-    assert {"deep:0.1", "budget:0.05"} <= set(named)
+    assert {"sensitive:0.1", "budget:0.05"} <= set(named)
     for name in named:
         open_policy(name.rstrip("."))

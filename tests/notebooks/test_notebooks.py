@@ -94,7 +94,7 @@ def shows_reuse(shown: list[str]) -> None:
 
 
 def shows_a_choice(shown: list[str]) -> None:
-    assert shown[1].count("<tr><td") == 6
+    assert shown[1].count("<tr><td") == 11
     assert ">policy</th>" in shown[1]
     assert "image/png" in shown[2]
     assert "auto -> " in shown[3]
