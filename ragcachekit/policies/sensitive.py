@@ -56,6 +56,8 @@ def _scores(chunks: Sequence[PlacedChunk]) -> list[Tensor]:
     for chunk in chunks:
         sensitivity, asked = chunk.sums.get(SENSITIVITY, mean), chunk.sums.get(ASKED)
         # Questions differ from chunk to chunk: only what is within a chunk is compared.
-        weight = torch.ones(1, chunk.tokens) if asked is None else (asked / asked.mean()).sqrt()
+        if asked is None or len(sensitivity) not in (1, len(asked)):  # layers that share KV attend as well
+            asked = torch.ones(1, chunk.tokens)
+        weight = (asked / asked.mean()).sqrt()
         out.append((sensitivity * weight).sum(0))
     return out

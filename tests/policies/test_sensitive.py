@@ -49,3 +49,28 @@ def test_first_tokens_then_the_most_sensitive_within_the_share(seed):
 
 def test_exact_chunks_alone_need_nothing():
     assert open_policy("sensitive:0.1").select([placed(4, 30, 1, exact=True)]) == []
+
+
+def test_what_questions_looked_at_weighs():
+    """The square root of the attention, relative to the chunk's mean, times the sensitivity, over layers."""
+    chunk = placed(0, 40, 1)
+    asked = torch.rand(3, 40, generator=torch.manual_seed(7)) ** 4
+    other = PlacedChunk("a", 0, 40, False, sums={**chunk.sums, "asked": asked})
+    found = open_policy("sensitive:0.25").select([other])
+    scores = (chunk.sums["sensitivity"] * asked.sqrt()).sum(0).tolist()
+    assert set(found) == {0, 1, *sorted(range(2, 40), key=lambda p: -scores[p])[:8]}
+    assert set(found) != set(open_policy("sensitive:0.25").select([chunk]))
+
+
+def test_attention_of_more_layers_than_have_kv_is_left_out():
+    chunk = placed(0, 40, 1)
+    other = PlacedChunk("a", 0, 40, False, sums={**chunk.sums, "asked": torch.rand(5, 40)})
+    policy = open_policy("sensitive:0.25")
+    assert policy.select([other]) == policy.select([chunk])
+
+
+def test_without_sensitivity_what_questions_looked_at_decides():
+    asked = torch.zeros(3, 40)
+    asked[:, [17, 23]] = 1.0
+    chunk = PlacedChunk("a", 0, 40, False, sums={"asked": asked})
+    assert set(open_policy("sensitive:0.1").select([chunk])) == {0, 1, 17, 23}
