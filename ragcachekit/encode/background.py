@@ -86,7 +86,7 @@ class BackgroundEncoder:
         """Store what a request computed itself, unless forgotten since or stored already."""
         for item, kv in entries:
             with self.forgets.storing:
-                if self._is_current(item) and item.key not in self._store:
+                if self._is_current(item) and (_joins_mean(item) or item.key not in self._store):
                     self._put(item, kv)
                     self.count(captured_tokens=kv.tokens)
 
@@ -105,7 +105,7 @@ class BackgroundEncoder:
 
     def _put(self, item: Missing, kv: ChunkKV) -> None:
         key, content = item.key, item.content
-        if is_average(key) and isinstance(item.encoding, InPromptEncoding):
+        if _joins_mean(item):
             joined = self._joined(key, kv, content)
             if joined is None:
                 return
@@ -122,11 +122,12 @@ class BackgroundEncoder:
     def _joined(self, key: KVKey, kv: ChunkKV, content: Ids) -> tuple[KVKey, ChunkKV, Ids] | None:
         """The mean that is stored of a chunk with a prompt's own rows, and all that it is computed from.
 
-        None if it has that context.
+        None if it has that context. What cannot be gone on from is replaced.
         """
         context, known = context_number(key.digest()), self._known_mean(key)
         found = None if known is None else self._store.get(known, 0.0)
-        if known is None or found is None:
+        held = None if found is None else token_ids_of(found.kv.sums)
+        if known is None or found is None or held is None or not contexts_of(found.kv):
             contexts = torch.tensor([context], dtype=torch.float32)
             return key, replace(kv, sums={**kv.sums, CONTEXTS: contexts}), content
         if context in contexts_of(found.kv):
@@ -134,7 +135,7 @@ class BackgroundEncoder:
         mean = RunningMean.of(found.kv)
         mean.add(kv, context)
         key = replace(key, context=tuple(dict.fromkeys((*known.context, *key.context))))
-        return key, mean.result(), (*(token_ids_of(found.kv.sums) or ()), *content)
+        return key, mean.result(), (*held, *content)
 
     def refused(self, keys: Iterable[KVKey]) -> int:
         """Number of these entries that the store could not keep when they were last encoded."""
@@ -179,6 +180,11 @@ class BackgroundEncoder:
     def _is_due(self, item: Missing) -> bool:
         with self.forgets.storing:
             return self._is_current(item) and self.misses.is_due(item, self._after)
+
+
+def _joins_mean(item: Missing) -> bool:
+    """Whether it is a prompt's own rows under ``average:n``."""
+    return is_average(item.key) and isinstance(item.encoding, InPromptEncoding)
 
 
 class MissCounts:

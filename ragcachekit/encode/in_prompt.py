@@ -15,7 +15,7 @@ from ragcachekit.encode.mean import RunningMean
 from ragcachekit.forward.linker import segments_of, stop_of
 from ragcachekit.forward.rows import ContextSums, QuestionAttention, SummingCache
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
-from ragcachekit.model.kv import ASKED, ChunkKV, Stretch, context_number, extract
+from ragcachekit.model.kv import ChunkKV, Stretch, context_number, extract
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.types import Ids, chunk_id
@@ -77,7 +77,7 @@ class InPromptEncoder:
         out = []
         for kv, item, at in zip(sides, run, stretches, strict=True):
             own = found.get(id(item), {})
-            own |= {} if asked is None else {ASKED: asked.of(at.start, at.stop)}
+            own |= {} if asked is None else asked.of(at.start, at.stop)
             out.append(ChunkKV(*kv, None, own))
         return out
 

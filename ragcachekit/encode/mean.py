@@ -34,7 +34,7 @@ class RunningMean:
         kv = kv.unpacked()
         # Copied: the means are updated in place, and the store may have the KV as another entry.
         sides = [[t.to("cpu", torch.float32, copy=True) for t in side] for side in (kv.keys, kv.values)]
-        if ASKED in kv.sums:
+        if ASKED in kv.sums and (self._asked is None or self._asked[0].shape == kv.sums[ASKED].shape):
             asked, n = self._asked or (torch.zeros_like(kv.sums[ASKED]), 0)
             self._asked = asked + (kv.sums[ASKED] - asked) / (n + 1), n + 1
         self._contexts, count = (*self._contexts, context), len(self._contexts) + 1

@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
+from ragcachekit.model.encoding import AverageEncoding
 from ragcachekit.model.kv import token_ids_of
-from ragcachekit.plan.link_plan import PromptRequest
+from ragcachekit.plan.link_plan import Missing, PromptRequest
 from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
@@ -132,7 +133,7 @@ class Chunks:
         policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._unless_forgotten(self._parser.register, texts, namespace, since)
-        todo = encoder.complete(item for item in items if item.key not in self._parts.store)
+        todo = encoder.complete(item for item in items if not self._is_stored(item))
         if isinstance(self._parts.store, NullStore):
             self._warn(
                 "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
@@ -142,6 +143,13 @@ class Chunks:
         if lost := encoder.refused(item.key for item in todo):
             self._warn(f"encode: {lost} of {len(todo)} entries {NOT_KEPT}")
         return [item.key.chunk_id for item in items]
+
+    def _is_stored(self, item: Missing) -> bool:
+        """Whether its entry is stored, or a mean that went on from it."""
+        store, averages = self._parts.store, isinstance(item.encoding, AverageEncoding)
+        known = self._planner.variants.average(item.key) if averages else None
+        joined = known is not None and set(item.key.context) <= set(known.context) and known in store
+        return item.key in store or joined
 
     def tune(self, prompts: Iterable[PromptLike] | None, namespace: str, progress: bool) -> TuneReport:
         """Choose encoder and policy of ``auto`` now."""

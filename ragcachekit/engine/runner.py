@@ -19,6 +19,7 @@ from ragcachekit.forward.linker import own_entries
 from ragcachekit.forward.prefill import Replan
 from ragcachekit.forward.rows import captured, turn_of, with_answer
 from ragcachekit.generate.batch import BatchDecoder, Decoding
+from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.run import Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
 from ragcachekit.reports import Answer, GenerateReport
@@ -99,7 +100,9 @@ class Runner:
         ``closed`` cancels it; ``wanted`` are entries of the requests that wait.
         """
         run = self.runs[request] = _Run(perf_counter())
-        prompt, streamer = replace(request.prompt, observes=self._after_answer.captures), request.streamer
+        ahead = links_ahead(request.options, self._parts.model.generation_config)  # which captures no rows
+        observes = self._after_answer.observes and not ahead
+        prompt, streamer = replace(request.prompt, observes=observes), request.streamer
         with request.scope, CancelScope(closed), CancelScope(request.ended, deadline=request.deadline):
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
@@ -245,6 +248,12 @@ class AfterAnswer:
         self._jobs = components.background.queue(self._keep_pending, MAX_KEEPING)
         self._changed = Condition()
         self._pending: tuple[_Pending, ...] = ()
+        self._can_observe = True
+
+    @property
+    def observes(self) -> bool:
+        """Whether prompts compute known chunks again, as their rows would be kept."""
+        return self.captures and self._can_observe
 
     @property
     def captures(self) -> bool:
@@ -265,6 +274,9 @@ class AfterAnswer:
                     parts.loads.follow(plan.skipped, plan.report.loaded_bytes)
                 if parts.cost.needed:
                     parts.cost.measure_later()
+                again = {item.key for item in plan.missing if item.again}
+                # Some models attend more often than they store: there it would be for nothing each time.
+                self._can_observe &= again <= {item.key for item in self._own(generated)}
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
         if plan.report.namespace in parts.auto.used:
             attempt(self._feed_auto, plan)

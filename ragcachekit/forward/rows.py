@@ -80,6 +80,7 @@ class QuestionAttention:
 
     def __init__(self, positions: Sequence[int]) -> None:
         self._rows, self._layers = Rows(tuple(positions)), list[Tensor]()
+        self.stop = positions[-1] + 1
 
     def last(self, query: Tensor) -> Tensor:
         """These rows of ``query`` ``[1, heads, rows, head_dim]``."""
@@ -90,9 +91,10 @@ class QuestionAttention:
         scores = column_scores(query[0], key[0], self._rows, options)
         self._layers.append(scores.float() / len(self._rows))
 
-    def of(self, start: int, stop: int) -> Tensor:
-        """``[layers, stop - start]``, on the host."""
-        return torch.stack([scores[start:stop] for scores in self._layers]).cpu()
+    def of(self, start: int, stop: int) -> dict[str, Tensor]:
+        """``[layers, stop - start]``, on the host, by its name in ``sums``; empty if no layer was added."""
+        layers = [scores[start:stop] for scores in self._layers]
+        return {ASKED: torch.stack(layers).cpu()} if layers else {}
 
 
 class ContextSums(AttentionSums):
@@ -117,7 +119,7 @@ class ContextSums(AttentionSums):
 
     def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
-        if self._question is not None:
+        if self._question is not None and query.shape[2] == self._question.stop:
             self._question.add(self._question.last(query), key, options)
         for number, (start, stop) in enumerate(self._stretches):
             at = self._first[number]
@@ -210,9 +212,9 @@ class OwnRows(ContextSums):
         """Hold a layer's queries and keys."""
         if query.shape[2] != self._count:
             return  # a layer that runs fewer rows
-        if self._asked is not None:  # the keys are those of the cache
+        if self._asked is not None:
             self._held_questions.append((self._asked.last(query).clone(), key, options))
-            self.nbytes += self._held_questions[-1][0].nbytes
+            self.nbytes += self._held_questions[-1][0].nbytes + key.untyped_storage().nbytes()
         if self._keys_held:
             held = _part(query, *self._rows_held), _part(key, 0, self._keys_held)
             self.nbytes += sum(tensor.untyped_storage().nbytes() for tensor in held)
@@ -248,7 +250,7 @@ class OwnRows(ContextSums):
             at = Stretch(0, len(item.encoding.before), stop_of(item))
             (kv,) = extract(cache.layers, [at], None if is_prefix else rope, self._length)
             if is_average(item.key):
-                kept = {} if self._asked is None else {ASKED: self._asked.of(at.start, at.stop)}
+                kept = {} if self._asked is None else self._asked.of(at.start, at.stop)
             else:
                 sums = next(summed)
                 kept = sums if item.encoding.name == IN_PROMPT else {"attended": sums["attended"]}

@@ -373,7 +373,7 @@ def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
             if want.in_place is None:
                 return Entry(mean, found, renew=to_average and SENSITIVITY not in found.kv.sums)
             known = contexts_of(found.kv)
-            is_new = context_number(want.in_place.digest()) not in known
+            is_new = bool(known) and context_number(want.in_place.digest()) not in known
             return Entry(mean, found, contexts=len(known) if is_new else None)
         pool.discard(mean)
     if entry is not None:

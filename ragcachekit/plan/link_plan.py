@@ -34,7 +34,7 @@ from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, whole_id
 COMPUTED = "computed"
 """Source of chunks that are not cached."""
 
-CONTEXTS_TO_OBSERVE = 4
+CONTEXTS_TO_OBSERVE = 3
 """A prompt computes a chunk again while the mean that is stored of it is of fewer contexts."""
 
 RECOMPUTED = "the policy recomputed all that was cached"
@@ -314,7 +314,8 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     fetch = request.fetch
     fetch.lose(lost)
     found = [find_entry(want, fetch, variants) if request.may_reuse(want) else None for want in wanted]
-    again = _to_observe(wanted, found) if request.observes else None
+    observes = request.observes and not isinstance(request.policy, LayerwisePolicy)
+    again = _to_observe(wanted, found) if observes else None
     if again is not None:
         found[again] = None
     known = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)

@@ -56,7 +56,8 @@ def _scores(chunks: Sequence[PlacedChunk]) -> list[Tensor]:
     for chunk in chunks:
         sensitivity, asked = chunk.sums.get(SENSITIVITY, mean), chunk.sums.get(ASKED)
         # Questions differ from chunk to chunk: only what is within a chunk is compared.
-        if asked is None or len(sensitivity) not in (1, len(asked)):  # layers that share KV attend as well
+        # Layers that share KV attend as well; beyond a sliding window nothing is seen.
+        if asked is None or len(sensitivity) not in (1, len(asked)) or not asked.any():
             asked = torch.ones(1, chunk.tokens)
         weight = (asked / asked.mean()).sqrt()
         out.append((sensitivity * weight).sum(0))

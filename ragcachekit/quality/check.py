@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
 
 from ragcachekit.encode.background import BackgroundEncoder
@@ -147,6 +148,11 @@ class PolicyCheck:
                 results[pair].append(found)
         return results, timer.seconds
 
+    def _synchronise(self) -> None:
+        """Wait for the GPU, whose work is queued."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
     def _measure(
         self,
         prompt: CheckPrompt,
@@ -172,8 +178,10 @@ class PolicyCheck:
                 if plan.missing or not plan.pieces:
                     raise RagCacheError(f"chunks of a check could not be encoded for {pair}")
                 timer.before_forward()
+                self._synchronise()
                 started_at = time.perf_counter()
                 linked, plan = link_ahead(self._model, self._rope, plan)
+                self._synchronise()
                 seconds = time.perf_counter() - started_at
                 found = compare(Continuation(self._model, linked.inputs, timer.before_forward), reference)
                 out[pair] = Measured(found.kl, plan.report.recompute_ratio, seconds)

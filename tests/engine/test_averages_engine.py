@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
@@ -76,6 +77,18 @@ def test_what_a_prompt_computes_serves_the_next_ones(make):
         assert used(rag.generate(PROMPT, **ASKED)) == used(second)
     assert stored(rag).count("average:3") == 2
     assert stored(rag).count("system") == 1, "the first chunk, which is exact"
+
+
+def test_what_is_encoded_ahead_is_neither_computed_nor_encoded_again(make):
+    rag, facts = make(cold="now", encoder="average:2"), [*FACTS, f"{TWO} {ONE}"]
+    rag.encode(facts, system=BEFORE)
+    before = rag.encoding_stats().encoded_tokens
+    for order in permutations(facts):
+        uses = rag.generate(f"{BEFORE}{chr(10).join(order)}\n\nWhere?", **ASKED).report.link.chunks
+        assert [use.source for use in uses] == ["host"] * 4
+        assert [use.contexts for use in uses[1:]] == [2] * 3
+    rag.encode(facts, system=BEFORE)
+    assert rag.encoding_stats().encoded_tokens == before
 
 
 def kv_of(rag, text):

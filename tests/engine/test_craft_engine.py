@@ -72,9 +72,9 @@ def second_runs(monkeypatch):
     """Tokens of the chunks for which a prompt runs once more behind the answer."""
     runs, forward = [], InPromptEncoder.forward
 
-    def counted(self, run, summed):
+    def counted(self, run, *options):
         runs.append([len(item.token_ids) for item in run])
-        return forward(self, run, summed)
+        return forward(self, run, *options)
 
     monkeypatch.setattr(InPromptEncoder, "forward", counted)
     return runs

@@ -129,3 +129,16 @@ def test_nothing_is_computed_for_a_mean_where_nothing_is_kept(tmp_path):
         with RagCache(wrapped("llama"), store=store, encoder="average:3", cold="never") as rag:
             assert sources(ask(rag, "abdc")) == ["cached"] * 4
         assert sources(ask(first, "abdc")).count("computed") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": "reuse"}, {"policy": "cacheblend:0.15"}, {"num_beams": 2}, {"policy": "impact:0.1"}],
+)
+def test_the_same_prompt_is_soon_served_whole(rag, options):
+    """Also where its chunks are together what an earlier mean was made of, or its rows cannot be kept."""
+    for names in ("ab", "cd", "cbd"):
+        ask(rag, names)
+    for _ in range(5):
+        report = rag.generate(prompt("acbd"), max_new_tokens=1, **options).report.link
+    assert sources(report.chunks) == ["cached"] * 4

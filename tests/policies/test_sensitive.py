@@ -74,3 +74,11 @@ def test_without_sensitivity_what_questions_looked_at_decides():
     asked[:, [17, 23]] = 1.0
     chunk = PlacedChunk("a", 0, 40, False, sums={"asked": asked})
     assert set(open_policy("sensitive:0.1").select([chunk])) == {0, 1, 17, 23}
+
+
+def test_a_chunk_that_no_question_saw_counts_by_its_sensitivity():
+    unseen, seen = placed(0, 20, 1), placed(20, 20, 2)
+    asked = {"asked": torch.zeros(3, 20)}
+    one = PlacedChunk("a", 0, 20, False, sums={**unseen.sums, **asked})
+    policy = open_policy("sensitive:0.5")
+    assert policy.select([one, seen]) == policy.select([unseen, seen])
