@@ -125,12 +125,12 @@ class AverageEncoder:
         def is_plain(sample: Missing) -> bool:
             return sample.encoding.before == items[sample.token_ids].encoding.before
 
-        for sample, kv in self._in_prompts.encode(samples, is_plain, self._question):
+        for sample, kv in self._in_prompts.encode(samples, lambda _: False, self._question):
             own = items[sample.token_ids]
             if is_plain(sample):
                 plain = alone.pop((own.token_ids, own.encoding.before), None)
                 if plain is not None:
-                    yield plain, replace(kv, sums={"attended": kv.sums["attended"]})
+                    yield plain, replace(kv, sums={})
                 if () not in _encoding(own).groups:
                     continue
             context = context_number(chunk_id(sample.encoding.before))

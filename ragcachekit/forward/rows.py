@@ -182,15 +182,15 @@ class _SummingLayer(DynamicLayer):  # type: ignore[misc]
 class OwnRows(ContextSums):
     """KV and attention of missing chunks (:func:`own_entries`), out of one request's prefill.
 
-    Attention of the chunks is summed but for means, which get that of the question. Queries and keys are held
-    and summed later (:meth:`settle`): sums would delay the first token. ``nbytes`` are the bytes held,
+    Attention of ``in-prompt`` chunks is summed; means get that of the question. Queries and keys are held and
+    summed later (:meth:`settle`): sums would delay the first token. ``nbytes`` are the bytes held,
     ``layers`` the layers that were observed and not given up.
     """
 
     def __init__(self, plan: LinkPlan, items: Sequence[Missing]) -> None:
         self.items, self._length, self._count = tuple(items), len(plan.token_ids), len(plan.rows)
         place = {row: number for number, row in enumerate(plan.rows)}
-        summed = [item for item in items if not is_average(item.key)]
+        summed = [item for item in items if item.encoding.name == IN_PROMPT]
         chunks = [segments_of(item) for item in summed]
         first = [place[len(item.encoding.before)] for item in summed]
         begin = min(first, default=0)
@@ -199,7 +199,8 @@ class OwnRows(ContextSums):
         self._rows_held, self._keys_held = (begin, end), max(map(sum, chunks), default=0)
         last = max((chunk.stop for chunk in plan.chunks), default=0)
         question = [row for row in plan.rows if row >= last][-MAX_QUESTION_ROWS:]
-        self._asked = QuestionAttention(question) if question and len(summed) < len(items) else None
+        averages = any(is_average(item.key) for item in items)
+        self._asked = QuestionAttention(question) if question and averages else None
         self.nbytes = self.layers = 0
         self._held: list[tuple[Tensor, Tensor, AttentionOptions]] = []
         self._held_questions: list[tuple[Tensor, Tensor, AttentionOptions]] = []
@@ -249,11 +250,9 @@ class OwnRows(ContextSums):
             is_prefix = item.encoding.name == ENCODING_PREFIX
             at = Stretch(0, len(item.encoding.before), stop_of(item))
             (kv,) = extract(cache.layers, [at], None if is_prefix else rope, self._length)
-            if is_average(item.key):
-                kept = {} if self._asked is None else self._asked.of(at.start, at.stop)
-            else:
-                sums = next(summed)
-                kept = sums if item.encoding.name == IN_PROMPT else {"attended": sums["attended"]}
+            kept = next(summed) if item.encoding.name == IN_PROMPT else {}
+            if is_average(item.key) and self._asked is not None:
+                kept = self._asked.of(at.start, at.stop)
             out.append((item, ChunkKV(*kv, 0 if is_prefix else None, kept)))
         return out
 

@@ -60,7 +60,8 @@ class Deep(RatioPolicy):
 class Heavy(RatioPolicy):
     """Recomputes in every chunk the share ``ratio`` of tokens that were attended to most when it was encoded.
 
-    Causal sums favour early tokens, as those of H2O do. Without recorded sums the first tokens are taken.
+    Causal sums favour early tokens, as those of H2O do. Without recorded sums, as
+    in rows that prompts computed, the first tokens are taken.
     """
 
     kind = "heavy"

@@ -1,7 +1,6 @@
 """What a miss costs: rows that are an encoding are kept as they were computed, others are encoded later."""
 
 import pytest
-import torch
 
 from engine_kit import EXACT, PROMPT, RecordingStore, chunk, ids, rag_for, text
 from families import greedy, off, plain, prefill
@@ -39,7 +38,7 @@ def forwards(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_rows_kept_are_what_the_encoder_computes(name, kind, cold, forwards):
-    """A batch keeps nothing, so that the second engine encodes: KV and sums."""
+    """A batch keeps nothing, so that the second engine encodes: the same KV."""
     prompt, encoder = KINDS[kind]
     kept, encoded = RecordingStore(), RecordingStore()
     with rag_for(name, encoder=encoder, policy="reuse", store=kept, cold=cold) as rag:
@@ -52,10 +51,12 @@ def test_rows_kept_are_what_the_encoder_computes(name, kind, cold, forwards):
     assert sorted(key.encoding for key in kept.originals) == sorted(kind.split(" and "))
     for key, (kv, _) in kept.originals.items():
         other, _ = encoded.originals[key]
-        assert (kv.start, kv.sums.keys()) == (other.start, other.sums.keys())
+        assert kv.start == other.start
+        assert set(kv.sums) == {"token_ids"} == set(other.sums) - {"attended"}, (
+            "sums take as long as attention"
+        )
         for ours, theirs in zip(sides(kv), sides(other), strict=True):
             assert off(ours, theirs) <= 1e-5
-        torch.testing.assert_close(kv.sums["attended"], other.sums["attended"], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
