@@ -130,7 +130,8 @@ class PrecomputeSettings(OwnFiles):
         One forward per chunk, whatever other chunks there are. ``ask`` uses these entries, and adds the
         contexts of its prompts (``average:3``).
         """
-        return "system" if super().chunk_encoder == DEFAULT_ENCODER != self.encoder else super().chunk_encoder
+        usual = super().chunk_encoder
+        return "system" if self.encoder is None and usual == DEFAULT_ENCODER else usual
 
     @property
     def store(self) -> StoreConfig:
