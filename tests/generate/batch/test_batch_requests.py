@@ -260,7 +260,7 @@ def test_answered_requests_are_captured(name, most_held, monkeypatch):
     monkeypatch.setattr("ragcachekit.generate.batch.MAX_HELD_BYTES", most_held)
     prompt = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(6, 4)])
     again = Prompt([text(9, 1), chunk(33, 2), chunk(25, 3), text(8, 19)])
-    with rag_for(name, policy="prefix", encoder="in-prompt", tree=TreeConfig()) as rag:
+    with rag_for(name, policy="reuse", encoder="in-prompt", tree=TreeConfig()) as rag:
         decoder = decoder_for(rag)
         one = begin(decoder, rag, prompt, capture_missing_rows=True)
         begin(decoder, rag, EXACT)
