@@ -161,8 +161,8 @@ class Chunks:
         size = sum(len(item.token_ids) for item in todo) * KVLayout.of(self._parts.model).token_bytes
         budget = max((record.budget for record in self._parts.store.stats()), default=0)
         log.warning(
-            "encode kept the KV of %d of %d chunks: it encoded %.3g MB, and the store's largest tier may take "
-            "%.3g MB; raise host_bytes or disk_bytes, give a disk_path, or encode fewer chunks "
+            "encode kept the KV of %d of %d chunks: it encoded %.3g MB, and the store's largest tier has "
+            "room for %.3g MB; raise host_bytes or disk_bytes, give a disk_path, or encode fewer chunks "
             "(failed_writes in stats(): what a tier refused)",
             len(ids.kept),
             len(ids),

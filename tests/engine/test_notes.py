@@ -85,7 +85,8 @@ def test_an_encode_that_does_not_fit_says_what_is_kept(opened, caplog, encoder):
     for number in range(2):  # each call says it
         ids = small.encode(texts, system="Answer.\n")
         assert 2 <= len(ids.kept) < 8
-        assert set(ids.kept) <= {key.chunk_id for key in small.components.store.keys()}
+        stored = small.components.store.keys()
+        assert set(ids.kept) <= {key.chunk_id for key in stored}
         (record,) = caplog.records[number:]
         assert f"of {len(ids.kept)} of 8 chunks" in record.message
         assert "raise host_bytes or disk_bytes" in record.message
