@@ -6,13 +6,12 @@ is marked as a control. KL is that of the bare model's own greedy answer.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,7 +19,19 @@ import typer
 from tqdm.auto import tqdm
 
 import ragcachekit
-from benchmarks.datasets import Sampling, draw_questions, load_dataset
+from benchmarks.context_draws import (
+    CORPUS,
+    DOCUMENT,
+    MAX_CHARS,
+    OTHER,
+    OWN,
+    USES,
+    VARIANTS,
+    Context,
+    draw_contexts,
+    passages,
+)
+from benchmarks.datasets import Sampling, draw_questions
 from benchmarks.fidelity import Work, interval_of, recovery
 from benchmarks.output import Plot, written
 from ragcachekit import RagCache
@@ -57,15 +68,7 @@ POLICIES = "reuse,lego:8,sensitive:0.1,impact:0.1"
 BESIDE = "impact:0.1"
 """Differences are paired with this policy over the same contexts."""
 
-MEAN, STANDALONE, SIMILAR = "average:3", "standalone", "similar:10"
-DOCUMENT, CORPUS, OTHER = "same document", "same corpus", "another subject"
-OWN = "its own prompt (control)"
-USES = {"second use": 1, "third use": 2, "fourth use": 3, "tenth use": 9}
-"""Earlier prompts that computed a chunk."""
-
-VARIANTS = "fourth use"
-"""Its contexts are those of Cache-Craft's variants."""
-
+MEAN, STANDALONE, SYSTEM, SIMILAR = "average:3", "standalone", "system", "similar:10"
 AS_PLANNED = {f"{name}, one computed": name for name in ("second use", "third use")}
 """As an engine plans them: one chunk is computed for its mean, which has too few contexts."""
 
@@ -73,24 +76,10 @@ PUBLISHED = {
     "variants of three prompts": (IN_PROMPT, ("craft:0.2", "craft:1", BESIDE)),  # Cache-Craft
     "ten similar chunks": (SIMILAR, ("query:0.1", "query:0.15", BESIDE)),  # FusionRAG
 }
-COMPANIONS, TOKENS = 3, 24
-MAX_CHARS = 800
-"""Of passages of another subject, which may be much longer than those that are measured."""
-
+TOKENS = 24  # of an answer, at most
 ALONE = PolicyAndEncoder("reuse", STANDALONE)
 NAMESPACE = "default"
 _FORMAT = 1
-
-
-class Context(NamedTuple):
-    """Passages before a chunk in an earlier prompt, and what that asked; None: any question.
-
-    ``summed``: the attention between them is kept, which Cache-Craft reads.
-    """
-
-    passages: tuple[str, ...]
-    question: str | None = None
-    summed: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,48 +143,13 @@ def contexts(
         work.unlink()
 
 
-# -- which contexts ------------------------------------------------------------------------------------
-
-
-def passages(spec: str) -> list[str]:
-    """All passages of a dataset, each once."""
-    found = load_dataset(spec)
-    return list(dict.fromkeys(text for one in found for text in (*one.relevant, *one.others)))
-
-
 def ways_of(policies: Sequence[str], documents: bool) -> list[PolicyAndEncoder]:
     """Policies and contexts; ``documents``: those of the questions are known."""
     means = [*([DOCUMENT] if documents else []), CORPUS, OTHER, OWN, *USES]
     ways = [PolicyAndEncoder(open_policy(policy).name, name) for name in means for policy in policies]
     ways += [PolicyAndEncoder("sensitive:0.1", name) for name in AS_PLANNED]
     ways += [PolicyAndEncoder(policy, name) for name, (_, own) in PUBLISHED.items() for policy in own]
-    return [ALONE, *ways]
-
-
-def draw_contexts(
-    question: Question, questions: Sequence[Question], corpus: Sequence[str], far: Sequence[str], seed: int
-) -> dict[str, dict[str, list[Context]]]:
-    """Contexts of each chunk, by their kind; only those of the control hold passages of the prompt."""
-    rng, measured = random.Random(f"{seed} {question.question}"), set(question.chunks)
-    document = [text for text in dict.fromkeys(question.document) if text not in measured]
-    away = [text for text in corpus if text not in measured and text not in question.document]
-    pools = {DOCUMENT: document, CORPUS: away, OTHER: [text for text in far if text not in measured]}
-    asked = [one.question for one in questions if one != question] or [question.question]
-    out: dict[str, dict[str, list[Context]]] = {}
-    for chunk in question.chunks:
-        groups = {name: rng.sample(pool, min(COMPANIONS, len(pool))) for name, pool in pools.items() if pool}
-        groups[OWN] = [text for text in question.chunks if text != chunk]
-        # As average:n has them: the last one, the last two, ...
-        own = {
-            name: [Context(tuple(group[-n:])) for n in range(1, len(group) + 1)]
-            for name, group in groups.items()
-        }
-        earlier = []
-        for number in range(max(USES.values())):
-            before = rng.sample(document or away, min(rng.randint(1, COMPANIONS), len(document or away)))
-            earlier.append(Context(tuple(before), rng.choice(asked), number < USES[VARIANTS]))
-        out[chunk] = own | {name: earlier[:count] for name, count in USES.items()}
-    return out
+    return [ALONE, PolicyAndEncoder("reuse", SYSTEM), *ways]
 
 
 # -- what they do to answers ---------------------------------------------------------------------------
@@ -222,7 +176,7 @@ class Bench:
     def __init__(self, model: Any, tokenizer: Any, near: SimilarChunks) -> None:
         self._model, self._maker, self._near = model, PromptMaker(tokenizer), Others(near)
         self._opened, self._parts = ExitStack(), dict[str, EngineComponents]()
-        for name in (STANDALONE, MEAN, IN_PROMPT, SIMILAR):
+        for name in (STANDALONE, SYSTEM, MEAN, IN_PROMPT, SIMILAR):
             others = self._near if name == SIMILAR else None
             rag = RagCache(model, tokenizer, policy="reuse", encoder=name, neighbours=others)
             self._parts[name] = self._opened.enter_context(rag).components
@@ -256,7 +210,7 @@ class Bench:
         reference = Reference((answer[:-1],), (log_probs,))
         self._system, self._earlier = prompt.segments[0].token_ids, {}
         for name in dict.fromkeys(way.encoder for way in ways):
-            encoder, _ = PUBLISHED.get(name, (STANDALONE if name == STANDALONE else MEAN, ()))
+            encoder, _ = PUBLISHED.get(name, (name if name in (STANDALONE, SYSTEM) else MEAN, ()))
             kind = VARIANTS if encoder == IN_PROMPT else AS_PLANNED.get(name, name)
             with closing(HostStore(1 << 60)) as store:
                 pool = VariantPool()

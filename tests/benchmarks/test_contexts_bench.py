@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.contexts import OWN, USES, Others, draw_contexts
+from benchmarks.context_draws import OWN, USES, draw_contexts
+from benchmarks.contexts import Others
 from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.questions import Question
 from ragcachekit.plan.companions import SimilarChunks
