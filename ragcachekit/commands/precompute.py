@@ -85,8 +85,8 @@ def precompute(
         with open_run(settings, dry=dry_run) as run:
             for skipped in run.corpus.notes:
                 note(skipped)
-            if settings.ray and encoder is None and settings.chunk_encoder == "system":
-                note(f"--ray encodes by system: the prompts of ask add the contexts of {DEFAULT_ENCODER}")
+            if (ray or shared) and encoder is None and settings.chunk_encoder == "system":
+                note(f"encoded by system for other engines; their prompts add contexts ({DEFAULT_ENCODER})")
             show(pairs(run.rows))
             if dry_run:
                 seconds = run.estimated_seconds()
@@ -127,13 +127,13 @@ class PrecomputeSettings(OwnFiles):
 
     @property
     def chunk_encoder(self) -> str:
-        """The encoder that was given, else the policy's own, else ``average:3``; with ``ray`` ``system``.
+        """The encoder that was given, else the policy's own, else ``average:3``.
 
-        Of a mean, an engine has to know the chunks that go with it; ``ask`` uses the entries of ``system``
-        and adds the contexts of its prompts.
+        With ``ray`` or ``shared`` ``system`` instead: another engine does not know the companions that name
+        a mean, and a shared tier does not list them. Its prompts add their contexts.
         """
-        usual = super().chunk_encoder
-        return "system" if self.ray and self.encoder is None and usual == DEFAULT_ENCODER else usual
+        usual, is_apart = super().chunk_encoder, self.ray or self.shared is not None
+        return "system" if is_apart and self.encoder is None and usual == DEFAULT_ENCODER else usual
 
     @property
     def store(self) -> StoreConfig:
@@ -164,8 +164,10 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
     corpus = settings.read_corpus(check=not dry)
     with ExitStack() as stack:
         is_read = settings.shared or not dry or settings.folder.kv.is_dir()
-        budget = {"disk_bytes": 1 << 62} if dry and not settings.shared else {}  # a dry run evicts nothing
-        tier: KVStore = open_store(replace(settings.store, **budget)) if is_read else NullStore()
+        config = settings.store
+        if dry and not settings.shared:
+            config = replace(config, disk_bytes=1 << 62)  # a dry run evicts nothing
+        tier: KVStore = open_store(config) if is_read else NullStore()
         stack.callback(tier.close)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-"))
         engine = settings.open_engine(

@@ -109,6 +109,7 @@ def test_the_estimate_is_what_is_then_stored(settings):
 def test_the_default_is_the_encoder_of_ask_and_its_dry_run_says_the_bytes(settings):
     means = replace(settings, encoder=None)
     assert means.chunk_encoder == OwnFiles(settings.corpus, READER).chunk_encoder == DEFAULT_ENCODER
+    assert replace(means, shared="file:///x").chunk_encoder == "system"  # its engines cannot list means
     with open_run(means, dry=True) as dry:
         amount, about = dry.todo_bytes, dry.estimated_seconds()
     with open_run(means) as run:
