@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.encoding import AverageEncoding
-from ragcachekit.model.kv import token_ids_of
+from ragcachekit.model.kv import KVLayout, token_ids_of
 from ragcachekit.plan.link_plan import Missing, PromptRequest
 from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.policies.base import SelectionPolicy
@@ -35,6 +35,14 @@ MAX_REORDERED = 1024  # lists of texts whose other order is remembered for their
 NOT_KEPT = "could not be kept, as the store is too small, full or failing (see failed_writes in stats())"
 
 _Item = TypeVar("_Item")
+
+
+class EncodedIds(list[str]):
+    """Ids of the chunks that :meth:`ragcachekit.RagCache.encode` was given, and of those whose KV is kept."""
+
+    def __init__(self, ids: Iterable[str], kept: Iterable[str] | None = None) -> None:
+        super().__init__(ids)
+        self.kept = list(self if kept is None else kept)
 
 
 class Chunks:
@@ -112,7 +120,7 @@ class Chunks:
         sources: Sequence[str | None] | None,
         progress: bool,
         since: int,
-    ) -> list[str]:
+    ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
 
         ``since`` is the epoch of the forgets before the texts were read.
@@ -129,7 +137,7 @@ class Chunks:
             self._planner.observe(self._parser.parse(prompt, namespace))
         if self._parts.grade.name == "prefix":  # chunks have no KV of their own
             self._unless_forgotten(self._parser.register, texts, namespace, since)
-            return [chunk_id(self._parser.chunk_ids(text), namespace) for text in texts]
+            return EncodedIds(chunk_id(self._parser.chunk_ids(text), namespace) for text in texts)
         policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._unless_forgotten(self._parser.register, texts, namespace, since)
@@ -140,9 +148,27 @@ class Chunks:
             )
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
             encoder.now(todo, lambda tokens: self._encoded(tokens, bar.update))
-        if lost := encoder.refused(item.key for item in todo):
-            self._warn(f"encode: {lost} of {len(todo)} entries {NOT_KEPT}")
-        return [item.key.chunk_id for item in items]
+        kept = EncodedIds(
+            [item.key.chunk_id for item in items],
+            [item.key.chunk_id for item in items if self._is_stored(item)],
+        )
+        if len(kept.kept) < len(kept) and not isinstance(self._parts.store, NullStore):
+            self._warn_of_lost(kept, todo)
+        return kept
+
+    def _warn_of_lost(self, ids: EncodedIds, todo: Sequence[Missing]) -> None:
+        """Log how much an ``encode`` kept of what it was given; ``todo`` are the entries it encoded."""
+        size = sum(len(item.token_ids) for item in todo) * KVLayout.of(self._parts.model).token_bytes
+        budget = max((record.budget for record in self._parts.store.stats()), default=0)
+        log.warning(
+            "encode kept the KV of %d of %d chunks: it encoded %.3g MB, and the store's largest tier has "
+            "room for %.3g MB; raise host_bytes or disk_bytes, give a disk_path, or encode fewer chunks "
+            "(failed_writes in stats(): what a tier refused)",
+            len(ids.kept),
+            len(ids),
+            size / 1e6,
+            budget / 1e6,
+        )
 
     def _is_stored(self, item: Missing) -> bool:
         """Whether its entry is stored, or a mean that went on from it."""

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
-from ragcachekit.engine.chunks import NOT_KEPT, Chunks, several, strings
+from ragcachekit.engine.chunks import NOT_KEPT, Chunks, EncodedIds, several, strings
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, measured_policies, prompt_view
 from ragcachekit.engine.request import AnswerStream, Request
@@ -413,8 +413,11 @@ class RagCache:
         prompt: PromptLike | None = None,
         sources: Sequence[str | None] | None = None,
         progress: bool = False,
-    ) -> list[str]:
+    ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
+
+        ``kept`` of what is returned are the ids of those whose KV is stored: all, unless they do not fit into
+        the store, which is logged as a warning too.
 
         Where the :attr:`grade` is ``prefix``, chunks have no KV of their own: they are registered, and the
         beginning of ``prompt`` is computed, or ``system`` with the first chunk.

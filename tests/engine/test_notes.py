@@ -74,6 +74,24 @@ def test_encoding_into_nothing_is_warned_of_once(opened, caplog):
     assert "disk_path" in record.message
 
 
+@pytest.mark.parametrize("encoder", ["system", "average:3"])
+def test_an_encode_that_does_not_fit_says_what_is_kept(opened, caplog, encoder):
+    texts = [f"{ONE} {number}" for number in range(8)]
+    rag = opened(encoder=encoder)
+    ids = rag.encode(texts, system="Answer.\n")
+    assert (len(ids), ids.kept, caplog.records) == (8, ids, [])
+    room = rag.stats()[0].nbytes // 2
+    small = opened(encoder=encoder, store=StoreConfig(host_bytes=room))
+    for number in range(2):  # each call says it
+        ids = small.encode(texts, system="Answer.\n")
+        assert 2 <= len(ids.kept) < 8
+        stored = small.components.store.keys()
+        assert set(ids.kept) <= {key.chunk_id for key in stored}
+        (record,) = caplog.records[number:]
+        assert f"of {len(ids.kept)} of 8 chunks" in record.message
+        assert "raise host_bytes or disk_bytes" in record.message
+
+
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_next_report_says_that_entries_were_not_kept(disk, tmp_path):
     store = StoreConfig(host_bytes=64)
