@@ -17,6 +17,7 @@ COMMANDS = {
     "query-cache-lookup": "query_cache.lookups:query_cache_lookup",
     "near-misses": "near_misses.run:near_misses",
     "fidelity": "fidelity:fidelity",
+    "contexts": "contexts:contexts",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
     "novel-questions": "novel_questions:novel_questions",

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
@@ -55,6 +55,8 @@ POLICIES = (
 
 ALONE = PolicyAndEncoder("reuse", "standalone")
 """Measured with a dataset: recovery is relative to ``full`` and to this."""
+
+Result = TypeVar("Result")
 
 Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Sums per column ``[resamples, columns]`` -> the figure ``[resamples]``; NaN where it has none."""
@@ -121,9 +123,11 @@ def fidelity(
         sample = similar(sample)
     work = resume or (json.with_name(json.name + ".work") if json is not None else None)
     asked_how = {"prompt": prompt, "neighbours": neighbours, "max_new_tokens": max_new_tokens}
-    header = {"model": model, "dtype": dtype, "seed": seed, **asked_how, "version": ragcachekit.__version__}
+    header = {"fidelity": _FORMAT, "model": model, "dtype": dtype, "seed": seed, **asked_how}
+    header |= {"version": ragcachekit.__version__}
     try:
-        with one_thread() if model == READER else nullcontext(), closing(Work(header, sample, work)) as done:
+        results = Work(header, sample, work, Measurement)
+        with one_thread() if model == READER else nullcontext(), closing(results) as done:
             lm, tokenizer = load_checked(model, device, dtype)
             found = shipped.pairs(lm, tokenizer, chosen or (() if dataset else POLICIES), over)
             ways = found if dataset is None else list(dict.fromkeys((*shipped.BASELINES, ALONE, *found)))
@@ -161,28 +165,30 @@ def few_shot(context: str, question: str) -> str:
     return f"{instruction}{SEPARATOR}{context}\n\n{shots}Question: {question}\nAnswer:"
 
 
-class Work(dict[tuple[int, PolicyAndEncoder], Measurement]):
+class Work(dict[tuple[int, PolicyAndEncoder], Result]):
     """Results by question and way, also written to a file if there is one.
 
-    ``header`` holds what must be the same for results to go together. A last line that was cut off is
-    dropped. Raises RagCacheError if the file is of another run.
+    ``kind`` is that of the results, a dataclass. ``header`` holds what must be the same for results to go
+    together. A last line that was cut off is dropped. Raises RagCacheError if the file is of another run.
     """
 
-    def __init__(self, header: Mapping[str, Any], sample: Sample, path: Path | None = None) -> None:
+    def __init__(
+        self, header: Mapping[str, Any], sample: Sample, path: Path | None, kind: type[Result]
+    ) -> None:
         super().__init__()
-        self._file = None
+        self._file, self._kind = None, kind
         if path is None:
             return
         asked = json_format.dumps([asdict(question) for question in sample.questions], sort_keys=True)
         digest = hashlib.sha256(asked.encode()).hexdigest()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._read({"fidelity": _FORMAT, **header, "questions": digest}, path)
+        self._read({**header, "questions": digest}, path)
         self._file = path.open("a", encoding="utf-8")
 
-    def __setitem__(self, key: tuple[int, PolicyAndEncoder], found: Measurement) -> None:
+    def __setitem__(self, key: tuple[int, PolicyAndEncoder], found: Result) -> None:
         super().__setitem__(key, found)
         if self._file is not None:
-            line = {"question": key[0], **key[1]._asdict(), "result": asdict(found)}
+            line = {"question": key[0], **key[1]._asdict(), "result": vars(found)}
             self._file.write(json_format.dumps(line) + "\n")
             self._file.flush()
 
@@ -198,7 +204,7 @@ class Work(dict[tuple[int, PolicyAndEncoder], Measurement]):
             raise RagCacheError(f"{path} is of another run ({first}); delete it or give another file")
         for entry in map(json_format.loads, lines):
             way = PolicyAndEncoder(entry["policy"], entry["encoder"])
-            super().__setitem__((entry["question"], way), Measurement(**entry["result"]))
+            super().__setitem__((entry["question"], way), self._kind(**entry["result"]))
         if cut or not whole:
             path.write_text("".join(line + "\n" for line in (first, *lines)), encoding="utf-8")
 
