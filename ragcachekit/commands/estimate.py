@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ragcachekit.commands.questions import Question
     from ragcachekit.commands.report import BenchReport
 
+KEEPING = 0.015  # of the time that rows took: storing them
+RECOMPUTED = 0.1  # of the stored rows, by the default policy
 MIN_SHARE = 0.1  # of the prompt tokens that must come from the cache for it to be worth its memory
 SHARES = (0.1, 0.25, 0.5, 1.0)  # sizes of the cache that are replayed, of the KV that the log uses
 SUMMARY, SIZES = "summary", "sizes"  # parts of the report
@@ -70,6 +72,12 @@ def estimate(
         f"{found['chunks_in_corpus']}" + (f", {foreign} of those used not among them" if foreign else ""),
         "KV": f"{size(found['kv_bytes_used'])} of the {found['kv_of']} that the log uses",
     }
+    if "cost" in found:
+        since = found["break_even"]
+        paid = "not within this log" if since is None else f"from question {since} on"
+        rows["prefill"] = (
+            f"{found['cost']:.0%} of the time without a cache, over the whole log; paid off {paid}"
+        )
     show(pairs(rows))
     show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
     typer.echo(found["verdict"])
@@ -136,6 +144,9 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
         "helps": max(found, ahead) >= MIN_SHARE,
         "verdict": _verdict(found, ahead, snapshots is not None),
     }
+    if snapshots is None:
+        shares = balance(prompts, sizes, tokens, RECOMPUTED)
+        summary |= {"cost": shares[-1], "break_even": break_even(shares)}
     return BenchReport("estimate", settings.model, 0, (summary, *rows))
 
 
@@ -203,6 +214,38 @@ def replay(
         while total > room:
             total -= cost[held.popitem(last=False)[0]]
     return found
+
+
+def balance(
+    prompts: Sequence[Sequence[str]], tokens: Mapping[str, int], prompt_tokens: Sequence[int], share: float
+) -> list[float]:
+    """Rows computed after each question, as a share of those without a cache, all until then together.
+
+    As prompts are planned under ``average:n``: what is not stored is computed and kept, and one stored chunk
+    of too few contexts is computed again. Of the other stored rows a ``share`` is computed.
+    """
+    from ragcachekit.plan.link_plan import CONTEXTS_TO_OBSERVE
+
+    contexts, spent, out = Counter[str](), 0.0, list[float]()
+    for number, texts in enumerate(prompts):
+        held = [text for text in texts if contexts[text]]
+        room = sum(tokens[text] for text in held) / 3
+        few = [t for t in held if contexts[t] < CONTEXTS_TO_OBSERVE and tokens[t] <= room]
+        again = min(few, key=contexts.__getitem__, default=None)
+        reused = sum(tokens[text] for text in held if text != again)
+        kept = [text for text in texts if text == again or text not in held]
+        contexts.update(kept)
+        computed = prompt_tokens[number] - (1 - share) * reused
+        spent += computed + KEEPING * sum(tokens[text] for text in kept)
+        out.append(spent / sum(prompt_tokens[: number + 1]))
+    return out
+
+
+def break_even(shares: Sequence[float]) -> int | None:
+    """The question from which on the cache has cost less than none; None if that is never so."""
+    dearer = [number for number, share in enumerate(shares, 1) if share >= 1]
+    after = max(dearer, default=0) + 1
+    return after if after <= len(shares) else None
 
 
 def kv_bytes_per_token(model: str) -> int:

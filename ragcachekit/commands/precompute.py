@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +23,7 @@ from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import RagCacheError, StoreError
-from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, Ids
 
 if TYPE_CHECKING:
     from ragcachekit.commands.beginnings import BeginningsRun
@@ -75,7 +75,7 @@ def precompute(
 
     What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
     it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
-    namespace, chunk size, encoder and dtype.
+    namespace, chunk size, encoder and dtype. --encoder system is the quick one.
 
     A model of grade prefix gets the system text and the beginnings that most prompts of --log share.
     """
@@ -85,6 +85,8 @@ def precompute(
         with open_run(settings, dry=dry_run) as run:
             for skipped in run.corpus.notes:
                 note(skipped)
+            if (ray or shared) and encoder is None and settings.chunk_encoder == "system":
+                note(f"encoded by system for other engines; their prompts add contexts ({DEFAULT_ENCODER})")
             show(pairs(run.rows))
             if dry_run:
                 seconds = run.estimated_seconds()
@@ -125,13 +127,13 @@ class PrecomputeSettings(OwnFiles):
 
     @property
     def chunk_encoder(self) -> str:
-        """The encoder that was given, else the policy's own, else ``system``.
+        """The encoder that was given, else the policy's own, else ``average:3``.
 
-        One forward per chunk, whatever other chunks there are. ``ask`` uses these entries, and adds the
-        contexts of its prompts (``average:3``).
+        With ``ray`` or ``shared`` ``system`` instead: another engine does not know the companions that name
+        a mean, and a shared tier does not list them. Its prompts add their contexts.
         """
-        usual = super().chunk_encoder
-        return "system" if self.encoder is None and usual == DEFAULT_ENCODER else usual
+        usual, is_apart = super().chunk_encoder, self.ray or self.shared is not None
+        return "system" if is_apart and self.encoder is None and usual == DEFAULT_ENCODER else usual
 
     @property
     def store(self) -> StoreConfig:
@@ -161,7 +163,11 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
 
     corpus = settings.read_corpus(check=not dry)
     with ExitStack() as stack:
-        tier: KVStore = NullStore() if dry and not settings.shared else open_store(settings.store)
+        is_read = settings.shared or not dry or settings.folder.kv.is_dir()
+        config = settings.store
+        if dry and not settings.shared:
+            config = replace(config, disk_bytes=1 << 62)  # a dry run evicts nothing
+        tier: KVStore = open_store(config) if is_read else NullStore()
         stack.callback(tier.close)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-"))
         engine = settings.open_engine(
@@ -190,25 +196,27 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
 class PrecomputeRun:
     """A corpus ready to be encoded.
 
-    ``chunks`` are all of it, ``todo`` those to encode, ``gone`` the ids of chunks to forget, with their
-    tokens. ``token_bytes`` is the KV of one token over all layers.
+    ``chunks`` are all of it, ``todo`` those to encode, ``entries`` what is stored for these, ``gone`` the ids
+    of chunks to forget, with their tokens. ``token_bytes`` is the KV of one token over all layers.
     """
 
     def __init__(self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, tier: KVStore) -> None:
         from ragcachekit.commands.questions import PromptMaker
+        from ragcachekit.encode.encoders import with_ingredients
         from ragcachekit.model.kv import KVLayout
+        from ragcachekit.plan.variants import VariantPool
 
         self._settings, self._rag, self._tier, self.corpus = settings, rag, tier, corpus
         self._system = PromptMaker(rag.tokenizer).before
+        self._means = VariantPool()
         self.chunks = self._missing()
-        self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk)]
         self.token_bytes = KVLayout.of(rag.model).token_bytes + SCORE_BYTES
         self._manifest = Manifest(
             settings.lists,
             {
                 "namespace": rag.namespace,
                 "corpus": str(Path(settings.corpus).expanduser().resolve()),
-                "encoder": self.chunks[0].key.encoding.partition("@")[0],
+                "encoder": settings.chunk_encoder,
                 "fingerprint": rag.fingerprint,
                 "chunk_tokens": settings.chunk_tokens,
             },
@@ -216,6 +224,9 @@ class PrecomputeRun:
         present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self.chunks}
         earlier = self._manifest.read()
         self.gone = {i: n for i, n in earlier.items() if i not in present and not settings.keep_gone}
+        self._means.recall(tier, rag.fingerprint, variants=False)
+        self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk, self.gone)]
+        self.entries = with_ingredients(self.todo, tier)
         # What is not forgotten stays listed.
         self._listed = {i: n for i, n in earlier.items() if i not in self.gone} | present
 
@@ -233,8 +244,18 @@ class PrecomputeRun:
             f"{size(self.todo_bytes)} of KV",
         }
 
-    def estimated_seconds(self) -> None:
-        """Not known before something is encoded."""
+    def estimated_seconds(self) -> float | None:
+        """The time to encode, by that of the first chunks, which is taken now; None if there are none."""
+        if not self.todo:
+            return None
+        first = _together(self.todo)
+        encoder = self._rag.components.background_encoder
+        entries = encoder.complete(first)
+        encoder.now(entries[:1])  # a model's first forward is slower
+        start = time.perf_counter()
+        encoder.now(entries)
+        spent = time.perf_counter() - start
+        return spent * self.todo_tokens / sum(len(chunk.token_ids) for chunk in first)
 
     @property
     def todo_tokens(self) -> int:
@@ -244,8 +265,7 @@ class PrecomputeRun:
     @property
     def todo_bytes(self) -> int:
         """Bytes of KV to be stored."""
-        each = self.todo_tokens * self.token_bytes + 4 * sum(len(chunk.content) for chunk in self.todo)
-        return each * (2 if self._settings.chunk_encoder.startswith("average") else 1)
+        return sum(len(one.token_ids) * self.token_bytes + 4 * len(one.content) for one in self.entries)
 
     @property
     def changes(self) -> str:
@@ -282,6 +302,7 @@ class PrecomputeRun:
             self._encode_on_ray(progress)
         else:
             self._rag.encode(self.corpus.texts, system=self._system, progress=progress)
+        self._means.recall(self._tier, self._rag.fingerprint, variants=False)
         if lost := sum(not self._is_stored(chunk) for chunk in self.chunks):
             raise StoreError(
                 f"{lost} of {len(self.chunks)} chunks could not be stored; free some space "
@@ -309,6 +330,7 @@ class PrecomputeRun:
             encoder=settings.chunk_encoder,
             neighbours=settings.neighbours(self.corpus),
         )
+        planner.companions.register(rag.namespace, self.corpus.texts)
         return planner.missing(self.corpus.texts, rag.namespace, open_policy(settings.policy), self._system)
 
     def _encode_on_ray(self, progress: bool) -> None:
@@ -326,9 +348,19 @@ class PrecomputeRun:
             progress=progress,
         )
 
-    def _is_stored(self, chunk: Missing) -> bool:
-        from ragcachekit.store.entry import entry_name
+    def _is_stored(self, chunk: Missing, gone: Container[str] = ()) -> bool:
+        from ragcachekit.engine.chunks import is_stored
 
-        if self._settings.shared:
-            return chunk.key in self._tier
-        return (self._settings.folder.kv / entry_name(chunk.key)).is_file()
+        return is_stored(chunk, self._tier, self._means, gone)
+
+
+def _together(chunks: Sequence[Missing]) -> list[Missing]:
+    """The first four chunks, or those that share their forwards with the first."""
+    from ragcachekit.model.encoding import AverageEncoding
+
+    def block(chunk: Missing) -> frozenset[Ids] | None:
+        encoding = chunk.encoding
+        near = encoding.neighbours if isinstance(encoding, AverageEncoding) else None
+        return None if near is None else frozenset((chunk.token_ids, *near))
+
+    return [chunk for chunk in chunks[:4] if block(chunk) == block(chunks[0])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -14,9 +14,10 @@ from tqdm.auto import tqdm
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.encoding import AverageEncoding
-from ragcachekit.model.kv import KVLayout, token_ids_of
+from ragcachekit.model.kv import SENSITIVITY, KVLayout, token_ids_of
 from ragcachekit.plan.link_plan import Missing, PromptRequest
 from ragcachekit.plan.planner import MODEL_CHANGED
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
@@ -24,7 +25,7 @@ from ragcachekit.prompt.segments import forms
 from ragcachekit.quality.check import CheckPrompt
 from ragcachekit.quality.records import TuneReport
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
-from ragcachekit.store.base import NullStore, concerns
+from ragcachekit.store.base import KVStore, NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import attempt
 from ragcachekit.types import check_type, chunk_id, whole_id
@@ -171,11 +172,7 @@ class Chunks:
         )
 
     def _is_stored(self, item: Missing) -> bool:
-        """Whether its entry is stored, or a mean that went on from it."""
-        store, averages = self._parts.store, isinstance(item.encoding, AverageEncoding)
-        known = self._planner.variants.average(item.key) if averages else None
-        joined = known is not None and set(item.key.context) <= set(known.context) and known in store
-        return item.key in store or joined
+        return is_stored(item, self._parts.store, self._planner.variants)
 
     def tune(self, prompts: Iterable[PromptLike] | None, namespace: str, progress: bool) -> TuneReport:
         """Choose encoder and policy of ``auto`` now."""
@@ -335,6 +332,15 @@ class Chunks:
                 unlisted,
             )
         return frozenset(found)
+
+
+def is_stored(item: Missing, store: KVStore, known: VariantPool, gone: Container[str] = ()) -> bool:
+    """Whether its entry is stored, or another mean of two contexts, of which none is ``gone``."""
+    mean = known.average(item.key) if isinstance(item.encoding, AverageEncoding) else None
+    key = item.key if mean is None else mean
+    if key not in store or any(one in gone for one in key.context):
+        return False
+    return mean is None or SENSITIVITY in (store.sums(mean) or {})
 
 
 def several(items: Iterable[_Item], what: str) -> list[_Item]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ragcachekit.forward.attention import tagged
+from ragcachekit.forward.correction import Correct, Correction
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.kv import decoder_of
 from ragcachekit.model.rope import Rope
@@ -72,7 +73,7 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
     position. Never a sliding layer: masks come from positions, and no kept row may be dropped.
 
     ``slots`` columns of what ``make`` gives belong to this prompt. ``rows`` are those still to be scattered,
-    ``kept`` is the length to report until then.
+    ``kept`` is the length to report until then. ``correct`` corrects kept rows before that.
     """
 
     def __init__(
@@ -83,12 +84,13 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         slots: int,
         rows: LinkRows | None,
         kept: int,
+        correct: Correct | None = None,
     ) -> None:
         self._make: MakeLayer | None = None
         self._keys: Any = None
         self._values: Any = None
         super().__init__()
-        self._make, self._slots, self._kept = make, slots, kept
+        self._make, self._slots, self._kept, self._correct = make, slots, kept, correct
         self.settling = 0.0  # seconds that placing the kept rows took, waits included
         self.dtype, self.device = dtype, device
         self.is_initialized = True
@@ -145,6 +147,8 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         rows, self.rows = self.rows, None
         keys, values = self.keys, self.values
         at = rows.positions.as_index(keys.device)
+        if self._correct is not None:
+            self._correct(keys[0], values[0], key_states[0], value_states[0])
         keys[0].index_copy_(1, at, key_states[0])
         values[0].index_copy_(1, at, value_states[0])
         if self._projecting:
@@ -231,9 +235,10 @@ def link(
     if buffers is None:
         buffers = assemble(plan, rope, device)
     tokens = len(plan.token_ids)
+    corrects = _corrections(plan, rope, device)
     layers = [
-        LinkedLayer(make, dtype, device, tokens, rows, plan.kept)
-        for make, ((dtype, _), _) in zip(buffers, plan.pieces[0].kv.shapes, strict=True)
+        LinkedLayer(make, dtype, device, tokens, rows, plan.kept, correct)
+        for make, correct, ((dtype, _), _) in zip(buffers, corrects, plan.pieces[0].kv.shapes, strict=True)
     ]
     ids, at = _integers(plan.token_ids), _integers(plan.rows)
     kept = torch.ones(tokens, dtype=torch.bool).index_fill_(0, at, False)
@@ -241,6 +246,16 @@ def link(
     position_ids = torch.cat([at.new_zeros(plan.kept), at])[None]
     mask = torch.ones_like(input_ids)
     return LinkedInputs(input_ids.to(device), position_ids.to(device), mask.to(device), LinkedCache(layers))
+
+
+def _corrections(plan: LinkPlan, rope: Rope, device: torch.device) -> Sequence[Correct | None]:
+    """Of each layer but the first, whose rows do not depend on context."""
+    layers, correction = len(plan.pieces[0].kv.shapes), Correction.of(plan, device)
+    if correction is None:
+        return [None] * layers
+    turns = rope.turns_on(device, len(plan.token_ids))
+    apply = correction.apply
+    return [None, *(partial(apply, rope.rotations(index, turns)) for index in range(1, layers))]
 
 
 def _integers(values: Sequence[int]) -> Tensor:

@@ -92,6 +92,15 @@ class ExactPolicy(SelectionPolicy, Protocol):
         """True."""
 
 
+@runtime_checkable
+class CorrectingPolicy(SelectionPolicy, Protocol):
+    """A policy whose recomputed rows correct the kept ones (:mod:`ragcachekit.forward.correction`)."""
+
+    @property
+    def corrects(self) -> bool:
+        """True."""
+
+
 @dataclass(frozen=True)
 class Look:
     """Which attention of the question is recorded.

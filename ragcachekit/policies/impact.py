@@ -27,6 +27,7 @@ class TokenImpact(RatioPolicy):
     """
 
     kind = "impact"
+    corrects = True
     look = Look(layers=None, per_chunk=False, last=ROWS)
 
     def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[Tensor]) -> list[int]:

@@ -27,6 +27,7 @@ class Sensitive(RatioPolicy):
     """
 
     kind = "sensitive"
+    corrects = True
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """First tokens, then the highest scores, within the share of all open positions."""

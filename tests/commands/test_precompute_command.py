@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from command_fixtures import kv_of
 from ragcachekit.commands.embedding import DIM
 from ragcachekit.commands.precompute import PrecomputeSettings, open_run
 from ragcachekit.commands.questions import PromptMaker
+from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.store.disk import DiskStore
+from ragcachekit.types import DEFAULT_ENCODER
 
 
 @pytest.fixture
@@ -47,7 +50,9 @@ def precompute(command, corpus, tmp_path):
 
 @pytest.fixture
 def settings(corpus, tmp_path):
-    return PrecomputeSettings(str(corpus), READER, cache=str(tmp_path / "cache"), chunk_tokens=34)
+    return PrecomputeSettings(
+        str(corpus), READER, cache=str(tmp_path / "cache"), chunk_tokens=34, encoder="system"
+    )
 
 
 def encoded(result):
@@ -86,7 +91,7 @@ def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
         before = len(tokenizer(PromptMaker(tokenizer).before, add_special_tokens=False).input_ids)
         ids = 4 * (tokens + len(run.chunks) * before)  # of all that an entry was computed from, for forget
         assert run.todo_bytes == tokens * per_token + ids
-    result = precompute("--dry-run")
+    result = precompute("--dry-run", "--encoder", "system")
     assert result.exit_code == 0
     amount = f"{len(run.chunks)} chunks, {tokens} tokens, {run.todo_bytes / 1e6:.1f} MB of KV"
     assert amount in result.stdout
@@ -99,6 +104,37 @@ def test_the_estimate_is_what_is_then_stored(settings):
     entries = list(kv_of(settings.folder.kv))
     assert sum(kv.nbytes for kv in entries) == run.todo_bytes
     assert (sum(kv.tokens for kv in entries), len(entries)) == (run.todo_tokens, len(run.chunks))
+
+
+def test_the_default_is_the_encoder_of_ask_and_its_dry_run_says_the_bytes(settings):
+    means = replace(settings, encoder=None)
+    assert means.chunk_encoder == OwnFiles(settings.corpus, READER).chunk_encoder == DEFAULT_ENCODER
+    assert replace(means, shared="file:///x").chunk_encoder == "system"  # its engines cannot list means
+    with open_run(means, dry=True) as dry:
+        amount, about = dry.todo_bytes, dry.estimated_seconds()
+    with open_run(means) as run:
+        assert (run.todo_bytes, about > 0) == (amount, True)
+        run.run()
+    entries = list(kv_of(settings.folder.kv))
+    assert len(entries) == 2 * len(run.chunks)  # after the system text, and the mean
+    assert amount == pytest.approx(sum(kv.nbytes for kv in entries), rel=0.25)
+
+
+def test_a_dry_run_sees_what_is_stored(precompute):
+    count, _ = encoded(precompute())
+    result = precompute("--dry-run")
+    assert f"it would be: 0 new, {count} kept, 0 forgotten" in result.stdout
+
+
+def test_a_changed_document_leaves_the_means_of_others(precompute, mine):
+    """Companions go with it: at most three for each of its chunks, though all later blocks are cut anew."""
+    encoded(precompute("--corpus", mine))
+    file = sorted(mine.iterdir())[0]
+    first, *rest = file.read_text().split("\n\n")
+    file.write_text("\n\n".join(["Something else is said here.", " ".join(reversed(first.split())), *rest]))
+    new, kept = encoded(precompute("--corpus", mine))
+    assert 2 <= new <= 2 + 3
+    assert encoded(precompute("--corpus", mine)) == (0, new + kept)
 
 
 @pytest.fixture
@@ -116,7 +152,7 @@ def rerun(precompute, mine):
     """Precompute that folder; (new, kept, forgotten) as the command says, and its whole output."""
 
     def run(*arguments, folder=mine):
-        result = precompute("--corpus", folder, *arguments)
+        result = precompute("--corpus", folder, "--encoder", "system", *arguments)
         assert result.exit_code == 0, result.output
         found = re.search(r"(\d+) new, (\d+) kept, (\d+) forgotten", result.stdout)
         return tuple(map(int, found.groups())), result.output
@@ -177,7 +213,7 @@ def test_a_damaged_list_is_refused_and_forgets_nothing(rerun, precompute, mine, 
     (manifest,) = (tmp_path / "cache" / "precomputed").iterdir()
     manifest.write_text(text)
     sorted(mine.iterdir())[0].unlink()
-    result = precompute("--corpus", mine)
+    result = precompute("--corpus", mine, "--encoder", "system")
     assert (result.exit_code, "is damaged; delete it" in result.output) == (2, True)
     assert len(stored(tmp_path)) == count
 
@@ -229,3 +265,4 @@ def test_namespaces_and_encoders_are_apart(precompute):
     assert encoded(precompute("--encoder", "standalone")) == (count, 0)
     assert encoded(precompute("--policy", "lego0")) == (count, 0)
     assert encoded(precompute("--policy", "reuse")) == (0, count)
+    assert encoded(precompute("--encoder", "system")) == (0, count)  # those are kept beside each mean
