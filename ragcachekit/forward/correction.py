@@ -7,9 +7,9 @@ what was stored; rows of the same chunk with similar values are moved by a part 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -17,6 +17,8 @@ from torch.nn.functional import normalize
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import CorrectingPolicy
 from ragcachekit_kernels.dispatch import Rotation, rotate
+
+Indices = npt.NDArray[np.int64]
 
 SHARPNESS = 5.0
 """Factor on the cosines of rows, before the softmax over the recomputed rows of a chunk."""
@@ -32,14 +34,17 @@ Correct = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 class Correction:
     """The kept and recomputed rows of each chunk of one prompt that has both."""
 
-    def __init__(self, chunks: Sequence[tuple[Any, Any]], rows: Any, device: torch.device) -> None:
-        # Chunks are padded to one shape, so that a layer takes one batch of operations however many they are.
-        recomputed, self._is_row = _padded([again for again, _ in chunks])
-        kept, self._is_kept = _padded([kept for _, kept in chunks])
+    def __init__(
+        self, chunks: Sequence[tuple[Indices, Indices]], rows: Indices, device: torch.device
+    ) -> None:
+        # Chunks are padded to one shape: a layer takes one batch of operations however many chunks there are.
+        # Padding of the kept rows is a recomputed row, which is overwritten afterwards.
+        recomputed, is_row = _padded([again for again, _ in chunks], None)
+        kept, _ = _padded([kept for _, kept in chunks], chunks[0][0][0])
         self._slots = torch.from_numpy(np.searchsorted(rows, recomputed)).flatten().to(device)
         self._recomputed = torch.from_numpy(recomputed).flatten().to(device)
         self._kept = torch.from_numpy(kept).flatten().to(device)
-        self._is_row, self._is_kept = self._is_row.to(device), self._is_kept.to(device)
+        self._padding = ~is_row[..., None].to(device)
 
     @classmethod
     def of(cls, plan: LinkPlan, device: torch.device) -> Correction | None:
@@ -50,7 +55,7 @@ class Correction:
         rows = np.array(plan.rows, dtype=np.int64)
         computed = np.zeros(len(plan.token_ids), dtype=bool)
         computed[rows] = True
-        chunks = []
+        chunks: list[tuple[Indices, Indices]] = []
         for chunk in plan.placed:
             if not chunk.is_exact:
                 own = computed[chunk.start : chunk.stop]
@@ -67,25 +72,31 @@ class Correction:
         new_values: Tensor,
     ) -> None:
         """Move the kept rows of one layer in place; see :data:`Correct`. Rows differ without their RoPE."""
-        chunks, count = self._is_row.shape
-        heads = keys.shape[0]
+        kept = [side.index_select(1, self._kept) for side in (keys, values)]
+        old = [side.index_select(1, self._recomputed) for side in (keys, values)]
+        new = [side.index_select(1, self._slots) for side in (new_keys, new_values)]
         # Latent attention caches the rotated part as values: rows are alike by the side without RoPE.
-        side = values if rotations[1] is None else keys
-        asked, known = (
-            normalize(side[:, at].float(), dim=-1).view(side.shape[0], chunks, -1, side.shape[2])
-            for at in (self._kept, self._recomputed)
+        by = 1 if rotations[1] is None else 0
+        moved = [
+            _turned(strength * (now.float() - then.float()), rotation, self._recomputed, back=True)
+            for strength, now, then, rotation in zip(STRENGTHS, new, old, rotations, strict=True)
+        ]
+        spread = self._spread(kept[by], old[by], torch.cat(moved, -1))
+        sides = spread.split([keys.shape[-1], values.shape[-1]], -1)
+        for stored, before, more, rotation in zip((keys, values), kept, sides, rotations, strict=True):
+            after = _turned(more, rotation, self._kept) + before
+            stored.index_copy_(1, self._kept, after.to(stored.dtype))
+
+    def _spread(self, kept: Tensor, old: Tensor, moved: Tensor) -> Tensor:
+        """``moved`` ``[kv_heads, recomputed, dims]`` as ``[kv_heads, kept, dims]``, by how alike rows are."""
+        chunks, heads = self._padding.shape[0], kept.shape[0]
+        one, other = (
+            normalize(side.float(), dim=-1).view(heads, chunks, -1, side.shape[-1]) for side in (kept, old)
         )
-        scores = SHARPNESS * asked @ known.transpose(2, 3)
-        weights = scores.masked_fill(~self._is_row[:, None], float("-inf")).softmax(-1)
-        weights = weights * self._is_kept[..., None]
-        for strength, rotation, stored, new in zip(
-            STRENGTHS, rotations, (keys, values), (new_keys, new_values), strict=True
-        ):
-            moved = new[:, self._slots].float() - stored[:, self._recomputed].float()
-            moved = _turned(moved, rotation, self._recomputed, back=True)
-            spread = strength * weights @ moved.view(heads, chunks, count, -1)
-            spread = _turned(spread.flatten(1, 2), rotation, self._kept)
-            stored.index_add_(1, self._kept, spread.to(stored.dtype))
+        # A softmax over the recomputed rows; cosines are at most 1, so it needs no maximum.
+        weights = (other.mul_(SHARPNESS) @ one.mT).exp_().masked_fill_(self._padding, 0.0)
+        spread = weights.mT @ moved.view(moved.shape[0], chunks, -1, moved.shape[-1])
+        return spread.div_(weights.sum(-2)[..., None]).flatten(1, 2)
 
 
 def _turned(rows: Tensor, rotation: Rotation | None, at: Tensor, *, back: bool = False) -> Tensor:
@@ -99,9 +110,11 @@ def _turned(rows: Tensor, rotation: Rotation | None, at: Tensor, *, back: bool =
     return rotate(rows, cos, sin, interleaved=rotation.interleaved, offset=rotation.offset)
 
 
-def _padded(rows: Sequence[Any]) -> tuple[Any, Tensor]:
-    """``[chunks, longest]`` positions, the last of each chunk repeated, and which of them count."""
+def _padded(rows: Sequence[Indices], padding: int | None) -> tuple[Indices, Tensor]:
+    """``[chunks, longest]`` positions, the last repeated where there is no ``padding``; which are none."""
     longest = max(map(len, rows))
-    out = np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in rows])
-    lengths = torch.tensor([len(one) for one in rows])
-    return out, torch.arange(longest) < lengths[:, None]
+    fill: list[Indices] = [
+        np.full(longest - len(one), one[-1] if padding is None else padding, dtype=np.int64) for one in rows
+    ]
+    out = np.stack([np.concatenate(both) for both in zip(rows, fill, strict=True)])
+    return out, torch.arange(longest) < torch.tensor([len(one) for one in rows])[:, None]

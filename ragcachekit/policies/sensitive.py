@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from ragcachekit.policies.base import PlacedChunk, RatioPolicy, open_positions, 
 FIRST = 2
 """First tokens of every chunk that are always chosen."""
 
+FULL_SHARE = 512
+"""Tokens that the whole share is taken of; of n more, the rows grow as the square root of n."""
+
 
 @dataclass(frozen=True)
 class Sensitive(RatioPolicy):
@@ -24,6 +28,9 @@ class Sensitive(RatioPolicy):
     summed over layers (``average:n``). Where one of them is not stored the other decides. The first
     :data:`FIRST` tokens of every chunk come first. A chunk with neither gets the same share of its first
     tokens.
+
+    Of more than :data:`FULL_SHARE` tokens it recomputes a smaller share: each token counts less for an
+    answer there, and costs more, as it attends to all before it (docs/selection.md).
     """
 
     kind = "sensitive"
@@ -32,21 +39,28 @@ class Sensitive(RatioPolicy):
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """First tokens, then the highest scores, within the share of all open positions."""
         opened = [chunk for chunk in chunks if not chunk.is_exact]
+        ratio = self._share_of(sum(chunk.tokens for chunk in opened))
         known = [chunk for chunk in opened if SENSITIVITY in chunk.sums or ASKED in chunk.sums]
         chosen = [
             position
             for chunk in opened
             if SENSITIVITY not in chunk.sums and ASKED not in chunk.sums
-            for position in range(chunk.start, chunk.start + share(self.ratio, chunk.tokens))
+            for position in range(chunk.start, chunk.start + share(ratio, chunk.tokens))
         ]
         positions = open_positions(known)
-        count = share(self.ratio, len(positions))
+        count = share(ratio, len(positions))
         first = [p for c in known for p in range(c.start, min(c.stop, c.start + FIRST))][:count]
         if not count:
             return chosen
         scores, taken = torch.cat(_scores(known)), set(first)
         rest = [number for number, position in enumerate(positions) if position not in taken]
         return chosen + first + top([positions[n] for n in rest], scores[rest], count - len(first))
+
+    def _share_of(self, tokens: int) -> float:
+        """The share of so many open tokens; 1 recomputes all of them at any length."""
+        if tokens <= FULL_SHARE or self.ratio == 1.0:
+            return self.ratio
+        return self.ratio * math.sqrt(FULL_SHARE / tokens)
 
 
 def _scores(chunks: Sequence[PlacedChunk]) -> list[Tensor]:
