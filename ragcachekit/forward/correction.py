@@ -82,7 +82,7 @@ class Correction:
             for strength, now, then, rotation in zip(STRENGTHS, new, old, rotations, strict=True)
         ]
         spread = self._spread(kept[by], old[by], torch.cat(moved, -1))
-        sides = spread.split([keys.shape[-1], values.shape[-1]], -1)
+        sides = spread[..., : keys.shape[-1]], spread[..., keys.shape[-1] :]
         for stored, before, more, rotation in zip((keys, values), kept, sides, rotations, strict=True):
             after = _turned(more, rotation, self._kept) + before
             stored.index_copy_(1, self._kept, after.to(stored.dtype))

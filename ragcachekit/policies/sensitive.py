@@ -16,7 +16,7 @@ FIRST = 2
 """First tokens of every chunk that are always chosen."""
 
 FULL_SHARE = 512
-"""Tokens that the whole share is taken of; of n more, the rows grow as the square root of n."""
+"""Open tokens up to which the share is as given; beyond, the rows grow as the fourth root of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Sensitive(RatioPolicy):
     :data:`FIRST` tokens of every chunk come first. A chunk with neither gets the same share of its first
     tokens.
 
-    Of more than :data:`FULL_SHARE` tokens it recomputes a smaller share: each token counts less for an
-    answer there, and costs more, as it attends to all before it (docs/selection.md).
+    Of more than :data:`FULL_SHARE` tokens it recomputes a smaller share: a row costs more there, as it
+    attends to all before it, and about as many rows win back as much (docs/selection.md).
     """
 
     kind = "sensitive"
@@ -60,7 +60,7 @@ class Sensitive(RatioPolicy):
         """The share of so many open tokens; 1 recomputes all of them at any length."""
         if tokens <= FULL_SHARE or self.ratio == 1.0:
             return self.ratio
-        return self.ratio * math.sqrt(FULL_SHARE / tokens)
+        return self.ratio * math.pow(FULL_SHARE / tokens, 0.75)
 
 
 def _scores(chunks: Sequence[PlacedChunk]) -> list[Tensor]:
