@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ragcachekit.commands.questions import Question
     from ragcachekit.commands.report import BenchReport
 
-KEEPING = 0.015  # of the time that rows took: storing them
-RECOMPUTED = 0.1  # of the stored rows, by the default policy
+RECOMPUTED = 0.1  # of the stored rows, at most, by the default policy
 MIN_SHARE = 0.1  # of the prompt tokens that must come from the cache for it to be worth its memory
 SHARES = (0.1, 0.25, 0.5, 1.0)  # sizes of the cache that are replayed, of the KV that the log uses
 SUMMARY, SIZES = "summary", "sizes"  # parts of the report
@@ -74,10 +73,8 @@ def estimate(
     }
     if "cost" in found:
         since = found["break_even"]
-        paid = "not within this log" if since is None else f"from question {since} on"
-        rows["prefill"] = (
-            f"{found['cost']:.0%} of the time without a cache, over the whole log; paid off {paid}"
-        )
+        fewer = "never fewer" if since is None else f"fewer from question {since} on"
+        rows["prefill"] = f"{found['cost']:.0%} of the rows without a cache, over the whole log; {fewer}"
     show(pairs(rows))
     show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
     typer.echo(found["verdict"])
@@ -236,13 +233,13 @@ def balance(
         kept = [text for text in texts if text == again or text not in held]
         contexts.update(kept)
         computed = prompt_tokens[number] - (1 - share) * reused
-        spent += computed + KEEPING * sum(tokens[text] for text in kept)
+        spent += computed
         out.append(spent / sum(prompt_tokens[: number + 1]))
     return out
 
 
 def break_even(shares: Sequence[float]) -> int | None:
-    """The question from which on the cache has cost less than none; None if that is never so."""
+    """The question from which on fewer rows were computed than without a cache; None if that is never so."""
     dearer = [number for number, share in enumerate(shares, 1) if share >= 1]
     after = max(dearer, default=0) + 1
     return after if after <= len(shares) else None

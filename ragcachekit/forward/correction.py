@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.policies.base import CorrectingPolicy
+from ragcachekit.policies.base import CorrectingPolicy, LayerwisePolicy
 from ragcachekit_kernels.dispatch import Rotation, rotate
 
 Indices = npt.NDArray[np.int64]
@@ -48,10 +48,15 @@ class Correction:
 
     @classmethod
     def of(cls, plan: LinkPlan, device: torch.device) -> Correction | None:
-        """The correction of a plan whose rows are chosen; None if its policy does not correct."""
+        """The correction of a plan whose rows are chosen; None if its policy does not correct.
+
+        ValueError for a policy that drops rows from layer to layer.
+        """
         policy = plan.request.policy if plan.request is not None else plan.policy
         if not isinstance(policy, CorrectingPolicy) or not policy.corrects:
             return None
+        if isinstance(policy, LayerwisePolicy):
+            raise ValueError(f"policy {policy.name} drops rows from layer to layer: it cannot correct others")
         rows = np.array(plan.rows, dtype=np.int64)
         computed = np.zeros(len(plan.token_ids), dtype=bool)
         computed[rows] = True

@@ -94,7 +94,10 @@ class ExactPolicy(SelectionPolicy, Protocol):
 
 @runtime_checkable
 class CorrectingPolicy(SelectionPolicy, Protocol):
-    """A policy whose recomputed rows correct the kept ones (:mod:`ragcachekit.forward.correction`)."""
+    """A policy whose recomputed rows correct the kept ones (:mod:`ragcachekit.forward.correction`).
+
+    Not a layer-wise one: all layers must compute the same rows.
+    """
 
     @property
     def corrects(self) -> bool:

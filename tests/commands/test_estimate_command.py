@@ -8,7 +8,7 @@ import pytest
 from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.ask import open_session
 from ragcachekit.commands.corpus import read_corpus
-from ragcachekit.commands.estimate import KEEPING, balance, break_even, kv_bytes_per_token, replay
+from ragcachekit.commands.estimate import balance, break_even, kv_bytes_per_token, replay
 from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.weights import load_model
@@ -57,7 +57,7 @@ def test_a_log_that_repeats_itself_is_helped(estimate, chunks):
     assert (summary["questions"], summary["chunk_uses"], summary["chunks_used"]) == (12, 24, 2)
     assert summary["searches_saved"] == 9 / 12
     assert summary["break_even"] == 2
-    assert "paid off from question 2 on" in result.stdout
+    assert "fewer from question 2 on" in result.stdout
     assert sizes[-1]["tokens_found"] == pytest.approx(11 / 12 * summary["chunk_token_share"])
     assert sizes[-1]["after_precompute"] == sizes[-1]["tokens_found"]  # these texts are not in the corpus
     assert summary["chunks_not_in_corpus"] == 2
@@ -134,11 +134,11 @@ def test_the_balance_follows_the_plans_of_prompts():
     prompts = [["b", "c", "d"], ["b", "c", "d"], ["x", "b", "c", "d"]]
     sizes = dict.fromkeys("bcdx", 100)
     first, second, third = balance(prompts, sizes, [400, 400, 500], 0.1)
-    assert first == pytest.approx((400 + 300 * KEEPING) / 400)  # all is new, and kept
-    again = 400 - 0.9 * 200 + 100 * KEEPING  # one of three has another context now
-    assert second == pytest.approx((400 + 300 * KEEPING + again) / 800)
-    last = 500 - 0.9 * 200 + 200 * KEEPING  # the new one, and one that has one context
-    assert third == pytest.approx((400 + 300 * KEEPING + again + last) / 1300)
+    assert first == 1  # all is new
+    again = 400 - 0.9 * 200  # one of three has another context now
+    assert second == pytest.approx((400 + again) / 800)
+    last = 500 - 0.9 * 200  # the new one, and one that has one context
+    assert third == pytest.approx((400 + again + last) / 1300)
     assert (break_even([first, second, third]), break_even([first, first])) == (2, None)
 
 

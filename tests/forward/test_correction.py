@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
-from families import off, tokens
+from families import build, off, prefill, tokens
 from link_kit import described, linked, planned, segments
 from ragcachekit.forward.correction import SHARPNESS, STRENGTHS
 from ragcachekit.policies.registry import open_policy
@@ -105,5 +105,13 @@ def test_stored_rows_are_never_written_to():
 def test_a_plan_whose_rows_are_all_recomputed_needs_no_correction():
     plan = planned("llama", PARTS, replace(Every(), name="all"))
     everything = replace(plan, rows=tuple(range(len(plan.token_ids))))
-    full = linked("llama", everything)
-    assert not full.logits.isnan().any()
+    assert off(linked("llama", everything).logits, prefill(build("llama"), plan.token_ids).logits) < 2e-5
+
+
+def test_a_policy_that_drops_rows_from_layer_to_layer_cannot_correct():
+    class Dropping(Every):
+        def narrow(self, layer, layers, rows, total, deviation):
+            return list(rows)
+
+    with pytest.raises(ValueError, match="cannot correct"):
+        linked("llama", planned("llama", PARTS, Dropping()))
