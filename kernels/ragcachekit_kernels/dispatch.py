@@ -20,6 +20,8 @@ from ragcachekit_kernels import in_torch
 from ragcachekit_kernels.in_torch import (
     AttentionOptions,
     ContextMass,
+    Group,
+    Groups,
     Place,
     Places,
     Rotation,
@@ -33,9 +35,9 @@ from ragcachekit_kernels.launch import interpreted
 
 # fmt: off
 __all__ = [
-    "AttentionOptions", "ContextMass", "Place", "Places", "Rotation", "Rows", "Spans", "assemble",
-    "attention_choice", "choice", "column_scores", "context_mass", "kv_deviation", "rotate", "span_sums",
-    "sparse_attention", "uses_triton",
+    "AttentionOptions", "ContextMass", "Group", "Groups", "Place", "Places", "Rotation", "Rows", "Spans",
+    "assemble", "attention_choice", "choice", "column_scores", "context_mass", "kv_deviation", "move_alike",
+    "rotate", "span_sums", "sparse_attention", "uses_triton",
 ]
 # fmt: on
 
@@ -114,6 +116,38 @@ def _check_assembly(
             raise ValueError(f"cos and sin must be of equal shape, with {places.stop} rows or more")
         if rotation.offset + 2 * pairs > dim:
             raise ValueError(f"{pairs} pairs from {rotation.offset} on do not fit into {dim}")
+
+
+def move_alike(
+    sides: tuple[Tensor, Tensor],
+    moves: tuple[Tensor, Tensor],
+    alike: Tensor,
+    by: int,
+    groups: Groups,
+    rotations: tuple[Rotation | None, Rotation | None],
+) -> None:
+    """Move rows of one layer in place by what rows that are like them were moved by (docs/selection.md).
+
+    ``sides`` are keys and values ``[kv_heads, tokens, dim]``, the last dimension contiguous, ``moves`` those of
+    recomputed rows, ``[kv_heads, rows, dim]``. A row of a group moves by the mean of its group's moves, weighted
+    by ``exp(x . alike / |x|)``, where x is the row itself on side ``by``; ``alike`` is ``[kv_heads, rows, dim]``,
+    of a length below 80. ``moves`` and ``alike`` are float32. Moves are without RoPE, and get that of the row's
+    position by ``rotations``. Rows outside of ``groups`` stay.
+
+    ValueError if a group lies outside of the tokens or of the rows.
+    """
+    tokens, rows = sides[0].shape[1], alike.shape[1]
+    if groups and (groups[-1].stop > tokens or groups[-1].last > rows):
+        raise ValueError(f"{groups[-1]} does not lie within {tokens} tokens and {rows} recomputed rows")
+
+    def in_triton() -> None:
+        from ragcachekit_kernels import moves as kernels
+
+        kernels.move_alike(sides, moves, alike, by, groups, rotations)
+
+    fits = {side.dtype for side in sides} <= set(DTYPES) and uses_triton(alike.device)
+    case = _case("moves", *sides) if groups and fits else None
+    _run(case, in_triton, lambda: in_torch.move_alike(sides, moves, alike, by, groups, rotations))
 
 
 def sparse_attention(

@@ -183,6 +183,37 @@ class Rotation(NamedTuple):
     offset: int = 0
 
 
+class Group(NamedTuple):
+    """Positions ``start .. stop - 1`` of a chunk; rows ``first .. last - 1`` are those computed in it."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class Groups(_OnDevices[Group]):
+    """Chunks whose rows are moved; ValueError unless they ascend and each has tokens and recomputed rows."""
+
+    def __post_init__(self) -> None:
+        ascends = all(a.stop <= b.start and a.last <= b.first for a, b in pairwise(self.items))
+        if not ascends or any(g.start >= g.stop or g.first >= g.last for g in self.items):
+            raise ValueError("groups must ascend without overlap, each with tokens and recomputed rows")
+
+    def blocks(self, device: torch.device, tokens: int) -> Tensor:
+        """``[4, blocks]`` int32 on ``device``: the groups in blocks of at most ``tokens`` positions."""
+
+        def make() -> Tensor:
+            parts = (
+                (start, group.stop, group.first, group.last)
+                for group in self.items
+                for start in range(group.start, group.stop, tokens)
+            )
+            return torch.tensor([*parts], dtype=torch.int32).T.contiguous()
+
+        return self._on(device, make, tokens)
+
+
 # -- operations ----------------------------------------------------------------------------------------
 
 TILE_ROWS = 128
@@ -247,6 +278,42 @@ def assemble(
             cos, sin = rotation.cos[at], rotation.sin[at]
             piece = rotate(piece, cos, sin, interleaved=rotation.interleaved, offset=rotation.offset)
         out[:, at] = piece
+
+
+def move_alike(
+    sides: tuple[Tensor, Tensor],
+    moves: tuple[Tensor, Tensor],
+    alike: Tensor,
+    by: int,
+    groups: Groups,
+    rotations: tuple[Rotation | None, Rotation | None],
+) -> None:
+    """As :func:`ragcachekit_kernels.dispatch.move_alike`, group by group, which keeps a group in the cache."""
+    widths, both = [move.shape[-1] for move in moves], torch.cat(moves, -1)
+    norms = torch.linalg.vector_norm(sides[by], dim=-1, dtype=torch.float32).clamp_min_(1e-12)[:, None]
+    for start, stop, first, last in groups:
+        at = slice(start, stop)
+        weights = torch.bmm(alike[:, first:last], sides[by][:, at].float().mT).div_(norms[..., at]).exp_()
+        weights /= weights.sum(-2, keepdim=True)
+        more = torch.bmm(weights.mT, both[:, first:last]).split(widths, -1)
+        for side, move, rotation in zip(sides, more, rotations, strict=True):
+            _add_rotated(side[:, at], move, rotation, at)
+
+
+def _add_rotated(out: Tensor, x: Tensor, rotation: Rotation | None, at: slice) -> None:
+    """Add ``x`` with the RoPE of positions ``at`` in place; without temporaries where types allow it."""
+    if rotation is None:
+        out += x
+        return
+    cos, sin, (interleaved, offset) = rotation.cos[at], rotation.sin[at], rotation[2:]
+    if out.dtype != x.dtype or 2 * cos.shape[1] != x.shape[-1]:
+        out += rotate(x, cos, sin, interleaved=interleaved, offset=offset)
+        return
+    pairs = cos.shape[1]
+    parts = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(pairs), slice(pairs, None))
+    (a, b), (to_a, to_b) = ([one[..., part] for part in parts] for one in (x, out))
+    to_a.addcmul_(a, cos).addcmul_(b, sin, value=-1)
+    to_b.addcmul_(b, cos).addcmul_(a, sin)
 
 
 def tiles(positions: Sequence[int], width: int, window: int | None = None) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ what was stored; rows of the same chunk with similar values are moved by a part 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ from torch.nn.functional import normalize
 
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.policies.base import CorrectingPolicy, LayerwisePolicy
-from ragcachekit_kernels.dispatch import Rotation, rotate
+from ragcachekit_kernels import dispatch
+from ragcachekit_kernels.dispatch import Group, Groups, Rotation
 
 Indices = npt.NDArray[np.int64]
 
@@ -32,19 +33,10 @@ Correct = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Correction:
-    """The kept and recomputed rows of each chunk of one prompt that has both."""
+    """Groups of kept and recomputed rows of one prompt; ``rows`` are the positions of all computed rows."""
 
-    def __init__(
-        self, chunks: Sequence[tuple[Indices, Indices]], rows: Indices, device: torch.device
-    ) -> None:
-        # Chunks are padded to one shape: a layer takes one batch of operations however many chunks there are.
-        # Padding of the kept rows is a recomputed row, which is overwritten afterwards.
-        recomputed, is_row = _padded([again for again, _ in chunks], None)
-        kept, _ = _padded([kept for _, kept in chunks], chunks[0][0][0])
-        self._slots = torch.from_numpy(np.searchsorted(rows, recomputed)).flatten().to(device)
-        self._recomputed = torch.from_numpy(recomputed).flatten().to(device)
-        self._kept = torch.from_numpy(kept).flatten().to(device)
-        self._padding = ~is_row[..., None].to(device)
+    def __init__(self, groups: Groups, rows: Indices, device: torch.device) -> None:
+        self._groups, self._rows = groups, torch.from_numpy(rows).to(device)
 
     @classmethod
     def of(cls, plan: LinkPlan, device: torch.device) -> Correction | None:
@@ -58,15 +50,12 @@ class Correction:
         if isinstance(policy, LayerwisePolicy):
             raise ValueError(f"policy {policy.name} drops rows from layer to layer: it cannot correct others")
         rows = np.array(plan.rows, dtype=np.int64)
-        computed = np.zeros(len(plan.token_ids), dtype=bool)
-        computed[rows] = True
-        chunks: list[tuple[Indices, Indices]] = []
+        groups = []
         for chunk in plan.placed:
-            if not chunk.is_exact:
-                own = computed[chunk.start : chunk.stop]
-                pair = np.flatnonzero(own) + chunk.start, np.flatnonzero(~own) + chunk.start
-                chunks += [pair] if all(map(len, pair)) else []
-        return cls(chunks, rows, device) if chunks else None
+            first, last = map(int, np.searchsorted(rows, (chunk.start, chunk.stop)))
+            if not chunk.is_exact and 0 < last - first < chunk.tokens:
+                groups.append(Group(chunk.start, chunk.stop, first, last))
+        return cls(Groups(tuple(groups)), rows, device) if groups else None
 
     def apply(
         self,
@@ -77,49 +66,24 @@ class Correction:
         new_values: Tensor,
     ) -> None:
         """Move the kept rows of one layer in place; see :data:`Correct`. Rows differ without their RoPE."""
-        kept = [side.index_select(1, self._kept) for side in (keys, values)]
-        old = [side.index_select(1, self._recomputed) for side in (keys, values)]
-        new = [side.index_select(1, self._slots) for side in (new_keys, new_values)]
+        old = [side.index_select(1, self._rows) for side in (keys, values)]
         # Latent attention caches the rotated part as values: rows are alike by the side without RoPE.
         by = 1 if rotations[1] is None else 0
-        moved = [
-            _turned(strength * (now.float() - then.float()), rotation, self._recomputed, back=True)
-            for strength, now, then, rotation in zip(STRENGTHS, new, old, rotations, strict=True)
-        ]
-        spread = self._spread(kept[by], old[by], torch.cat(moved, -1))
-        sides = spread[..., : keys.shape[-1]], spread[..., keys.shape[-1] :]
-        for stored, before, more, rotation in zip((keys, values), kept, sides, rotations, strict=True):
-            after = _turned(more, rotation, self._kept) + before
-            stored.index_copy_(1, self._kept, after.to(stored.dtype))
-
-    def _spread(self, kept: Tensor, old: Tensor, moved: Tensor) -> Tensor:
-        """``moved`` ``[kv_heads, recomputed, dims]`` as ``[kv_heads, kept, dims]``, by how alike rows are."""
-        chunks, heads = self._padding.shape[0], kept.shape[0]
-        one, other = (
-            normalize(side.float(), dim=-1).view(heads, chunks, -1, side.shape[-1]) for side in (kept, old)
+        of_keys, of_values = (
+            self._straightened(strength * (now.float() - then.float()), rotation)
+            for strength, now, then, rotation in zip(
+                STRENGTHS, (new_keys, new_values), old, rotations, strict=True
+            )
         )
-        # A softmax over the recomputed rows; cosines are at most 1, so it needs no maximum.
-        weights = (other.mul_(SHARPNESS) @ one.mT).exp_().masked_fill_(self._padding, 0.0)
-        spread = weights.mT @ moved.view(moved.shape[0], chunks, -1, moved.shape[-1])
-        return spread.div_(weights.sum(-2)[..., None]).flatten(1, 2)
+        # Rows outside of chunks are in no group; recomputed ones move too, and are overwritten.
+        alike = normalize(old[by].float(), dim=-1).mul_(SHARPNESS)
+        dispatch.move_alike((keys, values), (of_keys, of_values), alike, by, self._groups, rotations)
 
-
-def _turned(rows: Tensor, rotation: Rotation | None, at: Tensor, *, back: bool = False) -> Tensor:
-    """``[heads, rows, dim]`` with the RoPE of positions ``at``, or without it."""
-    if rotation is None:
-        return rows
-    cos, sin = rotation.cos[at], rotation.sin[at]
-    if back:
+    def _straightened(self, rows: Tensor, rotation: Rotation | None) -> Tensor:
+        """``[heads, rows, dim]`` without the RoPE of their positions."""
+        if rotation is None:
+            return rows
+        cos, sin = rotation.cos[self._rows], rotation.sin[self._rows]
         scale = cos.square() + sin.square()  # an attention factor is part of both
-        cos, sin = cos / scale, -sin / scale
-    return rotate(rows, cos, sin, interleaved=rotation.interleaved, offset=rotation.offset)
-
-
-def _padded(rows: Sequence[Indices], padding: int | None) -> tuple[Indices, Tensor]:
-    """``[chunks, longest]`` positions, the last repeated where there is no ``padding``; which are none."""
-    longest = max(map(len, rows))
-    fill: list[Indices] = [
-        np.full(longest - len(one), one[-1] if padding is None else padding, dtype=np.int64) for one in rows
-    ]
-    out = np.stack([np.concatenate(both) for both in zip(rows, fill, strict=True)])
-    return out, torch.arange(longest) < torch.tensor([len(one) for one in rows])[:, None]
+        turn = {"interleaved": rotation.interleaved, "offset": rotation.offset}
+        return dispatch.rotate(rows, cos / scale, -sin / scale, **turn)

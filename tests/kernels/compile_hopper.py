@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ragcachekit_kernels import assembly, attention, scores
-from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places, Rotation, Rows, Spans
+from ragcachekit_kernels import assembly, attention, moves, scores
+from ragcachekit_kernels.dispatch import AttentionOptions, Group, Groups, Place, Places, Rotation, Rows, Spans
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -137,6 +137,14 @@ def assemble(stored=torch.bfloat16, heads=8, dim=128, pairs=64, offset=0, interl
     assembly.assemble(out, pieces, places, how, [scale, scale] if stored.itemsize == 1 else ())
 
 
+def move(dtype=torch.bfloat16, heads=8, dims=(128, 128), by=1, interleaved=False):
+    sides = tuple(torch.empty(heads, 256, dim, dtype=dtype) for dim in dims)
+    shifts, alike = tuple(torch.empty(heads, 20, dim) for dim in dims), torch.empty(heads, 20, dims[by])
+    turn = Rotation(torch.zeros(256, 32), torch.zeros(256, 32), interleaved)
+    groups = Groups((Group(3, 90, 0, 9), Group(90, 250, 9, 20)))
+    moves.move_alike(sides, shifts, alike, by, groups, (turn, None) if by else (None, turn))
+
+
 SPANS = Spans(tuple((start, start + 128) for start in range(0, 4096, 128)))
 ALL = {"window": 512, "softcap": 50.0}
 CASES = {
@@ -163,13 +171,16 @@ CASES = {
     "assembly, a quarter": partial(assemble, pairs=16, interleaved=True, offset=96),
     "assembly, 96 dimensions": partial(assemble, heads=32, dim=96, pairs=48),
     "assembly, latent": partial(assemble, heads=1, dim=512, pairs=0),
+    "moves": move,
+    "moves, float32, interleaved": partial(move, torch.float32, interleaved=True),
+    "moves, latent": partial(move, heads=1, dims=(512, 64), by=0),
 }
 
 if __name__ == "__main__":
     folder, out = Path(sys.argv[1]), {}
     originals = [
         (module, name, kernel)
-        for module in (assembly, attention, scores)
+        for module in (assembly, attention, moves, scores)
         for name, kernel in vars(module).items()
         if name.endswith("_kernel")
     ]

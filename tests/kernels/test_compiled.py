@@ -76,3 +76,9 @@ def test_rows_are_moved_16_bytes_at_a_time_without_spills(compiled):
         assert made["stack"] == made["spills"] == 0, (case, made)
         assert made["wide_loads"] > 0, (case, made)
         assert made["wide_stores"] > 0, (case, made)
+
+
+def test_moves_do_not_spill(compiled):
+    for case, _, made in of(compiled, "moves"):
+        assert made["stack"] == made["spills"] == 0, (case, made)
+        assert made["shared"] <= SHARED, (case, made)
