@@ -128,11 +128,11 @@ def move_alike(
 ) -> None:
     """Move rows of one layer in place by what rows that are like them were moved by (docs/selection.md).
 
-    ``sides`` are keys and values ``[kv_heads, tokens, dim]``, the last dimension contiguous, ``moves`` those of
-    recomputed rows, ``[kv_heads, rows, dim]``. A row of a group moves by the mean of its group's moves, weighted
-    by ``exp(x . alike / |x|)``, where x is the row itself on side ``by``; ``alike`` is ``[kv_heads, rows, dim]``,
-    of a length below 80. ``moves`` and ``alike`` are float32. Moves are without RoPE, and get that of the row's
-    position by ``rotations``. Rows outside of ``groups`` stay.
+    ``sides`` are keys and values ``[kv_heads, tokens, dim]``, the last dimension contiguous. ``moves``,
+    float32, are those of the recomputed rows, ``[kv_heads, rows, dim]``, without RoPE. A row x moves by the
+    mean of its group's moves, weighted by ``exp(x . alike / |x|)`` and rotated to the row's position by
+    ``rotations``. x is compared on side ``by``; ``alike``, float32, is ``[kv_heads, rows, dim]`` and shorter
+    than 80, for the exponential. Rows outside of ``groups`` stay.
 
     ValueError if a group lies outside of the tokens or of the rows.
     """
@@ -172,7 +172,7 @@ def sparse_attention(
 
     fits = rows and attention_choice(query, key, value) == "triton"
     case = _case("attention", key, value) if fits else None
-    return _run(case, in_triton, lambda: in_torch.attend(query, key, value, rows.items, options))
+    return _run(case, in_triton, lambda: in_torch.attend(query, key, value, rows, options))
 
 
 def column_scores(

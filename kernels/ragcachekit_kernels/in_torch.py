@@ -1,7 +1,7 @@
 """Arguments of the kernels, and every operation in plain torch.
 
 Torch computes on CPUs and MPS, and where Triton does not support a case; it is usable in float64. Attention
-and its sums are matmuls over tiles of near rows.
+and its sums go over tiles of near rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 Item = TypeVar("Item")
 
@@ -222,6 +223,9 @@ TILE_ROWS = 128
 GAP_PRODUCTS = 1 << 19
 """Masked products per matmul above which a tile ends; they take about as long as another tile's calls."""
 
+MAX_MASKS = 1 << 23
+"""Elements of the masks of one forward that its layers share."""
+
 
 class ContextMass(NamedTuple):
     """Attention of a chunk's rows, summed over heads.
@@ -288,7 +292,7 @@ def move_alike(
     groups: Groups,
     rotations: tuple[Rotation | None, Rotation | None],
 ) -> None:
-    """As :func:`ragcachekit_kernels.dispatch.move_alike`, group by group, which keeps a group in the cache."""
+    """As :func:`ragcachekit_kernels.dispatch.move_alike`, one group in the cache at a time."""
     widths, both = [move.shape[-1] for move in moves], torch.cat(moves, -1)
     norms = torch.linalg.vector_norm(sides[by], dim=-1, dtype=torch.float32).clamp_min_(1e-12)[:, None]
     for start, stop, first, last in groups:
@@ -333,23 +337,48 @@ def tiles(positions: Sequence[int], width: int, window: int | None = None) -> It
         start = row
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, positions: Sequence[int], options: AttentionOptions
-) -> Tensor:
-    """As :func:`ragcachekit_kernels.dispatch.sparse_attention`.
+def attend(query: Tensor, key: Tensor, value: Tensor, rows: Rows, options: AttentionOptions) -> Tensor:
+    """As :func:`ragcachekit_kernels.dispatch.sparse_attention`, one tile of near rows at a time.
 
-    Keys after a tile's last position are never touched, and query heads that share a KV head are folded
-    into one matmul: masked SDPA does 1.6-2.4 times the work on a CPU.
+    Keys after a tile's last position are never touched, and query heads that share a KV head are rows of one
+    head. A soft-cap and sinks are beyond torch's own attention, which keeps scores in the cache.
     """
     grouped = _grouped(query, key)
     shape = grouped.shape[:3]
     out = query.new_empty(*shape, value.shape[-1])
-    for start, stop in tiles(positions, query.shape[0] * query.shape[2], options.window):
-        scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
-        weights = _weights(scores, stop - start, options.sinks).to(value.dtype)
-        mixed = torch.bmm(weights, value[:, low : low + scores.shape[-1]])
+    plain = options.softcap is None and options.sinks is None and key.shape[-1] == value.shape[-1]
+    for start, stop in tiles(rows, query.shape[0] * query.shape[2], options.window):
+        tile, positions = grouped[:, :, start:stop], rows[start:stop]
+        if plain:
+            low, high = _seen(positions, options.window)
+            mixed = scaled_dot_product_attention(
+                tile.reshape(1, shape[0], -1, tile.shape[-1]),
+                key[None, :, low:high],
+                value[None, :, low:high],
+                attn_mask=_tile_mask(rows, start, stop, shape[1], options.window, query),
+                scale=options.scale,
+            )
+        else:
+            scores, low = _tile_scores(tile, key, positions, options)
+            weights = _weights(scores, stop - start, options.sinks).to(value.dtype)
+            mixed = torch.bmm(weights, value[:, low : low + scores.shape[-1]])
         out[:, :, start:stop] = mixed.view(*shape[:2], stop - start, -1)
     return out.flatten(0, 1)
+
+
+def _tile_mask(rows: Rows, start: int, stop: int, groups: int, window: int | None, query: Tensor) -> Tensor:
+    """``[groups * rows, keys]`` of the type of ``query``: 0 where a row of the tile sees a key, else -inf."""
+    positions = rows[start:stop]
+
+    def make() -> Tensor:
+        low, high = _seen(positions, window)
+        mask = torch.zeros(groups, len(positions), high - low, dtype=query.dtype)
+        _mask(mask, positions, low, window)
+        return mask.flatten(0, 1)
+
+    if groups * len(rows) * (rows[-1] + 1) > MAX_MASKS:
+        return make().to(query.device)
+    return rows._on(query.device, make, ("mask", start, stop, groups, window, query.dtype))
 
 
 def column_scores(
@@ -400,6 +429,11 @@ def _grouped(query: Tensor, key: Tensor) -> Tensor:
     return query.reshape(len(key), query.shape[0] // len(key), *query.shape[1:])
 
 
+def _seen(positions: Sequence[int], window: int | None) -> tuple[int, int]:
+    """Half-open range of the keys that rows at ``positions`` see."""
+    return 0 if window is None else max(0, positions[0] - window + 1), positions[-1] + 1
+
+
 def _tile_scores(
     query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
 ) -> tuple[Tensor, int]:
@@ -409,8 +443,7 @@ def _tile_scores(
     """
     kv_heads, groups, rows, head_dim = query.shape
     window, softcap = options.window, options.softcap
-    low = 0 if window is None else max(0, positions[0] - window + 1)
-    high = positions[-1] + 1
+    low, high = _seen(positions, window)
     folded = (query * options.scale).reshape(kv_heads, groups * rows, head_dim)
     seen = key[:, low:high]
     if seen.itemsize == 2:

@@ -113,5 +113,5 @@ def _launch(
             moves.stride(0), alike.stride(0), D=dim, D_PAD=padded(dim), BY=by.shape[2],
             BY_PAD=padded(by.shape[2]), PAIRS=0 if rotation is None else cos.shape[1],
             OFFSET=rotation.offset if rotation else 0, INTERLEAVED=bool(rotation and rotation.interleaved),
-            TOKENS=tokens, ROWS=ROWS, BY_HAND=interpreted(), num_warps=4, num_stages=1, **FUSED,
+            TOKENS=tokens, ROWS=ROWS, BY_HAND=interpreted(), num_warps=4, num_stages=2, **FUSED,
         )  # fmt: skip
