@@ -21,7 +21,7 @@ TILE = 4096
 
 
 @triton.jit
-def _rounded(x, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
+def rounded(x, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
     """Float32 ``x`` as ``TYPE``; BY_HAND for the interpreter, which cuts off the digits of bfloat16."""
     if BY_HAND and TYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
@@ -73,7 +73,7 @@ def _assemble_kernel(
         x = tl.where(turned, x * c + tl.where(is_first, -y, y) * s, x)
     slot = tl.load(slots + row, mask=inside, other=0).to(tl.int64)
     to = out + head * out_head + slot[:, None] * out_row + dim
-    tl.store(to, _rounded(x, out.dtype.element_ty, BY_HAND), mask=mask)
+    tl.store(to, rounded(x, out.dtype.element_ty, BY_HAND), mask=mask)
 
 
 def assemble(

@@ -293,15 +293,15 @@ def move_alike(
     rotations: tuple[Rotation | None, Rotation | None],
 ) -> None:
     """As :func:`ragcachekit_kernels.dispatch.move_alike`, one group in the cache at a time."""
-    widths, both = [move.shape[-1] for move in moves], torch.cat(moves, -1)
+    both, width = torch.cat(moves, -1), moves[0].shape[-1]
     norms = torch.linalg.vector_norm(sides[by], dim=-1, dtype=torch.float32).clamp_min_(1e-12)[:, None]
     for start, stop, first, last in groups:
         at = slice(start, stop)
         weights = torch.bmm(alike[:, first:last], sides[by][:, at].float().mT).div_(norms[..., at]).exp_()
         weights /= weights.sum(-2, keepdim=True)
-        more = torch.bmm(weights.mT, both[:, first:last]).split(widths, -1)
-        for side, move, rotation in zip(sides, more, rotations, strict=True):
-            _add_rotated(side[:, at], move, rotation, at)
+        more = torch.bmm(weights.mT, both[:, first:last])
+        _add_rotated(sides[0][:, at], more[..., :width], rotations[0], at)
+        _add_rotated(sides[1][:, at], more[..., width:], rotations[1], at)
 
 
 def _add_rotated(out: Tensor, x: Tensor, rotation: Rotation | None, at: slice) -> None:

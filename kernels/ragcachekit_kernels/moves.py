@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragcachekit_kernels.assembly import _rounded
+from ragcachekit_kernels.assembly import rounded
 from ragcachekit_kernels.in_torch import Groups, Rotation
 from ragcachekit_kernels.launch import FUSED, interpreted, launching_on, padded
 
@@ -70,7 +70,7 @@ def _move_kernel(
     to = out + head * out_head + at * out_row + dim
     mask = inside & (dim < D)
     moved = tl.load(to, mask=mask, other=0.0).to(tl.float32) + own / total[:, None]
-    tl.store(to, _rounded(moved, out.dtype.element_ty, BY_HAND), mask=mask)
+    tl.store(to, rounded(moved, out.dtype.element_ty, BY_HAND), mask=mask)
 
 
 def move_alike(

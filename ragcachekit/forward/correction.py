@@ -85,5 +85,5 @@ class Correction:
             return rows
         cos, sin = rotation.cos[self._rows], rotation.sin[self._rows]
         scale = cos.square() + sin.square()  # an attention factor is part of both
-        turn = {"interleaved": rotation.interleaved, "offset": rotation.offset}
-        return dispatch.rotate(rows, cos / scale, -sin / scale, **turn)
+        _, _, interleaved, offset = rotation
+        return dispatch.rotate(rows, cos / scale, -sin / scale, interleaved=interleaved, offset=offset)
