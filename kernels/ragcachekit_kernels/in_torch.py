@@ -278,10 +278,28 @@ def assemble(
         at = slice(place.start, place.start + place.tokens)
         scale = scales[number] if scales else None
         piece = tensor if scale is None else tensor.float() * scale
-        if rotation is not None and not place.rotated:
-            cos, sin = rotation.cos[at], rotation.sin[at]
-            piece = rotate(piece, cos, sin, interleaved=rotation.interleaved, offset=rotation.offset)
-        out[:, at] = piece
+        if rotation is None or place.rotated:
+            out[:, at] = piece
+        else:
+            _put_rotated(out[:, at], piece, rotation, at)
+
+
+def _put_rotated(out: Tensor, x: Tensor, rotation: Rotation, at: slice, *, add: bool = False) -> None:
+    """Set ``out`` to ``x`` with the RoPE of positions ``at``, or add it; without temporaries if types allow."""
+    cos, sin, (interleaved, offset) = rotation.cos[at], rotation.sin[at], rotation[2:]
+    pairs = cos.shape[1]
+    if not out.dtype == x.dtype == cos.dtype or 2 * pairs != x.shape[-1]:
+        turned = rotate(x, cos, sin, interleaved=interleaved, offset=offset)
+        out.copy_(out + turned if add else turned)
+        return
+    parts = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(pairs), slice(pairs, None))
+    (a, b), (to_a, to_b) = ([one[..., part] for part in parts] for one in (x, out))
+    for to, first, second, sign in ((to_a, a, b, -1), (to_b, b, a, 1)):
+        if add:
+            to.addcmul_(first, cos)
+        else:
+            torch.mul(first, cos, out=to)
+        to.addcmul_(second, sin, value=sign)
 
 
 def move_alike(
@@ -300,24 +318,12 @@ def move_alike(
         weights = torch.bmm(alike[:, first:last], sides[by][:, at].float().mT).div_(norms[..., at]).exp_()
         weights /= weights.sum(-2, keepdim=True)
         more = torch.bmm(weights.mT, both[:, first:last])
-        _add_rotated(sides[0][:, at], more[..., :width], rotations[0], at)
-        _add_rotated(sides[1][:, at], more[..., width:], rotations[1], at)
-
-
-def _add_rotated(out: Tensor, x: Tensor, rotation: Rotation | None, at: slice) -> None:
-    """Add ``x`` with the RoPE of positions ``at`` in place; without temporaries where types allow it."""
-    if rotation is None:
-        out += x
-        return
-    cos, sin, (interleaved, offset) = rotation.cos[at], rotation.sin[at], rotation[2:]
-    if out.dtype != x.dtype or 2 * cos.shape[1] != x.shape[-1]:
-        out += rotate(x, cos, sin, interleaved=interleaved, offset=offset)
-        return
-    pairs = cos.shape[1]
-    parts = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(pairs), slice(pairs, None))
-    (a, b), (to_a, to_b) = ([one[..., part] for part in parts] for one in (x, out))
-    to_a.addcmul_(a, cos).addcmul_(b, sin, value=-1)
-    to_b.addcmul_(b, cos).addcmul_(a, sin)
+        parts = more[..., :width], more[..., width:]
+        for side, move, rotation in zip(sides, parts, rotations, strict=True):
+            if rotation is None:
+                side[:, at] += move
+            else:
+                _put_rotated(side[:, at], move, rotation, at, add=True)
 
 
 def tiles(positions: Sequence[int], width: int, window: int | None = None) -> Iterator[tuple[int, int]]:
