@@ -7,6 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ Span = tuple[int, int]
 
 _FOLLOWED_BY = ("A", "1", "(")  # what chunks begin with; tokens before them that depend on it are not stable
 MAX_TEXTS = 1024  # per namespace, those registered or retrieved last
+MAX_KNOWN = 1024  # chunks whose ids are kept: those of a prompt are asked for each time
 MAX_COMPARISONS = 1 << 16  # occurrences times texts; beyond that every occurrence is plain text
 WINDOW = 16  # characters compared before and after an occurrence, without whitespace and special tokens
 ENOUGH = 10  # characters in common, before and after together, that decide; role names have fewer
@@ -46,6 +48,7 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._copies = {plain: (copy.deepcopy(tokenizer), threading.Lock()) for plain in (False, True)}
+        self._known_chunk = lru_cache(MAX_KNOWN)(self._chunk)
         self._gives_offsets = bool(getattr(tokenizer, "is_fast", False))
         newline, a = self._encode("\n").ids, self._encode("a").ids
         spaced = self._encode("\na").ids != newline + a
@@ -84,6 +87,9 @@ class PromptTokenizer:
 
     def chunk(self, text: str) -> Ids:
         """Ids of a chunk in a prompt, without last tokens that would run into a blank line after it."""
+        return self._known_chunk(text)
+
+    def _chunk(self, text: str) -> Ids:
         alone = self.plain(text)
         stable = common_prefix(alone, self.plain(text + "\n\nA"))
         return stable if 2 * len(stable) >= len(alone) else alone
