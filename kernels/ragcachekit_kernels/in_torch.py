@@ -285,7 +285,7 @@ def assemble(
 
 
 def _put_rotated(out: Tensor, x: Tensor, rotation: Rotation, at: slice, *, add: bool = False) -> None:
-    """Set ``out`` to ``x`` with the RoPE of positions ``at``, or add it; without temporaries if types allow."""
+    """Set ``out`` to ``x`` with the RoPE of positions ``at``, or add it; in place where types allow."""
     cos, sin, (interleaved, offset) = rotation.cos[at], rotation.sin[at], rotation[2:]
     pairs = cos.shape[1]
     if not out.dtype == x.dtype == cos.dtype or 2 * pairs != x.shape[-1]:
