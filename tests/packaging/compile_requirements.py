@@ -18,7 +18,12 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("demo", "dev")
-LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
+LINUX = {
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "platform_machine": "x86_64",
+    "os_name": "posix",
+}
 PYTHONS = ("3.11", "3.12", "3.13")
 CUDA = re.compile(r"nvidia-|cuda-|triton$")  # what torch's builds for GPUs bring along
 
