@@ -29,7 +29,7 @@ CUDA = re.compile(r"nvidia-|cuda-|triton$")  # what torch's builds for GPUs brin
 
 
 def compiled(extra: str, root: Path = ROOT) -> str:
-    """The file of an extra of ``root``; ValueError for a missing pin, or one that does not fit what is required."""
+    """The file of an extra of ``root``; ValueError for a pin that is missing or not what is required."""
     parsed = tomllib.loads((root / "pyproject.toml").read_text())
     project, pins = parsed["project"], {}
     for line in (root / "constraints.txt").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""``make`` installs what ``requirements/`` names without resolving anything: it must be all, and nothing else."""
+"""``make`` installs what ``requirements/`` names and resolves nothing: it must be all, and nothing else."""
 
 from __future__ import annotations
 
