@@ -1,7 +1,8 @@
 #!/bin/sh
 # Builds wheel and sdist into dist/, checks both, and runs the programs of examples/ with the wheel in an environment
 # without this clone. BIN holds build, twine and check-wheel-contents. By default dependencies come from BIN's
-# environment. With FULL=1 they are installed anew from the package index, which downloads for minutes.
+# environment. With FULL=1 they are installed anew from the package index, which downloads for minutes; set pip's
+# PIP_EXTRA_INDEX_URL where that has no torch for CPUs.
 set -eu
 cd "$(dirname "$0")/../.."
 BIN=$(cd "${BIN:-.venv/bin}" && pwd) FULL=${FULL:-} clone=$PWD
@@ -15,7 +16,6 @@ work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 alone="$work/venv/bin/python"
 pip="$alone -m pip install --quiet --disable-pip-version-check -c constraints.txt"
 if [ "$FULL" ]; then
-    $pip --extra-index-url https://download.pytorch.org/whl/cpu torch
     $pip "$(ls "$clone"/dist/*.whl)[demo,llama-index]"
 else
     $pip --no-deps dist/*.whl
