@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: demo test test-portable lint docs package bench bench-gpu soak requirements clean
 
 demo: $(DEMO)
-	$(BIN)/python -m benchmarks demo --out demo-out
+	$(BIN)/python -m benchmarks demo --out demo-out $(if $(FULL),--full)
 
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
 test: $(SAMPLE)

@@ -10,7 +10,7 @@ import typer
 from ragcachekit.commands.console import Commands
 
 COMMANDS = {
-    "demo": "demo.run:demo",
+    "demo": "demo.command:demo",
     "ttft": "shapes:ttft",
     "serve": "serve.command:serve",
     "query-cache": "query_cache.hits:query_cache",

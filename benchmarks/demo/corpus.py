@@ -159,9 +159,6 @@ class Settings:
     seed: int = 0
 
 
-QUICK = Settings(questions=3, timed=1, chunks=40, vectors=2000, modules=("heapq", "textwrap", "tempfile"))
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Chunks and their search; the questions that they answer, and the places of the answers.

@@ -1,15 +1,14 @@
-"""``python -m benchmarks demo``: SmolLM2 answers from Python's documentation, with caches and in full."""
+"""``make demo FULL=1``: SmolLM2 answers from Python's documentation, with caches and in full."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.markup import escape
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
@@ -17,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.demo import corpus, first_token, query_hits, report
 from benchmarks.demo.answers import PART, Answered, Answering, quality
 from benchmarks.demo.chain import build_chain
-from benchmarks.demo.corpus import CHUNK, QUICK, Corpus, Question, Settings
+from benchmarks.demo.corpus import CHUNK, Corpus, Question, Settings
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
-from ragcachekit.commands.console import quiet_loading, show
+from ragcachekit.commands.console import show
 from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.sample_model import resolve_model
@@ -28,23 +27,6 @@ from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 
 RESULTS, PICTURE = "demo.json", "demo.png"
-
-
-def demo(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Three questions: shows that all works, its figures mean nothing.")
-    ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="All of the documentation, not its first 600 chunks.")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for results and picture.")] = Path("demo-out"),
-) -> None:
-    """SmolLM2 answers from Python's documentation: answers, first-token times, query cache, one picture."""
-    if quick and full:
-        raise ValueError("give --quick or --full, not both")
-    quiet_loading()
-    settings = QUICK if quick else Settings()
-    run(replace(settings, chunks=None) if full else settings, out)
 
 
 def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
@@ -66,7 +48,7 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     if not read.asked:
         raise RagCacheError("the documentation of this Python answers none of the questions; use another one")
     with RagCache.from_pretrained(model, store=StoreConfig(disk_path=kv), cold="now") as rag:
-        queries, retriever = _queries(read, rag, progress)
+        queries, retriever = query_figures(read, rag, progress)
         answered = _answers(settings, read, rag, model, retriever, progress)
         timed = first_token.time_all(rag, answered[: settings.timed], read.texts, model, kv, progress)
     shutil.rmtree(kv, ignore_errors=True)
@@ -81,7 +63,9 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     return found
 
 
-def _queries(read: Corpus, rag: RagCache, progress: bool) -> tuple[list[dict[str, Any]], RagCacheRetriever]:
+def query_figures(
+    read: Corpus, rag: RagCache, progress: bool
+) -> tuple[list[dict[str, Any]], RagCacheRetriever]:
     """All wordings through the query cache: its rows, and the retriever with what it holds then."""
     retriever = RagCacheRetriever.wrap(
         read.retriever, embeddings=read.embeddings, cache=rag, tolerance=read.calibration.tolerance
@@ -103,7 +87,7 @@ def _answers(
     retriever: RagCacheRetriever,
     progress: bool,
 ) -> list[Answered]:
-    places = {place for question in read.asked for place in _found(retriever, question)}
+    places = {place for question in read.asked for place in found_places(retriever, question)}
     before = PromptMaker(rag.tokenizer).before
     rag.encode([read.texts[place] for place in sorted(places)], system=before, progress=progress)
     # A second copy, which the library never touches: the answers of full are checked against it.
@@ -111,10 +95,11 @@ def _answers(
     answering = Answering(rag, own, settings.max_tokens)
     chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=settings.max_tokens))
     return [
-        answering.answered(question, _found(read.retriever, question), read.texts, chain)
+        answering.answered(question, found_places(read.retriever, question), read.texts, chain)
         for question in tqdm(read.asked, "answers", unit="question", disable=not progress)
     ]
 
 
-def _found(retriever: Any, question: Question) -> Sequence[int]:
+def found_places(retriever: Any, question: Question) -> Sequence[int]:
+    """Places among the texts of the chunks that are found for a question's first wording."""
     return [document.metadata[CHUNK] for document in retriever.invoke(question.text)]

@@ -88,9 +88,9 @@ class RagCache:
         Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``sensitive:0.1``,
         ... (an unknown name lists all). ``auto``, the default, chooses it and the
         encoder by a check of at most a minute on the model and a namespace's prompts: :meth:`tune`, or in the
-        background while no request runs, once 16 prompts with chunks were answered (not with ``cold="now"``
-        or ``"never"``). ``budget:0.1`` instead says how much may be lost; the last ``ragcachekit calibrate``
-        then decides the policy.
+        background while no request runs, once 16 prompts were answered and reuse has saved its time (not with
+        ``cold="now"`` or ``"never"``). ``budget:0.1`` instead says how much may be lost; the last
+        ``ragcachekit calibrate`` then decides the policy.
     encoder : str, optional
         What chunks are encoded after: ``standalone``, ``sinks:4``, ``system``, ``similar:10``, ``in-prompt``;
         default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy alone.

@@ -279,7 +279,7 @@ class AfterAnswer:
                 self._can_observe &= again <= {item.key for item in self._own(generated)}
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
         if plan.report.namespace in parts.auto.used:
-            attempt(self._feed_auto, plan)
+            attempt(self._feed_auto, generated)
 
     def encode_missing(self, missed: Iterable[Missing], kept: frozenset[KVKey] = frozenset()) -> None:
         """Count what a request missed, and encode it, now or later, but for what was kept."""
@@ -293,13 +293,15 @@ class AfterAnswer:
         elif self.cold == "now":
             attempt(encoder.now, missing)
 
-    def _feed_auto(self, plan: LinkPlan) -> None:
+    def _feed_auto(self, generated: Generated) -> None:
+        plan, seconds = generated.plan, generated.first_token - generated.linked
         with self._registering:  # no forget ends meanwhile
             # Of another epoch it may hold a forgotten chunk.
             if plan.request is None or self._parts.rope.why_not_linked(len(plan.token_ids)):
                 return
             if plan.request.epoch == self._parts.forgets.epoch:
-                self._parts.auto.follow(plan.request, self.cold == "background")
+                in_background = self.cold == "background"
+                self._parts.auto.follow(plan.request, in_background, len(plan.rows), seconds)
 
     # -- exact rows --------------------------------------------------------------------------------
 

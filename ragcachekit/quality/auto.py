@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, RLock
@@ -37,6 +37,7 @@ from ragcachekit.quality.records import (
     read_choice,
     write_record,
 )
+from ragcachekit.quality.savings import Savings
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import BackgroundWorker
 from ragcachekit.types import Ids
@@ -58,6 +59,7 @@ class _Namespace:
     report: TuneReport | None
     checked: bool = False  # or being checked, or it was found not to be needed
     encoded_alone: bool = False  # chunks were encoded while no system text was known
+    savings: Savings = field(default_factory=Savings)
 
 
 class AutoPolicies:
@@ -130,11 +132,15 @@ class AutoPolicies:
             known.encoded_alone = self._encoder is None and unknown and not given
         return self.resolve(namespace).policy
 
-    def follow(self, request: PromptRequest, background: bool) -> None:
-        """After a request: keep its prompt, and (``background``) start the check once there are enough."""
+    def follow(self, request: PromptRequest, background: bool, rows: int, seconds: float) -> None:
+        """After a request whose forward took ``seconds`` for its ``rows``: keep its prompt.
+
+        ``background``: start the check once there are enough prompts and reuse has saved what it costs.
+        """
         namespace = request.namespace
         with self._lock:
             known = self._of(namespace)
+            known.savings.add(token_count(request.segments), rows, seconds)
             prompt = CheckPrompt(request.segments, request.texts)
             if self._encoder == IN_PROMPT or not _can_differ(prompt):
                 return
@@ -145,7 +151,9 @@ class AutoPolicies:
                 > MAX_TOKENS
             ):
                 del self._seen[next(iter(self._seen))]
-            if background and not known.checked and len(seen) >= MAX_PROMPTS:
+            if not background or known.checked or len(seen) < MAX_PROMPTS:
+                return
+            if known.savings.pay_for_check(sum(token_count(one.segments) for one in seen)):
                 known.checked = self._jobs.add(namespace)
 
     def seen(self, namespace: str) -> tuple[CheckPrompt, ...]:

@@ -1,4 +1,4 @@
-"""The demo on the sample model, with few documents."""
+"""The full demo on the sample model, with few documents."""
 
 import json
 
@@ -10,6 +10,7 @@ from benchmarks.demo.corpus import Settings
 from benchmarks.demo.first_token import STATES
 from ragcachekit.commands.sample_model import sample_model
 
+pytestmark = pytest.mark.soak
 SMALL = Settings(
     questions=2,
     timed=1,

@@ -1,0 +1,177 @@
+"""The short demo: the same questions to the bare model and through the library, one of them live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from benchmarks.demo import corpus, tour_report
+from benchmarks.demo.answers import PART
+from benchmarks.demo.chain import build_chain, messages
+from benchmarks.demo.corpus import Corpus, Settings
+from benchmarks.demo.run import found_places, query_figures
+from benchmarks.demo.side_by_side import SideBySide
+from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
+from ragcachekit.commands.console import show
+from ragcachekit.commands.questions import bare_ids
+from ragcachekit.commands.report import BenchReport
+from ragcachekit.commands.sample_model import resolve_model
+from ragcachekit.commands.ttft import ONE_TOKEN
+from ragcachekit.engine.rag_cache import RagCache
+from ragcachekit.errors import RagCacheError
+
+MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "copy", "zlib", "cmd", "textwrap")
+"""Documentation of about 40 passages that answers ten of the questions."""
+
+TOUR = Settings(questions=10, timed=2, chunks=None, wordpieces=256, vectors=0, k=8, modules=MODULES)
+"""``timed``: warm repeats of each prompt; ``vectors``: the passages alone."""
+
+Shown = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One prompt of ``prompt_tokens``, answered by the bare model and with its passages' KV cached.
+
+    ``bare_ms`` and ``cached_ms`` (one per warm repeat) are milliseconds to the first token. ``reused`` counts
+    tokens that were not computed, ``recomputed`` those that were although they were cached.
+    """
+
+    question: str
+    known: str
+    bare: str
+    cached: str
+    bare_ms: float
+    cached_ms: tuple[float, ...]
+    prompt_tokens: int
+    reused: int
+    recomputed: int
+    policy: str
+
+
+def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
+    """Run the demo, print what it finds, and write ``demo.json`` and ``demo.png`` to the folder ``out``.
+
+    Raises RagCacheError if the documentation answers none of the questions, or a prompt was not served from
+    the cache; OSError if ``out`` cannot be written.
+    """
+    start, folder = time.monotonic(), Path(resolve_model(settings.model))
+    read = corpus.read(settings, progress)
+    if not read.asked:
+        raise RagCacheError("the documentation of this Python answers none of the questions; use another one")
+    show(
+        f"[bold]SmolLM2-135M-Instruct[/] answers {len(read.asked)} questions from {len(read.texts)} passages "
+        f"of Python's documentation, {settings.k} in each prompt"
+    )
+    bare = Bare(folder, settings.max_tokens)
+    with RagCache.from_pretrained(folder) as rag:
+        queries, retriever = query_figures(read, rag, progress)
+        found = _compare(settings, read, rag, retriever, bare, progress)
+    rows = [*({"part": PART, **asdict(one)} for one in found), *queries]
+    report = BenchReport("demo", settings.model, settings.seed, tuple(rows))
+    report.write_json(out / tour_report.RESULTS)
+    tour_report.figures(found, queries[0])
+    tour_report.draw(found, out / tour_report.PICTURE)
+    show(
+        f"Wrote {tour_report.RESULTS} and {tour_report.PICTURE} to {out}; {time.monotonic() - start:.0f} s. "
+        "More, in ten minutes: make demo FULL=1"
+    )
+    return report
+
+
+class Bare:
+    """A copy of the model that the library never touches, asked as its users do without the library."""
+
+    def __init__(self, folder: Path, max_tokens: int) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+        self._options: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": False}
+
+    @torch.no_grad()
+    def answer(
+        self, tokenizer: Any, prompt: list[dict[str, Any]], shown: Shown | None = None
+    ) -> tuple[str, float]:
+        """The answer and milliseconds to its first token; ``shown`` gets the answer as it grows."""
+        started = time.perf_counter()
+        ids = torch.tensor([bare_ids(tokenizer, prompt)])
+        stream = _Stream(tokenizer, shown)
+        self._model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream, **self._options
+        )
+        assert stream.first is not None
+        return stream.text, (stream.first - started) * 1e3
+
+
+class _Stream(BaseStreamer):  # type: ignore[misc]
+    """Decodes what ``generate`` hands on; ``first`` is when the first token came."""
+
+    def __init__(self, tokenizer: Any, shown: Shown | None) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
+        self._ids: list[int] | None = None
+        self.first: float | None = None
+        self.text = ""
+
+    def put(self, value: Any) -> None:
+        """Take the prompt first, then token after token."""
+        if self._ids is None:
+            self._ids = []
+            return
+        self.first = self.first or time.perf_counter()
+        self._ids += value.reshape(-1).tolist()
+        self.text = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        if self._shown is not None:
+            self._shown(self.text)
+
+    def end(self) -> None:
+        """All was handed on."""
+
+
+def _compare(
+    settings: Settings, read: Corpus, rag: RagCache, retriever: RagCacheRetriever, bare: Bare, progress: bool
+) -> list[Compared]:
+    """Encode the passages ahead; then compare, the first question live."""
+    prompts = [
+        messages([read.texts[place] for place in found_places(retriever, question)], question.text)
+        for question in read.asked
+    ]
+    started = time.monotonic()
+    rag.encode(read.texts, prompt=prompts[0], progress=progress)
+    show(f"Encoded {len(read.texts)} passages ahead, once, in {time.monotonic() - started:.0f} s")
+    chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=settings.max_tokens))
+    found: list[Compared] = []
+    pairs = tqdm([*zip(read.asked, prompts, strict=True)], "both", unit="prompt", disable=not progress)
+    for question, prompt in pairs:
+        with SideBySide(question.text, live=progress and not found) as sides:
+            plain, bare_ms = bare.answer(rag.tokenizer, prompt, sides.left)
+            sides.begin_right()
+            cached = ""
+            for piece in chain.stream(question.text):
+                cached += piece
+                sides.right(cached)
+        rag.flush()
+        warm = [rag.generate(prompt, **ONE_TOKEN).report for _ in range(settings.timed)]
+        link = warm[0].link
+        if 2 * link.reused_tokens < link.prompt_tokens:
+            raise RagCacheError(f"a prompt was not served from the cache: {link}")
+        found.append(
+            Compared(
+                question=question.text,
+                known=question.answer,
+                bare=plain.strip(),
+                cached=cached.strip(),
+                bare_ms=bare_ms,
+                cached_ms=tuple(report.ttft_ms for report in warm),
+                prompt_tokens=link.prompt_tokens,
+                reused=link.reused_tokens,
+                recomputed=link.recomputed_tokens,
+                policy=link.policy,
+            )
+        )
+    return found

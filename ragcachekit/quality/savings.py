@@ -1,0 +1,37 @@
+"""Whether what reuse has saved so far pays for a check."""
+
+from __future__ import annotations
+
+from math import inf
+
+from ragcachekit.quality.check import MAX_SECONDS
+
+CHECK_PREFILLS = 10
+"""Prefills of each of its prompts that a check takes about: in full, of encodings, and of candidates."""
+
+
+class Savings:
+    """Seconds by which the prompts of a namespace were prefilled sooner than in full.
+
+    A full prefill is estimated by the quickest forward so far, per row, of those over at least half a prompt.
+    Prompts before the first such forward do not count.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self._per_row = 0.0, inf
+
+    def add(self, tokens: int, rows: int, seconds: float) -> None:
+        """Count a prompt of ``tokens`` whose forward computed ``rows`` of them in ``seconds``."""
+        if 2 * rows >= tokens:
+            self._per_row = min(self._per_row, seconds / rows)
+        if self._per_row < inf:
+            self.seconds += max(0.0, self._per_row * tokens - seconds)
+
+    def pay_for_check(self, tokens: int) -> bool:
+        """Whether they are as long as a check of prompts with ``tokens`` in all would take.
+
+        True where no prompt was computed: its chunks were encoded ahead, so its user wants them used well.
+        """
+        return self._per_row == inf or self.seconds >= min(
+            MAX_SECONDS, CHECK_PREFILLS * self._per_row * tokens
+        )

@@ -1,0 +1,93 @@
+"""The short demo on the sample model, with few documents, and what it shows of one question."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.demo import tour, tour_report
+from benchmarks.demo.answers import PART
+from benchmarks.demo.corpus import Settings
+from benchmarks.demo.side_by_side import SideBySide
+from ragcachekit.commands.sample_model import sample_model
+
+SMALL = Settings(
+    questions=2,
+    timed=2,
+    chunks=12,
+    wordpieces=90,
+    vectors=0,
+    k=2,
+    max_tokens=4,
+    modules=("heapq", "textwrap"),
+)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    sample_model()
+    return tmp_path_factory.mktemp("tour")
+
+
+@pytest.fixture(scope="module")
+def report(out):
+    return tour.run(SMALL, out, progress=False)
+
+
+def test_every_question_is_answered_both_ways(report, out):
+    found = report.part(PART).rows
+    assert len(found) == 2
+    for row in found:
+        assert row["bare"]
+        assert row["cached"]
+        assert len(row["cached_ms"]) == 2
+        assert row["prompt_tokens"] > row["reused"] > 0.5 * row["prompt_tokens"]
+        assert row["recomputed"] > 0
+    assert json.loads((out / tour_report.RESULTS).read_text())["rows"] == json.loads(json.dumps(report.rows))
+    assert (out / tour_report.PICTURE).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_bare_answer_is_that_of_generate():
+    folder, seen = sample_model(), []
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = [{"role": "user", "content": "What does heapq.heappop return?"}]
+    text, ms = tour.Bare(folder, 4).answer(tokenizer, prompt, seen.append)
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")
+    own = model.generate(**ids, max_new_tokens=4, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert text == tokenizer.decode(own, skip_special_tokens=True) == seen[-1]
+    assert len(seen) == 4
+    assert ms > 0
+
+
+def compared(bare_ms, cached_ms):
+    texts = {"question": "why?", "known": "so", "bare": "so", "cached": "so", "policy": "p"}
+    return tour.Compared(
+        **texts, bare_ms=bare_ms, cached_ms=cached_ms, prompt_tokens=10, reused=8, recomputed=1
+    )
+
+
+def test_one_outlier_decides_nothing():
+    found = [compared(6000.0, (600.0, 9000.0, 600.0)), compared(5000.0, (500.0,)), compared(9000.0, (300.0,))]
+    assert tour_report.speedups(found) == [10.0, 10.0, 30.0]
+    assert tour_report.summary(found) == (6.0, 0.6, 10.0)
+
+
+def test_the_question_on_the_terminal():
+    sides = SideBySide("Why [this]?", live=False)
+    with sides:
+        sides.left("Because of this")
+        waiting = shown(sides)
+        sides.begin_right()
+        sides.right("Of that")
+    assert "Why [this]?" in waiting
+    assert waiting.count("first token after") == 1
+    assert all(text in shown(sides) for text in ("Because of this", "Of that"))
+    assert shown(sides).count("first token after") == 2
+
+
+def shown(sides):
+    console = Console(width=100, file=io.StringIO())
+    console.print(sides.rendered())
+    return console.file.getvalue()
