@@ -94,7 +94,7 @@ def draw(found: Sequence[Compared], path: Path) -> None:
     height = 1.9 + 0.42 * len(found)
     figure = Figure(figsize=(11, height), facecolor="white")
     axes = figure.subplots()
-    figure.subplots_adjust(left=0.4, right=0.97, top=1 - 1.15 / height, bottom=0.45 / height)
+    figure.subplots_adjust(left=0.42, right=0.97, top=1 - 1.15 / height, bottom=0.45 / height)
     for place, one in enumerate(found):
         ends = median(one.cached_ms) / 1e3, one.bare_ms / 1e3
         axes.plot(ends, (place, place), color="#cfd6dc", linewidth=3, zorder=1)
