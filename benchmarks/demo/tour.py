@@ -145,6 +145,8 @@ def _compare(
     rag.encode(read.texts, prompt=prompts[0], progress=progress)
     show(f"Encoded {len(read.texts)} passages ahead, once, in {time.monotonic() - started:.0f} s")
     chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=settings.max_tokens))
+    rag.generate(prompts[-1], **ONE_TOKEN)  # the first of a process takes longer, with and without the cache
+    bare.answer(rag.tokenizer, [{"role": "user", "content": "Hello"}])
     found: list[Compared] = []
     pairs = tqdm([*zip(read.asked, prompts, strict=True)], "both", unit="prompt", disable=not progress)
     for question, prompt in pairs:

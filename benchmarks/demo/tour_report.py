@@ -91,8 +91,10 @@ def draw(found: Sequence[Compared], path: Path) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     bare, cached, middle = summary(found)
-    figure = Figure(figsize=(11, 1.9 + 0.42 * len(found)), facecolor="white", layout="constrained")
+    height = 1.9 + 0.42 * len(found)
+    figure = Figure(figsize=(11, height), facecolor="white")
     axes = figure.subplots()
+    figure.subplots_adjust(left=0.42, right=0.97, top=1 - 1.15 / height, bottom=0.45 / height)
     for place, one in enumerate(found):
         ends = median(one.cached_ms) / 1e3, one.bare_ms / 1e3
         axes.plot(ends, (place, place), color="#cfd6dc", linewidth=3, zorder=1)
@@ -111,11 +113,11 @@ def draw(found: Sequence[Compared], path: Path) -> None:
     axes.tick_params(length=0, labelsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     title = f"The answer begins {middle:.0f} times sooner: after {cached:.1f} s instead of {bare:.1f} s"
-    axes.set_title(title, fontsize=15, fontweight="bold", color=INK, loc="left", pad=26)
-    tokens = sum(one.prompt_tokens for one in found) / len(found)
+    figure.suptitle(title, fontsize=16, fontweight="bold", color=INK, x=0.015, y=1 - 0.2 / height, ha="left")
+    tokens, used = sum(one.prompt_tokens for one in found) / len(found), machine()
     detail = (
         "Time to the first token, logarithmic; grey: transformers, green: with RagCacheKit. SmolLM2-135M, "
-        f"prompts of {tokens:,.0f} tokens, {machine()['processor']}, {machine()['threads']} threads"
+        f"prompts of {tokens:,.0f} tokens, {used['processor']}, {used['threads']} threads"
     )
-    axes.text(0, 1.02, detail, transform=axes.transAxes, fontsize=9.5, color=GREY)
+    figure.text(0.015, 1 - 0.75 / height, detail, fontsize=9.5, color=GREY)
     figure.savefig(path, dpi=130)
