@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from benchmarks.demo.chain import build_chain, messages
 from benchmarks.demo.corpus import Corpus, Settings
 from benchmarks.demo.run import found_places, query_figures
 from benchmarks.demo.side_by_side import SideBySide
+from benchmarks.demo.tour_report import Compared
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from ragcachekit.commands.console import show
 from ragcachekit.commands.questions import bare_ids
@@ -35,26 +36,6 @@ TOUR = Settings(questions=10, timed=2, chunks=None, wordpieces=256, vectors=0, k
 """``timed``: warm repeats of each prompt; ``vectors``: the passages alone."""
 
 Shown = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One prompt of ``prompt_tokens``, answered by the bare model and with its passages' KV cached.
-
-    ``bare_ms`` and ``cached_ms`` (one per warm repeat) are milliseconds to the first token. ``reused`` counts
-    tokens that were not computed, ``recomputed`` those that were although they were cached.
-    """
-
-    question: str
-    known: str
-    bare: str
-    cached: str
-    bare_ms: float
-    cached_ms: tuple[float, ...]
-    prompt_tokens: int
-    reused: int
-    recomputed: int
-    policy: str
 
 
 def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:

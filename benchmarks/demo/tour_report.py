@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -16,10 +17,27 @@ from benchmarks.demo.side_by_side import NAMES
 from ragcachekit.commands.console import show
 from ragcachekit.commands.report import machine
 
-if TYPE_CHECKING:
-    from benchmarks.demo.tour import Compared
-
 RESULTS, PICTURE = "demo.json", "demo.png"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One prompt of ``prompt_tokens``, answered by the bare model and with its passages' KV cached.
+
+    ``bare_ms`` and ``cached_ms`` (one per warm repeat) are milliseconds to the first token. ``reused`` counts
+    tokens that were not computed, ``recomputed`` those that were although they were cached.
+    """
+
+    question: str
+    known: str
+    bare: str
+    cached: str
+    bare_ms: float
+    cached_ms: tuple[float, ...]
+    prompt_tokens: int
+    reused: int
+    recomputed: int
+    policy: str
 
 
 def speedups(found: Sequence[Compared]) -> list[float]:

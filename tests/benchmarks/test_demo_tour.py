@@ -63,7 +63,7 @@ def test_the_bare_answer_is_that_of_generate():
 
 def compared(bare_ms, cached_ms):
     texts = {"question": "why?", "known": "so", "bare": "so", "cached": "so", "policy": "p"}
-    return tour.Compared(
+    return tour_report.Compared(
         **texts, bare_ms=bare_ms, cached_ms=cached_ms, prompt_tokens=10, reused=8, recomputed=1
     )
 
