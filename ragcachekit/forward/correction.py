@@ -52,9 +52,10 @@ class Correction:
         rows = np.array(plan.rows, dtype=np.int64)
         groups = []
         for chunk in plan.placed:
-            first, last = map(int, np.searchsorted(rows, (chunk.start, chunk.stop)))
-            if not chunk.is_exact and 0 < last - first < chunk.tokens:
-                groups.append(Group(chunk.start, chunk.stop, first, last))
+            stop = min(chunk.stop, len(plan.token_ids))  # the last token of a prompt may be left to generate
+            first, last = map(int, np.searchsorted(rows, (chunk.start, stop)))
+            if not chunk.is_exact and 0 < last - first < stop - chunk.start:
+                groups.append(Group(chunk.start, stop, first, last))
         return cls(Groups(tuple(groups)), rows, device) if groups else None
 
     def apply(

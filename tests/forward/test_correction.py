@@ -108,6 +108,18 @@ def test_a_plan_whose_rows_are_all_recomputed_needs_no_correction():
     assert off(linked("llama", everything).logits, prefill(build("llama"), plan.token_ids).logits) < 2e-5
 
 
+def test_the_last_token_of_a_chunk_may_be_left_to_generate():
+    found = []
+    for corrects in (True, False):
+        plan = planned("llama", PARTS[:4], Every(corrects)).without_last()
+        assert plan.placed[-1].stop == len(plan.token_ids) + 1
+        found.append(linked("llama", plan).keys[1])
+    kept = [i for i in range(len(plan.token_ids)) if i not in plan.rows and i >= plan.placed[-1].start]
+    moved = (found[0] - found[1])[:, kept].abs().amax((0, 2))
+    assert kept
+    assert (moved > 1e-6).all()
+
+
 def test_a_policy_that_drops_rows_from_layer_to_layer_cannot_correct():
     class Dropping(Every):
         def narrow(self, layer, layers, rows, total, deviation):
