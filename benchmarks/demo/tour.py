@@ -117,21 +117,19 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
 def _compare(
     settings: Settings, read: Corpus, rag: RagCache, retriever: RagCacheRetriever, bare: Bare, progress: bool
 ) -> list[Compared]:
-    """Encode the passages ahead; then compare, the first question live."""
-    prompts = [
-        messages([read.texts[place] for place in found_places(retriever, question)], question.text)
-        for question in read.asked
-    ]
-    started = time.monotonic()
-    rag.encode(read.texts, prompt=prompts[0], progress=progress)
-    show(f"Encoded {len(read.texts)} passages ahead, once, in {time.monotonic() - started:.0f} s")
+    """Encode what the questions find ahead; then compare, the first question live."""
+    found = [[read.texts[place] for place in found_places(retriever, question)] for question in read.asked]
+    prompts = [messages(texts, question.text) for texts, question in zip(found, read.asked, strict=True)]
+    passages, started = list(dict.fromkeys(text for texts in found for text in texts)), time.monotonic()
+    rag.encode(passages, prompt=prompts[0], progress=progress)
+    show(f"Encoded the {len(passages)} passages that they find, once, in {time.monotonic() - started:.0f} s")
     chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=settings.max_tokens))
     rag.generate(prompts[-1], **ONE_TOKEN)  # the first of a process takes longer, with and without the cache
     bare.answer(rag.tokenizer, [{"role": "user", "content": "Hello"}])
-    found: list[Compared] = []
+    out: list[Compared] = []
     pairs = tqdm([*zip(read.asked, prompts, strict=True)], "both", unit="prompt", disable=not progress)
     for question, prompt in pairs:
-        with SideBySide(question.text, live=progress and not found) as sides:
+        with SideBySide(question.text, live=progress and not out) as sides:
             plain, bare_ms = bare.answer(rag.tokenizer, prompt, sides.left)
             sides.begin_right()
             cached = ""
@@ -143,7 +141,7 @@ def _compare(
         link = warm[0].link
         if 2 * link.reused_tokens < link.prompt_tokens:
             raise RagCacheError(f"a prompt was not served from the cache: {link}")
-        found.append(
+        out.append(
             Compared(
                 question=question.text,
                 known=question.answer,
@@ -157,4 +155,4 @@ def _compare(
                 policy=link.policy,
             )
         )
-    return found
+    return out

@@ -9,6 +9,9 @@ from ragcachekit.quality.check import MAX_SECONDS
 CHECK_PREFILLS = 10
 """Prefills of each of its prompts that a check takes about: in full, of encodings, and of candidates."""
 
+MIN_SAVED = 4
+"""Multiple of a check's time that must have been saved: it takes a quarter of what reuse gained, at most."""
+
 
 class Savings:
     """Seconds by which the prompts of a namespace were prefilled sooner than in full.
@@ -28,10 +31,10 @@ class Savings:
             self.seconds += max(0.0, self._per_row * tokens - seconds)
 
     def pay_for_check(self, tokens: int) -> bool:
-        """Whether they are as long as a check of prompts with ``tokens`` in all would take.
+        """Whether they are :data:`MIN_SAVED` times what a check of prompts with ``tokens`` in all would take.
 
         True where no prompt was computed: its chunks were encoded ahead, so its user wants them used well.
         """
-        return self._per_row == inf or self.seconds >= min(
-            MAX_SECONDS, CHECK_PREFILLS * self._per_row * tokens
-        )
+        if self._per_row == inf:
+            return True
+        return self.seconds >= MIN_SAVED * min(MAX_SECONDS, CHECK_PREFILLS * self._per_row * tokens)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragcachekit.quality.savings import CHECK_PREFILLS, Savings
+from ragcachekit.quality.savings import CHECK_PREFILLS, MIN_SAVED, Savings
 
 
 def after(*prompts):
@@ -25,16 +25,16 @@ def test_short_forwards_say_nothing_about_a_prefill():
     assert after((1000, 60, 30.0), COLD, WARM).seconds == pytest.approx(3.5)
 
 
-@pytest.mark.parametrize(("warm", "pays"), [(0, False), (10, False), (11, False), (12, True)])
-def test_a_check_is_paid_when_it_is_saved(warm, pays):
+@pytest.mark.parametrize(("warm", "pays"), [(0, False), (12, False), (45, False), (46, True)])
+def test_a_check_takes_a_quarter_of_what_was_saved(warm, pays):
     tokens = 1000
-    assert CHECK_PREFILLS * 4.0 == 40.0, "12 savings of 3.5 s"
+    assert MIN_SAVED * CHECK_PREFILLS * 4.0 == 160.0, "46 savings of 3.5 s"
     assert after(COLD, *[WARM] * warm).pay_for_check(tokens) is pays
 
 
 def test_a_check_takes_a_minute_at_most():
-    assert not after(COLD, *[WARM] * 17).pay_for_check(16_000)
-    assert after(COLD, *[WARM] * 18).pay_for_check(16_000)
+    assert not after(COLD, *[WARM] * 68).pay_for_check(16_000)
+    assert after(COLD, *[WARM] * 69).pay_for_check(16_000)
 
 
 def test_chunks_that_were_encoded_ahead_are_checked_at_once():
