@@ -88,7 +88,7 @@ class RagCache:
         Which cached tokens are recomputed: ``full``, ``reuse``, ``lego:16``, ``sensitive:0.1``,
         ... (an unknown name lists all). ``auto``, the default, chooses it and the
         encoder by a check of at most a minute on the model and a namespace's prompts: :meth:`tune`, or in the
-        background while no request runs, once 16 prompts were answered and reuse has saved four times its cost
+        background while no request runs, after 16 prompts, once reuse has saved four times its cost
         (not with ``cold="now"`` or ``"never"``). ``budget:0.1`` instead says how much may be lost; the last
         ``ragcachekit calibrate`` then decides the policy.
     encoder : str, optional
