@@ -312,7 +312,7 @@ def move_alike(
 ) -> None:
     """As :func:`ragcachekit_kernels.dispatch.move_alike`, one group in the cache at a time."""
     both, width = torch.cat(moves, -1), moves[0].shape[-1]
-    norms = torch.linalg.vector_norm(sides[by], dim=-1, dtype=torch.float32).clamp_min_(1e-12)[:, None]
+    norms = torch.linalg.vector_norm(sides[by].float(), dim=-1).clamp_min_(1e-12)[:, None]
     for start, stop, first, last in groups:
         at = slice(start, stop)
         weights = torch.bmm(alike[:, first:last], sides[by][:, at].float().mT).div_(norms[..., at]).exp_()

@@ -143,7 +143,7 @@ class Runner:
         generated = run.decoding.generated() if run.decoding is not None else run.alone
         assert generated is not None, "begun"
         answer = answer_of(generated, run.begun, request.stop, request.options, self._parts.parser.decode)
-        self._after_answer.submit(generated, request, run.kept)
+        self._after_answer.submit(generated, request, run.kept, run.begun)
         queued, report = (run.begun - request.submitted_at) * 1e3, answer.report
         report = replace(
             report,
@@ -260,10 +260,13 @@ class AfterAnswer:
         """Whether rows of missing chunks are observed, to be stored as the prompt computes them."""
         return self.cold != "never"
 
-    def submit(self, generated: Generated, request: Request, kept: frozenset[KVKey] | None) -> None:
+    def submit(
+        self, generated: Generated, request: Request, kept: frozenset[KVKey] | None, begun: float
+    ) -> None:
         """Use what an answered request produced: timings, exact rows, missing chunks, its prompt.
 
-        ``kept`` is what :meth:`keep_early` returned for it, if that was called.
+        ``kept`` is what :meth:`keep_early` returned for it, if that was called. It was ``begun`` at that time
+        of :func:`time.perf_counter`.
         """
         plan, parts = generated.plan, self._parts
         if generated.token_ids:  # else cancelled before the first token
@@ -279,7 +282,7 @@ class AfterAnswer:
                 self._can_observe &= again <= {item.key for item in self._own(generated)}
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
         if plan.report.namespace in parts.auto.used:
-            attempt(self._feed_auto, generated)
+            attempt(self._feed_auto, generated, begun)
 
     def encode_missing(self, missed: Iterable[Missing], kept: frozenset[KVKey] = frozenset()) -> None:
         """Count what a request missed, and encode it, now or later, but for what was kept."""
@@ -293,8 +296,9 @@ class AfterAnswer:
         elif self.cold == "now":
             attempt(encoder.now, missing)
 
-    def _feed_auto(self, generated: Generated) -> None:
-        plan, seconds = generated.plan, generated.first_token - generated.linked
+    def _feed_auto(self, generated: Generated, begun: float) -> None:
+        # Planning and waits for slow tiers are part of what reuse costs.
+        plan, seconds = generated.plan, generated.first_token - begun if generated.token_ids else None
         with self._registering:  # no forget ends meanwhile
             # Of another epoch it may hold a forgotten chunk.
             if plan.request is None or self._parts.rope.why_not_linked(len(plan.token_ids)):

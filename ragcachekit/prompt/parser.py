@@ -156,6 +156,8 @@ class PromptParser:
         """Unregister texts; with None, all of the namespace."""
         self.registry.forget(namespace, texts)
         self.special_tokens.forget(namespace, texts)
+        if self._tokens is not None:
+            self._tokens.forget()
 
     def parse(self, prompt: PromptLike, namespace: str, tools: Tools | None = None) -> ParsedPrompt:
         """Render, segment and tokenise one prompt.

@@ -89,6 +89,10 @@ class PromptTokenizer:
         """Ids of a chunk in a prompt, without last tokens that would run into a blank line after it."""
         return self._known_chunk(text)
 
+    def forget(self) -> None:
+        """Drop the chunks whose ids are kept."""
+        self._known_chunk.cache_clear()
+
     def _chunk(self, text: str) -> Ids:
         alone = self.plain(text)
         stable = common_prefix(alone, self.plain(text + "\n\nA"))

@@ -132,15 +132,16 @@ class AutoPolicies:
             known.encoded_alone = self._encoder is None and unknown and not given
         return self.resolve(namespace).policy
 
-    def follow(self, request: PromptRequest, background: bool, rows: int, seconds: float) -> None:
-        """After a request whose forward took ``seconds`` for its ``rows``: keep its prompt.
+    def follow(self, request: PromptRequest, background: bool, rows: int, seconds: float | None) -> None:
+        """After a request whose first token took ``seconds`` (None: there is none): keep its prompt.
 
         ``background``: start the check once there are enough prompts and reuse has saved what it costs.
         """
         namespace = request.namespace
         with self._lock:
             known = self._of(namespace)
-            known.savings.add(token_count(request.segments), rows, seconds)
+            if seconds is not None:
+                known.savings.add(token_count(request.segments), rows, seconds)
             prompt = CheckPrompt(request.segments, request.texts)
             if self._encoder == IN_PROMPT or not _can_differ(prompt):
                 return

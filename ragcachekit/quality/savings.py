@@ -14,17 +14,17 @@ MIN_SAVED = 4
 
 
 class Savings:
-    """Seconds by which the prompts of a namespace were prefilled sooner than in full.
+    """Seconds by which the first tokens of a namespace's prompts came sooner than by full prefills.
 
-    A full prefill is estimated by the quickest forward so far, per row, of those over at least half a prompt.
-    Prompts before the first such forward do not count.
+    A full prefill is estimated by the quickest so far, per row, of those that computed half a prompt or more.
+    Prompts before the first such prefill do not count.
     """
 
     def __init__(self) -> None:
         self.seconds, self._per_row = 0.0, inf
 
     def add(self, tokens: int, rows: int, seconds: float) -> None:
-        """Count a prompt of ``tokens`` whose forward computed ``rows`` of them in ``seconds``."""
+        """Count a prompt of ``tokens`` whose first token took ``seconds``, with ``rows`` of them computed."""
         if 2 * rows >= tokens:
             self._per_row = min(self._per_row, seconds / rows)
         if self._per_row < inf:

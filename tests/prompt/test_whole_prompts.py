@@ -1,5 +1,6 @@
 """Prompts have the ids of the user's own tokenizer, and chunks are found in them."""
 
+import copy
 import random
 import types
 
@@ -150,3 +151,21 @@ def test_a_tokenizer_that_changes_the_chunk_computes_it():
     made = parser.parse(f"Read {chunk}, now.", "docs")
     assert not any(s.is_chunk for s in made.segments)
     assert "computed" in made.notes[0]
+
+
+def test_a_chunk_is_tokenised_once_until_it_is_forgotten():
+    tokenizer, calls = copy.deepcopy(tokenizer_of(KINDS[0])), []
+
+    class Counting(type(tokenizer)):
+        def __call__(self, text, **options):
+            calls.append(text)
+            return super().__call__(text, **options)
+
+    tokenizer.__class__ = Counting
+    parser = PromptParser(tokenizer)
+    first, made = parser.chunk_ids("A chunk of its own."), len(calls)
+    assert parser.chunk_ids("A chunk of its own.") == first
+    assert len(calls) == made
+    parser.forget("docs", None)
+    assert parser.chunk_ids("A chunk of its own.") == first
+    assert len(calls) > made

@@ -39,3 +39,7 @@ def test_a_check_takes_a_minute_at_most():
 
 def test_chunks_that_were_encoded_ahead_are_checked_at_once():
     assert after(WARM, WARM).pay_for_check(16_000)
+
+
+def test_a_prefix_hit_before_any_prefill_counts_for_nothing():
+    assert after((1000, 10, 0.1), (1000, 10, 0.1)).seconds == 0
