@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragcachekit_kernels.in_torch import Places, Rotation
+from ragcachekit_kernels.arguments import Places, Rotation
 from ragcachekit_kernels.launch import FUSED, dense, interpreted, launching_on, padded
 
 TILE = 4096
@@ -28,6 +28,21 @@ def rounded(x, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
         even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(tl.abs(x) < float("inf"), even, bits).to(tl.float32, bitcast=True)
     return x.to(TYPE)
+
+
+@triton.jit
+def paired(dim, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Per dimension: place in the rotated part, whether it is a pair's first, the pair, its other dimension."""
+    within = dim - OFFSET
+    if INTERLEAVED:
+        is_first = within % 2 == 0
+        pair = within // 2
+        partner = tl.where(is_first, dim + 1, dim - 1)
+    else:
+        is_first = within < PAIRS
+        pair = tl.where(is_first, within, within - PAIRS)
+        partner = tl.where(is_first, dim + PAIRS, dim - PAIRS)
+    return within, is_first, pair, partner
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -52,15 +67,7 @@ def _assemble_kernel(
         factor = tl.load(scale + head * scale_head + row * scale_row, mask=inside, other=0.0)[:, None]
         x *= factor
     if PAIRS > 0:
-        within = dim - OFFSET
-        if INTERLEAVED:
-            is_first = within % 2 == 0
-            pair = within // 2
-            partner = tl.where(is_first, dim + 1, dim - 1)
-        else:
-            is_first = within < PAIRS
-            pair = tl.where(is_first, within, within - PAIRS)
-            partner = tl.where(is_first, dim + PAIRS, dim - PAIRS)
+        within, is_first, pair, partner = paired(dim, PAIRS, OFFSET, INTERLEAVED)
         at = tl.load(turns + row, mask=inside, other=-1)[:, None]
         turned = mask & (at >= 0) & (within >= 0) & (within < 2 * PAIRS)
         y = tl.load(of_row + partner, mask=turned, other=0.0).to(tl.float32)

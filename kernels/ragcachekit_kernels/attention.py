@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ragcachekit_kernels.in_torch import AttentionOptions
+from ragcachekit_kernels.arguments import AttentionOptions
 from ragcachekit_kernels.launch import FUSED, dense, factors, launching_on, padded, processors, upcast
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ragcachekit_kernels import in_torch
-from ragcachekit_kernels.in_torch import (
+from ragcachekit_kernels.arguments import (
     AttentionOptions,
-    ContextMass,
     Group,
     Groups,
     Place,
@@ -28,9 +27,9 @@ from ragcachekit_kernels.in_torch import (
     Rows,
     Spans,
     checked_rows,
-    rotate,
     spans_within,
 )
+from ragcachekit_kernels.in_torch import ContextMass, rotate
 from ragcachekit_kernels.launch import interpreted
 
 # fmt: off

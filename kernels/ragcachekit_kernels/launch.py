@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ragcachekit_kernels.in_torch import AttentionOptions
+from ragcachekit_kernels.arguments import AttentionOptions
 
 FUSED = {"enable_fp_fusion": True}
 """Launch option of every kernel: multiplications and additions fuse (Triton 3.9 wants the choice made)."""

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragcachekit_kernels.assembly import rounded
-from ragcachekit_kernels.in_torch import Groups, Rotation
+from ragcachekit_kernels.arguments import Groups, Rotation
+from ragcachekit_kernels.assembly import paired, rounded
 from ragcachekit_kernels.launch import FUSED, interpreted, launching_on, padded
 
 TILE, ROWS = 4096, 16
@@ -35,16 +35,8 @@ def _move_kernel(
     length = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
 
     dim = tl.arange(0, D_PAD)[None, :]
-    turned = (dim >= OFFSET) & (dim < OFFSET + 2 * PAIRS)
-    within = dim - OFFSET
-    if INTERLEAVED:
-        is_first = within % 2 == 0
-        pair = within // 2
-        partner = tl.where(is_first, dim + 1, dim - 1)
-    else:
-        is_first = within < PAIRS
-        pair = tl.where(is_first, within, within - PAIRS)
-        partner = tl.where(is_first, dim + PAIRS, dim - PAIRS)
+    within, is_first, pair, partner = paired(dim, PAIRS, OFFSET, INTERLEAVED)
+    turned = (within >= 0) & (within < 2 * PAIRS)
 
     total = tl.zeros([TOKENS], dtype=tl.float32)
     own = tl.zeros([TOKENS, D_PAD], dtype=tl.float32)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragcachekit_kernels.in_torch import AttentionOptions, ContextMass, Spans, span_sums
+from ragcachekit_kernels.arguments import AttentionOptions, Spans
+from ragcachekit_kernels.in_torch import ContextMass, span_sums
 from ragcachekit_kernels.launch import FUSED, LOG2E, dense, factors, launching_on, padded, processors, upcast
 from ragcachekit_kernels.scores_kernels import columns_kernel, log_sums_kernel
 

@@ -1,5 +1,8 @@
 """The benchmarks over a small sample world: shared fixtures."""
 
+import pytest
+
+from benchmarks.demo.corpus import Settings
 from command_fixtures import (  # noqa: F401
     command,
     corpus,
@@ -10,3 +13,20 @@ from command_fixtures import (  # noqa: F401
     reader_copy,
     world,
 )
+from ragcachekit.commands.sample_model import sample_model
+
+
+@pytest.fixture(scope="module")
+def small_demo():
+    """Settings with which a demo takes seconds; the sample model is there."""
+    sample_model()
+    return Settings(
+        questions=2,
+        timed=1,
+        chunks=12,
+        wordpieces=90,
+        vectors=50,
+        k=2,
+        max_tokens=4,
+        modules=("heapq", "textwrap"),
+    )

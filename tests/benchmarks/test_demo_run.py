@@ -6,31 +6,13 @@ import pytest
 
 from benchmarks.demo import run as demo
 from benchmarks.demo.answers import PART
-from benchmarks.demo.corpus import Settings
 from benchmarks.demo.first_token import STATES
-from ragcachekit.commands.sample_model import sample_model
 
 pytestmark = pytest.mark.soak
-SMALL = Settings(
-    questions=2,
-    timed=1,
-    chunks=12,
-    wordpieces=90,
-    vectors=50,
-    k=2,
-    max_tokens=4,
-    modules=("heapq", "textwrap"),
-)
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    sample_model()
-    return tmp_path_factory.mktemp("demo")
-
-
-def test_every_part_has_its_figures(out):
-    report = demo.run(SMALL, out, progress=False)
+def test_every_part_has_its_figures(small_demo, tmp_path):
+    report = demo.run(small_demo, out := tmp_path, progress=False)
     answers = report.part(PART).rows
     assert len(answers) == 2
     for row in answers:

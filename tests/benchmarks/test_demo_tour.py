@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -9,31 +10,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo import tour, tour_report
 from benchmarks.demo.answers import PART
-from benchmarks.demo.corpus import Settings
 from benchmarks.demo.side_by_side import SideBySide
 from ragcachekit.commands.sample_model import sample_model
-
-SMALL = Settings(
-    questions=2,
-    timed=2,
-    chunks=12,
-    wordpieces=90,
-    vectors=0,
-    k=2,
-    max_tokens=4,
-    modules=("heapq", "textwrap"),
-)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    sample_model()
     return tmp_path_factory.mktemp("tour")
 
 
 @pytest.fixture(scope="module")
-def report(out):
-    return tour.run(SMALL, out, progress=False)
+def report(small_demo, out):
+    return tour.run(replace(small_demo, timed=2, vectors=0), out, progress=False)
 
 
 def test_every_question_is_answered_both_ways(report, out):
