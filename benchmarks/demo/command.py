@@ -1,4 +1,4 @@
-"""``python -m benchmarks demo``: what the library does for a small chat model, in three minutes or in ten."""
+"""``python -m benchmarks demo``: what the library does for a small chat model, in short or in full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ragcachekit.commands.console import quiet_loading
 
 def demo(
     full: Annotated[
-        bool, typer.Option("--full", help="30 questions, 600 chunks, all tiers, intervals: ten minutes.")
+        bool,
+        typer.Option(
+            "--full", help="30 questions, 600 chunks, all tiers, intervals; takes several times as long."
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for results and picture.")] = Path("demo-out"),
 ) -> None:

@@ -63,7 +63,7 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     tour_report.draw(found, out / tour_report.PICTURE)
     show(
         f"Wrote {tour_report.RESULTS} and {tour_report.PICTURE} to {out}; {time.monotonic() - start:.0f} s. "
-        "More, in ten minutes: make demo FULL=1"
+        "More: make demo FULL=1"
     )
     return report
 
