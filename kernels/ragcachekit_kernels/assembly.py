@@ -32,7 +32,7 @@ def rounded(x, TYPE: tl.constexpr, BY_HAND: tl.constexpr):
 
 @triton.jit
 def paired(dim, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Per dimension: place in the rotated part, whether it is a pair's first, the pair, its other dimension."""
+    """Per dimension: place in the rotated part, whether it is first of its pair, the pair, its partner."""
     within = dim - OFFSET
     if INTERLEAVED:
         is_first = within % 2 == 0
