@@ -183,34 +183,37 @@ def page(checks: Sequence[FamilyCheck]) -> str:
 
 
 _EXPLAINED = (
-    "`RagCache(model)` checks the model and grades it. `rag.grade`, `repr(rag)` and "
-    "`ragcachekit check-model MODEL` tell the grade and the reason. Every causal LM works.",
+    "`RagCache(model)` tests the model and grades it. On this page you can look up the grade of a model "
+    "family. For your own model, `rag.grade`, `repr(rag)` and `ragcachekit check-model MODEL` give the grade "
+    "and the reason. Every causal LM works.",
     "",
-    "- **linked**: chunks are reused at any place of a prompt, in any order; exact beginnings as well.",
-    "- **prefix**: exact beginnings alone are reused: the system text, the documents after it while they are "
-    "the same in the same order, earlier turns. Answers are those of the bare model. Put what repeats first, "
+    "- **linked**: chunks are reused anywhere in a prompt, in any order. Exact beginnings are reused as well.",
+    "- **prefix**: only exact beginnings are reused: the system text, the documents after it while they are "
+    "the same in the same order, earlier turns. Answers equal the bare model's. Put what repeats first, "
     'and give the [retriever](retrieval.md) `order="cached"`. Recurrent states are kept after the system '
     "text and every chunk.",
     "",
-    "Where attention depends on positions from some token on (Ministral 3, Llama 4), prompts up to there are "
-    "linked. Longer ones are prefilled in full, with the reason in the report.",
+    "On some models (Ministral 3, Llama 4), attention depends on the absolute position beyond a certain "
+    "token. Prompts up to there are linked. Longer ones are prefilled in full, with the reason in the report.",
     "",
-    "Checked against an untouched copy of each model. Linked: with everything recomputed, logits are within "
-    "1e-5 and greedy tokens equal; with four tokens of a chunk, logits, keys and values are within 1e-4 of "
-    f"decoding steps. Prefix: greedy tokens are equal in {DIALOGUES} random dialogues with hits, evictions, "
-    "restarts and forgotten chunks.",
+    "Each model was compared with an untouched copy. Linked: with everything recomputed, logits are within "
+    "1e-5 and greedy tokens equal; with four tokens of a chunk recomputed, logits, keys and values are within "
+    f"1e-4 of decoding steps. Prefix: greedy tokens are equal in {DIALOGUES} random dialogues with hits, "
+    "evictions, restarts and forgotten chunks.",
 )
+
 
 
 _WHY = (
     "Why some with RoPE are not linked:",
     "",
     "- Beam scales queries by their position; Hunyuan multiplies queries and keys by a norm's weights after "
-    "rotating them. A chunk at another place is another chunk there.",
-    "- Doge adds a weight per key to the mask; linked forwards have none.",
-    "- Falcon and GPT-NeoX Japanese attend by code of their own; a registered function is not called.",
+    "rotating them. At another position, a chunk is a different chunk for them.",
+    "- Doge adds a weight per key to the mask, which the linked forward cannot do.",
+    "- Falcon and GPT-NeoX Japanese have their own attention code and do not call a registered attention "
+    "function.",
     "- Sparse attention with an indexer caches a third tensor per layer, rotated in another layout, and "
-    "chooses keys over a mask.",
+    "chooses keys with a mask.",
 )
 
 

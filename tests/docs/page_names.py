@@ -105,9 +105,6 @@ def _of_llama_index() -> dict[str, Any]:
 
 
 def _of_page(page: Path, names: dict[str, Any]) -> dict[str, Any]:
-    if page.name in ("README.md", "langchain.md"):
-        both = [("system", "Answer from the context.\n\n{context}"), ("human", "{question}")]
-        return {"prompt": ChatPromptTemplate(both)}
     if page.name == "serving.md":
         index = DocumentIndex()
         vectors = np.eye(len(TEXTS), WIDTH)
@@ -115,7 +112,6 @@ def _of_page(page: Path, names: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "embedding": vectors[0]}
     if page.name == "tuning.md":
         names["rag"].register(TEXTS)
-    if page.name == "tolerance.md":
         rows = np.random.default_rng(0).normal(size=(3, 40, WIDTH))
         return {"same": (rows[0], rows[0] + 0.01 * rows[1]), "different": (rows[0], rows[2])}
     if page.name == "retrieval.md":
