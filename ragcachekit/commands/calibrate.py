@@ -102,8 +102,8 @@ def race(
     """Ask questions by number in this (random) ``order`` until the cheapest within ``budget`` is sure.
 
     ``ask`` gives what each of the named policies loses on a question. After each round candidates that are
-    surely over the budget are dropped. The upper bound's added question counts the worst loss that was seen,
-    at least ``worst``.
+    surely over the budget are dropped. To be cautious, the upper bound includes one more question with the
+    worst loss seen so far, at least ``worst``.
     """
     found = [Candidate(name) for name in policies]
     racing = list(found)

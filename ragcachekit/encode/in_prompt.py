@@ -94,7 +94,8 @@ def _serves(first: Missing, item: Missing) -> bool:
 class AverageEncoder:
     """Encodes a chunk after every context of its :class:`AverageEncoding`, and takes the mean.
 
-    Chunks that are encoded after each other share forwards: four chunks take four, one per rotation.
+    Chunks that are encoded after each other share forwards: a block of four chunks takes four forwards, each
+    with the chunks in another cyclic order.
     ``question`` are the token ids of a question about any chunk.
     """
 
