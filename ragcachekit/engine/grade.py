@@ -18,7 +18,7 @@ from ragcachekit.engine.admission import admit
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.files import make_folder, parse_json, read_regular
 from ragcachekit.forward.attention import install
-from ragcachekit.forward.check import compare, tolerance_for
+from ragcachekit.forward.check import compare, tolerance_for, why_not_together
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope, context_of, describe_rope
 from ragcachekit.model.snapshots import PAST, SnapshotLayout, run
@@ -26,7 +26,7 @@ from ragcachekit.types import check_type
 
 log = logging.getLogger(__name__)
 
-CHECK_VERSION = 3  # raised when a check itself changes
+CHECK_VERSION = 4  # raised when a check itself changes
 
 TOKENS, CUTS = 40, (17, 31)
 """Tokens of the check's prompt, and after how many of them a snapshot is made."""
@@ -39,12 +39,14 @@ class Grade:
     - ``name``: ``linked``: chunks at any place of a prompt. ``prefix``: beginnings of prompts.
     - ``why``: Why chunks cannot be linked, and why nothing can be reused, if so.
     - ``layout``: The shape of the KV; None where nothing can be reused.
+    - ``alone``: Why requests are not decoded together, if so.
     """
 
     name: Literal["linked", "prefix"]
     rope: Rope
     layout: KVLayout | SnapshotLayout | None
     why: str = ""
+    alone: str | None = "this model's caches are not decoded together"
 
 
 def check_generates(model: Any) -> None:
@@ -65,15 +67,17 @@ def check_generates(model: Any) -> None:
 def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
     """The grade of a model that generates, by checks on the model itself.
 
-    That a model can be linked is noted in a small file in ``folder``, for the next time; an unreadable or
-    unwritable one only costs another check.
+    That a model can be linked, and whether it decodes requests together, is noted in a small file in
+    ``folder``, for the next time; an unreadable or unwritable one only costs another check.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
     record = folder / "admitted" / f"{fingerprint}.json"
     with suppress(OSError, ValueError):
-        if parse_json(read_regular(record)) == versions:
+        noted = parse_json(read_regular(record))
+        if isinstance(noted, dict) and noted == {**versions, "alone": noted.get("alone")}:
+            alone = noted["alone"]
             install(model)
-            return Grade("linked", describe_rope(model), KVLayout.of(model))
+            return Grade("linked", describe_rope(model), KVLayout.of(model), alone=alone and str(alone))
     try:
         rope = describe_rope(model)
         log.info("admitted %s: %s", type(model).__name__, admit(model, rope))
@@ -82,12 +86,13 @@ def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
     except Exception as error:  # of the model's own code
         log.warning("%s could not be checked for linking", type(model).__name__, exc_info=True)
         return _prefix_grade(model, str(error) or type(error).__name__)
+    alone = why_not_together(model)
     try:
         make_folder(record.parent)
-        record.write_text(json.dumps(versions))
+        record.write_text(json.dumps({**versions, "alone": alone}))
     except OSError as error:
         log.warning("could not note that the model passed its check: %s", error)
-    return Grade("linked", rope, KVLayout.of(model))
+    return Grade("linked", rope, KVLayout.of(model), alone=alone)
 
 
 def _prefix_grade(model: Any, why: str) -> Grade:

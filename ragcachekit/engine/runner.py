@@ -69,6 +69,7 @@ class Runner:
             decode=parts.parser.decode,
             max_batch=config.max_batch,
             max_bytes=config.batch_bytes,
+            alone=parts.grade.alone,
         )
 
     # -- requests that wait ------------------------------------------------------------------------
@@ -107,8 +108,6 @@ class Runner:
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
             why = self.decoder.why_alone(request.options, request.rows) if unchanged else "the model changed"
-            if self._parts.grade.name != "linked":
-                why = "this model's caches are not decoded together"
             if why is not None:
                 prompt = prompt.with_note(f"generated alone and not in a batch: {why}")
             try:

@@ -14,7 +14,6 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from ragcachekit.forward.attention import RequestKV, decode
-from ragcachekit.forward.check import why_not_together
 from ragcachekit.forward.rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.options import effective, end_tokens, uses_beams
 from ragcachekit.generate.run import DecodingLoop, Generated, StopStrings, run_generate
@@ -168,6 +167,7 @@ class BatchDecoder:
 
     At most ``max_batch`` requests are decoded together, with at most ``max_bytes`` of KV of their prompts and
     longest answers (default: a tenth of a GPU's free memory, else 2 GiB); a request alone may exceed it.
+    ``alone`` is why no request of this model may join another, if so.
     """
 
     def __init__(
@@ -178,8 +178,9 @@ class BatchDecoder:
         decode: Callable[[Sequence[int]], str],
         max_batch: int,
         max_bytes: int | None = None,
+        alone: str | None = None,
     ) -> None:
-        self._model, self._rope = model, rope
+        self._model, self._rope, self._alone = model, rope, alone
         self.run = partial(run_generate, model, rope, decode=decode)
         if max_bytes is None:
             on_gpu = model.device.type == "cuda"
@@ -195,8 +196,7 @@ class BatchDecoder:
     def why_alone(self, options: Mapping[str, Any], rows: int = 0) -> str | None:
         """Why a request with these options of generate has to :meth:`run` alone, or None.
 
-        ``rows`` are those of its prompt and longest answer. The first call checks the model, by a few
-        forwards over some twenty tokens.
+        ``rows`` are those of its prompt and longest answer.
         """
         defaults = self._model.generation_config
         if self._rope.depends_on_length:
@@ -210,7 +210,7 @@ class BatchDecoder:
         healed = ["token_healing"] if effective(options, defaults, "token_healing") else []
         for name in (*of_forward, *healed):
             return f"{name} is not decoded in a batch"
-        return self._why_not_together
+        return self._alone
 
     def has_room(self, tokens: int) -> bool:
         """Whether a request of so many tokens, prompt and longest answer, may begin."""
@@ -268,10 +268,6 @@ class BatchDecoder:
         """Drop all requests."""
         for decoding in self.active:
             self.drop(decoding)
-
-    @cached_property
-    def _why_not_together(self) -> str | None:
-        return why_not_together(self._model)
 
     @cached_property
     def _token_bytes(self) -> int:

@@ -34,7 +34,7 @@ from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, whole_id
 COMPUTED = "computed"
 """Source of chunks that are not cached."""
 
-CONTEXTS_TO_OBSERVE = 3
+CONTEXTS_TO_OBSERVE = 2
 """A prompt computes a chunk again while the mean that is stored of it is of fewer contexts."""
 
 RECOMPUTED = "the policy recomputed all that was cached"

@@ -47,9 +47,7 @@ def make(model, folder):
 
         def new(**options):
             options = {"cold": "never", "policy": "lego:4", **options}
-            rag = opened.enter_context(RagCache(model, byte_level(), cache_dir=folder, **options))
-            rag.queue.runner.decoder.why_alone({})  # its check of the model runs layers, too
-            return rag
+            return opened.enter_context(RagCache(model, byte_level(), cache_dir=folder, **options))
 
         yield new
     assert not [t.name for t in threading.enumerate() if t.name.startswith("ragcachekit-scope")]
