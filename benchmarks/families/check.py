@@ -203,7 +203,6 @@ _EXPLAINED = (
 )
 
 
-
 _WHY = (
     "Why some with RoPE are not linked:",
     "",
