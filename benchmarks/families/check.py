@@ -187,18 +187,20 @@ _EXPLAINED = (
     "family. For your own model, `rag.grade`, `repr(rag)` and `ragcachekit check-model MODEL` give the grade "
     "and the reason. Every causal LM works.",
     "",
-    "- **linked**: chunks are reused anywhere in a prompt, in any order. Exact beginnings are reused as well.",
+    "- **linked**: chunks are reused anywhere in a prompt, in any order. Exact beginnings are reused "
+    "as well.",
     "- **prefix**: only exact beginnings are reused: the system text, the documents after it while they are "
     "the same in the same order, earlier turns. Answers equal the bare model's. Put what repeats first, "
     'and give the [retriever](retrieval.md) `order="cached"`. Recurrent states are kept after the system '
     "text and every chunk.",
     "",
     "On some models (Ministral 3, Llama 4), attention depends on the absolute position beyond a certain "
-    "token. Prompts up to there are linked. Longer ones are prefilled in full, with the reason in the report.",
+    "token. Prompts up to there are linked. Longer ones are prefilled in full, with the reason in the "
+    "report.",
     "",
     "Each model was compared with an untouched copy. Linked: with everything recomputed, logits are within "
-    "1e-5 and greedy tokens equal; with four tokens of a chunk recomputed, logits, keys and values are within "
-    f"1e-4 of decoding steps. Prefix: greedy tokens are equal in {DIALOGUES} random dialogues with hits, "
+    "1e-5 and greedy tokens equal; with four tokens of a chunk recomputed, logits, keys and values are "
+    f"within 1e-4 of decoding steps. Prefix: greedy tokens are equal in {DIALOGUES} random dialogues with hits, "
     "evictions, restarts and forgotten chunks.",
 )
 
