@@ -25,7 +25,6 @@ from ragcachekit import RagCache
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
 from ragcachekit.types import DEFAULT_POLICY
 
@@ -56,9 +55,7 @@ def framework_batches(
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="ragcachekit-bench-") as folder,
-        RagCache.from_pretrained(
-            resolve_model(model), dtype="float32", policy=policy, cold="now", cache_dir=folder
-        ) as rag,
+        RagCache.from_pretrained(model, dtype="float32", policy=policy, cold="now", cache_dir=folder) as rag,
         tqdm(total=2 * runs, unit="round") as bar,
     ):
         rag.model.generation_config.eos_token_id = None  # all answers have the same length

@@ -21,10 +21,9 @@ from ragcachekit import Prompt, RagCache, StoreConfig, TreeConfig
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport, table
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import CorpusError
 from ragcachekit.model.kv import KVLayout
-from ragcachekit.model.weights import load_model
+from ragcachekit.model.loading import load_model
 
 FULL, PREFIX = "full", "prefix"
 TUNED = 8
@@ -59,7 +58,7 @@ def novel_questions(
     ``speedup`` the time to the first token of ``full`` over that of the policy.
     """
     quiet_loading()
-    lm, tokenizer = load_model(resolve_model(model), "cpu", dtype=torch.float32)
+    lm, tokenizer = load_model(model, "cpu", dtype=torch.float32)
     lm.generation_config.eos_token_id = None  # all answers have the same length
     texts = text_documents(tokenizer, documents, chunk_tokens, dataset=dataset)
     prompts = list(novel_prompts(texts, TUNED + questions, chunks, seed))

@@ -21,9 +21,8 @@ from ragcachekit import RagCache, SpeculativePipeline
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.weights import load_model
+from ragcachekit.model.loading import load_model
 from ragcachekit.retrieval.index import VectorIndex
 from ragcachekit.types import DEFAULT_POLICY
 
@@ -55,7 +54,7 @@ def speculation(
     prefill after it. ``exposed_ms`` is the part of the search before the final request was submitted.
     """
     quiet_loading()
-    lm, tokenizer = load_model(resolve_model(model), "cpu", dtype=torch.float32)
+    lm, tokenizer = load_model(model, "cpu", dtype=torch.float32)
     lm.generation_config.eos_token_id = None
     workload = of_dataset(dataset, questions, wordings=1, vectors=vectors, progress=True)
     texts = text_documents(tokenizer, documents, chunk_tokens, dataset=dataset)

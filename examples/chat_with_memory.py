@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 
 from ragcachekit import RagCache, TreeConfig
-from ragcachekit.commands.sample_model import resolve_model
 
 DOCUMENTS = (
     "The lighthouse of Norda was built in 1874. Its keeper, Edna Lund, studied marine biology before that.",
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ask", action="store_true", help="read questions from the keyboard")
     given = parser.parse_args(arguments)
     tree = TreeConfig(host_bytes=1 << 30, turns_bytes=1 << 30)
-    with RagCache.from_pretrained(resolve_model(given.model), tree=tree) as rag:
+    with RagCache.from_pretrained(given.model, tree=tree) as rag:
         rag.register(DOCUMENTS)
         chat(rag, typed() if given.ask else QUESTIONS)
 

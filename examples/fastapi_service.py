@@ -15,7 +15,6 @@ from fastapi import FastAPI, Header, HTTPException
 from pydantic import BaseModel
 
 from ragcachekit import DeadlineExceeded, QueueConfig, QueueFull, RagCache, agenerate
-from ragcachekit.commands.sample_model import resolve_model
 
 
 class Question(BaseModel):
@@ -56,4 +55,4 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="sample", help="folder or hub id")
-    uvicorn.run(service(resolve_model(parser.parse_args().model)), port=8000)
+    uvicorn.run(service(parser.parse_args().model), port=8000)

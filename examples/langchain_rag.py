@@ -13,7 +13,6 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from ragcachekit import RagCache
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.commands.sample_model import resolve_model
 
 DOCUMENTS = (
     "The ferry to Norda leaves at eight in the morning, on Sundays at ten. The crossing takes fifty minutes.",
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompt = ChatPromptTemplate(
         [("system", "Answer the question from the context.\n\n{context}"), ("human", "{question}")]
     )
-    with RagCache.from_pretrained(resolve_model(model)) as rag:
+    with RagCache.from_pretrained(model) as rag:
         retriever = RagCacheRetriever.wrap(store.as_retriever(search_kwargs={"k": 2}), cache=rag)  # <- line 1
         chat = ChatRagCache(cache=rag, max_tokens=24)  # <- line 2
         chain = {"context": retriever | format_docs, "question": RunnablePassthrough()} | prompt | chat

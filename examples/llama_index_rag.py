@@ -14,7 +14,6 @@ from pydantic import PrivateAttr
 from llama_index_ragcachekit import RagCacheLLM, RagCacheRetriever
 from ragcachekit import RagCache
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.commands.sample_model import resolve_model
 
 TEXTS = (
     "The ferry to Norda leaves at eight in the morning, on Sundays at ten. The crossing takes fifty minutes.",
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="sample", help="folder or hub id")
     model, embedding = parser.parse_args(arguments).model, LocalEmbedding()
     index = VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=embedding)
-    with RagCache.from_pretrained(resolve_model(model)) as rag:
+    with RagCache.from_pretrained(model) as rag:
         inner = index.as_retriever(similarity_top_k=2)
         retriever = RagCacheRetriever(inner, embed_model=embedding, cache=rag)  # <- line 1
         llm = RagCacheLLM(cache=rag, max_tokens=24)  # <- line 2

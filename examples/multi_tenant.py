@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 
 from ragcachekit import RagCache, StoreConfig
-from ragcachekit.commands.sample_model import resolve_model
 
 HANDBOOK = (
     "Holidays are requested two weeks ahead. The head of the team answers within three days, and unused days "
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Encode for one tenant, ask for two, then forget one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="sample", help="folder or hub id")
-    model = resolve_model(parser.parse_args(arguments).model)
+    model = parser.parse_args(arguments).model
     store = StoreConfig(host_bytes=256 << 20, quotas=QUOTAS)
     with RagCache.from_pretrained(model, policy="lego:4", store=store, cold="never") as rag:
         rag.encode([HANDBOOK], namespace="acme")

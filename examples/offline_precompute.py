@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Sequence
 
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
-from ragcachekit.commands.sample_model import resolve_model
 
 SYSTEM = "Answer the question from the context.\n\n"
 DOCUMENTS = (
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kv", default="kv", help="folder of the KV on disk")
     parser.add_argument("--step", choices=("encode", "answer", "both"), default="both")
     given = parser.parse_args(arguments)
-    model = resolve_model(given.model)
+    model = given.model
 
     def engine(host_bytes: int) -> RagCache:
         store = StoreConfig(host_bytes=host_bytes, disk_path=given.kv, disk_bytes=4 << 30)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcachekit import RagCache
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.policies.base import PlacedChunk
 
 DOCUMENTS = (
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Answer one question under several policies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="sample", help="folder or hub id")
-    model = resolve_model(parser.parse_args(arguments).model)
+    model = parser.parse_args(arguments).model
     content = "\n\n".join(["Answer from the context.", *DOCUMENTS, QUESTION])
     with RagCache.from_pretrained(model, policy=Ends(4)) as rag:
         rag.encode(DOCUMENTS)

@@ -21,10 +21,10 @@ from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
 from ragcachekit.commands.console import show
 from ragcachekit.commands.questions import PromptMaker
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
+from ragcachekit.model.sample_model import resolve_model
 
 RESULTS, PICTURE = "demo.json", "demo.png"
 

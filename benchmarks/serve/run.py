@@ -19,9 +19,8 @@ from benchmarks.serve.workload import Ids, ServeRequest, random_documents, text_
 from benchmarks.shapes import dtype_named, random_model
 from ragcachekit import QueueConfig, RagCache, StoreConfig, TreeConfig
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.commands.sample_model import resolve_model
 from ragcachekit.model.kv import KVLayout
-from ragcachekit.model.weights import load_model
+from ragcachekit.model.loading import load_model
 from ragcachekit.policies.registry import open_policy
 
 SEQUENTIAL, BATCHING, SHARING = BASELINES = ("sequential", "batching", "sharing")
@@ -219,7 +218,7 @@ class _Bench:
             model, tokenizer = random_model(shape, dtype=settings.dtype, device=settings.device), None
         else:
             dtype = dtype_named(settings.dtype)
-            model, tokenizer = load_model(resolve_model(settings.model), settings.device, dtype=dtype)
+            model, tokenizer = load_model(settings.model, settings.device, dtype=dtype)
         model.generation_config.eos_token_id = None  # all answers have the same length
         return model, tokenizer
 

@@ -26,7 +26,7 @@ def why_prefix(name: str) -> str:
     """
     from transformers import AutoConfig
 
-    from ragcachekit.commands.sample_model import resolve_model
+    from ragcachekit.model.sample_model import resolve_model
 
     with explained(name, ValueError):
         text = AutoConfig.from_pretrained(resolve_model(name)).get_text_config(decoder=True)

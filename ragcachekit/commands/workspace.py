@@ -89,34 +89,26 @@ def explained(name: str, *kinds: type[Exception]) -> Iterator[None]:
 
 def load_tokenizer(name: str) -> Any:
     """Load the model's tokenizer, before its weights, so that a corpus is checked first."""
-    from transformers import AutoTokenizer
+    from ragcachekit.model.loading import load_tokenizer
 
-    from ragcachekit.commands.sample_model import resolve_model
-
-    name = resolve_model(name)
     with explained(name, ValueError):  # what transformers raises for a folder without tokenizer
-        if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-            raise FileNotFoundError(name)  # not a hub id: do not ask the hub
-        return AutoTokenizer.from_pretrained(name)
+        return load_tokenizer(name)
 
 
 def load_checked(name: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     """Load model and tokenizer of a folder or hub id; ``dtype`` ``auto`` is that of its file."""
-    from ragcachekit.commands.sample_model import resolve_model
-    from ragcachekit.model.weights import load_model
+    from ragcachekit.model.loading import load_model
 
-    name = resolve_model(name)
     with explained(name, ValueError):
         return load_model(name, device, dtype=dtype)
 
 
 def open_engine(model: str, **options: Any) -> RagCache:
     """Load a model of a folder or hub id with its caches, for chunks that are meant to come again."""
-    from ragcachekit.commands.sample_model import resolve_model
     from ragcachekit.engine.rag_cache import RagCache
 
     with explained(model):
-        return RagCache.from_pretrained(resolve_model(model), encode_after=1, **options)
+        return RagCache.from_pretrained(model, encode_after=1, **options)
 
 
 @dataclass(frozen=True)

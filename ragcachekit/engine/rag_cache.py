@@ -47,7 +47,7 @@ from ragcachekit.generate.options import (
     stop_strings,
     uses_beams,
 )
-from ragcachekit.model.weights import load_model
+from ragcachekit.model.loading import load_model
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plots import Plots
@@ -154,7 +154,7 @@ class RagCache:
     def from_pretrained(
         cls, model_id: str | os.PathLike[str], *, device: str | None = None, **options: Any
     ) -> Self:
-        """Load a local folder or hub id with ``AutoModelForCausalLM`` and wrap it.
+        """Load a local folder, a hub id or ``sample`` with ``AutoModelForCausalLM`` and wrap it.
 
         ``options`` are those of :class:`RagCache`; all others go to transformers' ``from_pretrained``
         (``dtype=torch.bfloat16``, ``revision=...``).

@@ -1,4 +1,4 @@
-"""Loading of a model, and the digest of its weights."""
+"""The digest of a model's weights, and the folder of what is known of it."""
 
 from __future__ import annotations
 
@@ -86,35 +86,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return (pointer, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-# -- loading --------------------------------------------------------------------------------------------
-
-_SOURCE = ("revision", "cache_dir", "token", "trust_remote_code", "local_files_only", "subfolder")
-"""Options of ``from_pretrained`` for the source of files, the tokenizer's as well."""
-
-
 def default_cache_dir() -> Path:
     """Folder of small per-model files (passed checks, calibrations)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "ragcachekit"
-
-
-def load_model(model_id: str | os.PathLike[str], device: str | None, **options: Any) -> tuple[Any, Any]:
-    """Model and tokenizer of a local folder or a hub id, in eval mode on one device.
-
-    ``options`` are those of transformers' ``from_pretrained``; the tokenizer is from the same revision.
-    FileNotFoundError if ``model_id`` looks like a path and is no folder.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and not needed for the folder alone
-
-    name = os.fspath(model_id)
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"no model folder at {name}")
-    tokenizer = AutoTokenizer.from_pretrained(name, **_source(options))
-    model = AutoModelForCausalLM.from_pretrained(name, **options).eval()
-    if "device_map" not in options:
-        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return model, tokenizer
-
-
-def _source(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in _SOURCE if options.get(name) is not None}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.demo import tour, tour_report
 from benchmarks.demo.answers import PART
 from benchmarks.demo.side_by_side import SideBySide
-from ragcachekit.commands.sample_model import sample_model
+from ragcachekit.model.sample_model import sample_model
 
 
 @pytest.fixture(scope="module")

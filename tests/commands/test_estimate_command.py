@@ -11,7 +11,7 @@ from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.estimate import balance, break_even, kv_bytes_per_token, replay
 from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.model.kv import KVLayout
-from ragcachekit.model.weights import load_model
+from ragcachekit.model.loading import load_model
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run(block: Block, page: Path, names: dict[str, Any], folder: Path) -> None:
-    source = block.source.replace("sample_model()", repr(str(folder)))
+    source = block.source.replace('"sample"', repr(str(folder)))
     for place in PLACES:
         source = source.replace(f'"{place}"', repr(str(folder)))
     lines = "\n" * block.line + source  # so that a traceback has the page's lines

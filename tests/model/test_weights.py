@@ -9,7 +9,8 @@ import transformers
 
 from families import build, greedy, plain, tokens
 from ragcachekit import RagCache
-from ragcachekit.model.weights import default_cache_dir, load_model
+from ragcachekit.model.loading import load_model
+from ragcachekit.model.weights import default_cache_dir
 from speaking import byte_level, speaker
 
 
@@ -67,3 +68,15 @@ def test_the_tokenizer_is_of_the_same_source(monkeypatch):
     source = {"revision": "v1", "cache_dir": "there", "token": "secret", "trust_remote_code": True}
     load_model("someone/small", "cpu", dtype="float32", **source)
     assert given == {"tokenizer": source, "model": {"dtype": "float32", **source}}
+
+
+def test_a_name_without_a_hub_is_an_error_at_once(monkeypatch, tmp_path):
+    """Instead of five retries, which take most of a minute."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(OSError, match=r"someone/small is neither .* and 127\.0\.0\.1:9 cannot be reached"):
+        load_model("someone/small", "cpu", cache_dir=tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
+        load_model("some one", "cpu")

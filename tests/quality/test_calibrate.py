@@ -20,7 +20,7 @@ from ragcachekit.commands import calibrate
 from ragcachekit.commands.app import app
 from ragcachekit.commands.calibrate import Loss, candidates, lower_bound, race, upper_bound
 from ragcachekit.commands.questions import PromptMaker, Sample, make_probes, read_questions
-from ragcachekit.model.weights import load_model
+from ragcachekit.model.loading import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
 
 PER_TYPE = 3

@@ -24,7 +24,7 @@ from ragcachekit.commands.engines import Engines
 from ragcachekit.commands.questions import Question, Sample
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import PromptTooLong, RagCacheError
-from ragcachekit.model.weights import load_model
+from ragcachekit.model.loading import load_model
 
 NAMED_BY_THE_DESIGN = {
     *("policy", "encoder", "question_type", "ratio_asked", "ratio_spent", "exact_match", "f1"),

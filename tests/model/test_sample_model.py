@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ragcachekit.commands import sample_model as module
-from ragcachekit.commands.sample_model import resolve_model, sample_model
+from ragcachekit import RagCache
 from ragcachekit.commands.workspace import load_tokenizer
 from ragcachekit.errors import RagCacheError
+from ragcachekit.model import sample_model as module
+from ragcachekit.model.sample_model import resolve_model, sample_model
 from ragcachekit.model.weights import hash_file
 
 
@@ -63,6 +64,9 @@ def test_the_name_stands_for_its_folder(made, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolve_model("sample") == str(sample_model())
     assert resolve_model("some/other") == "some/other"
+    with pytest.raises(ValueError, match="tokenizer"):  # it is no model, but what was made
+        RagCache.from_pretrained("sample")
+    assert len(made) == 1
     monkeypatch.chdir(tmp_path)
     Path("sample").mkdir()
     assert resolve_model("sample") == "sample"
