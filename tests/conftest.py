@@ -1,8 +1,10 @@
-"""What must hold before the first test: Triton's interpreter where there is no GPU, and Ctrl-C."""
+"""What must hold before the first test: Triton's interpreter where there is no GPU, Ctrl-C, a fast collector."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
 import os
 import signal
 import warnings
@@ -16,6 +18,16 @@ if not torch.cuda.is_available():
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+gc.disable()  # while everything is imported
+
+
+def pytest_collection_finish() -> None:
+    """Have no collection walk the million objects of imported modules and collected tests again."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -98,8 +98,7 @@ def test_any_shape_against_the_float64_loop(path, case):
     close(ours, by_row(query, key, case["positions"], case["spans"], **options))
 
 
-@pytest.mark.parametrize("slots", [1, 2, 16])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("slots", "window"), [(1, 30), (2, None), (16, 30)])
 def test_tiles_that_share_a_slot_add_up(triton, monkeypatch, slots, window):
     from ragcachekit_kernels import scores
 
@@ -161,8 +160,10 @@ def test_strides_of_a_projection_and_large_scores(path):
 
 
 @pytest.mark.parametrize("window", [None, 25])
-@pytest.mark.parametrize("lengths", [(40,), (7, 20, 33), (1, 0, 5, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [(torch.float32, (40,)), (torch.float32, (1, 0, 5, 64)), (torch.bfloat16, (7, 20, 33))],
+)
 def test_where_a_chunks_attention_goes(path, dtype, lengths, window):
     tokens, begin = sum(lengths), sum(lengths[:-1])
     positions = range(begin, tokens)

@@ -33,7 +33,7 @@ def requests(alone, seed, count=12):
     """
     draw, out = random.Random(seed), []
     for _ in range(count):
-        prompt, length = draw.choice([*PROMPTS, NOT_CACHED]), draw.randrange(1, 20)
+        prompt, length = draw.choice([*PROMPTS, NOT_CACHED]), draw.randrange(1, 13)
         options = {"max_new_tokens": length, "eos_token_id": NEVER, "repetition_penalty": 1.5}
         expected = alone(prompt, do_sample=False, **options)
         dropped = draw.randrange(1, 10) if draw.random() < 0.25 else None
@@ -54,8 +54,10 @@ def test_full_is_the_models_own_generate(name):
     assert assert_answered(decoder_for(rag), rag, asked, 1) > 4
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [*(("llama", policy) for policy in POLICIES), ("gemma3", "lego:4"), ("gemma3", "cacheblend:0.2")],
+)
 def test_policies(name, policy):
     rag = warmed(name, *PROMPTS, policy=policy)
     rag.after_answer.cold = "never"
