@@ -1,4 +1,4 @@
-"""What must hold before the first test: Triton's interpreter where there is no GPU, Ctrl-C, a fast collector."""
+"""What must hold before the first test: Triton's interpreter where there is no GPU, Ctrl-C, a small heap."""
 
 from __future__ import annotations
 

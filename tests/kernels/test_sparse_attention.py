@@ -104,13 +104,17 @@ def test_torch_on_any_shape(torch_alone, case):
 class TestLaunches:
     """The Triton kernel with configs and splits that small problems would not get."""
 
-    @settings(max_examples=20, **DRAWN)
-    @given(case=cases(120), splits=st.sampled_from([1, 1, 2, 5]), config=st.integers(0, 2))
-    def test_any_shape(self, triton, case, splits, config):
-        query, key, value, options = of_case(case)
-        how = {"config": self.configs()[config], "splits": splits}
-        ours = self.launched(query, key, value, case["positions"], options, **how)
-        assert_right(ours, query, key, value, case["positions"], **options)
+    @pytest.mark.parametrize("examples", [8, pytest.param(20, marks=pytest.mark.soak)])
+    def test_any_shape(self, triton, examples):
+        @settings(max_examples=examples, **DRAWN)
+        @given(case=cases(120), splits=st.sampled_from([1, 1, 2, 5]), config=st.integers(0, 2))
+        def check(case, splits, config):
+            query, key, value, options = of_case(case)
+            how = {"config": self.configs()[config], "splits": splits}
+            ours = self.launched(query, key, value, case["positions"], options, **how)
+            assert_right(ours, query, key, value, case["positions"], **options)
+
+        check()
 
     @staticmethod
     def configs():

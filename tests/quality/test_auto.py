@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 import threading
 import time
@@ -200,6 +201,15 @@ def test_a_choice_is_used_and_kept_for_the_next_process(make, tmp_path, caplog):
     assert json.loads(json.dumps(found.to_dict()))["policy"] == found.policy
 
 
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A folder with the record of a choice."""
+    folder = tmp_path_factory.mktemp("tuned")
+    with RagCache(speaker(), byte_level(), cold="now", cache_dir=folder) as rag:
+        rag.tune(prompts=[prompt(0)])
+    return folder
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -211,8 +221,8 @@ def test_a_choice_is_used_and_kept_for_the_next_process(make, tmp_path, caplog):
         lambda record: json.dumps({**record, "more": 1}),
     ],
 )
-def test_damaged_and_foreign_records_are_ignored(make, tmp_path, caplog, damage):
-    make().tune(prompts=[prompt(0)])
+def test_damaged_and_foreign_records_are_ignored(make, tuned, tmp_path, caplog, damage):
+    shutil.copytree(tuned, tmp_path, dirs_exist_ok=True)
     (path,) = records(tmp_path)
     damaged = damage(json.loads(path.read_text()))
     path.write_bytes(damaged if isinstance(damaged, bytes) else damaged.encode())

@@ -47,7 +47,7 @@ def random_model() -> Any:
 def test_figures_are_those_of_one_step_per_token(tmp_path: Path, make: Any) -> None:
     """Oracle: each continuation over a link of its own, one token a forward, scored by hand."""
     model, prompt, gold = make(), MAKER.prompt(QUESTION), MAKER.answer_ids(QUESTION.answers[0])
-    options: dict[str, Any] = {"max_new_tokens": 6, "cache_dir": tmp_path}
+    options: dict[str, Any] = {"max_new_tokens": 4, "cache_dir": tmp_path}
     with closing(Engines(model, TOKENIZER, ["system", "standalone"], **options)) as engines:
         full, reference = engines.full(prompt, gold)
         found = {way: engines.compare(QUESTION, prompt, way, reference)[0] for way in (FULL, *WAYS)}

@@ -36,8 +36,10 @@ LONG_ANSWER = {**ASKED, "max_new_tokens": 40}
 
 @pytest.mark.parametrize(
     ("name", "policy", "batch"),
-    [("llama", "full", 1), ("gemma3", "full", 3), ("gemma3", "lego:4", 1), ("llama", "lego:4", 3)]
-    + [("llama", "prefix", 3)],
+    [
+        *(("llama", "full", 1), ("gemma3", "full", 3), ("gemma3", "lego:4", 1), ("llama", "lego:4", 3)),
+        ("llama", "prefix", 3),
+    ],
 )
 def test_answers_are_those_of_generate_under_random_arrivals(name, policy, batch):
     tree = TreeConfig(host_bytes=1 << 24) if policy == "prefix" else None
