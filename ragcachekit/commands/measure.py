@@ -16,10 +16,14 @@ def calibrate(
     model: opt.Model = "",
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
-    encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
+    encoder: opt.Encoders = "standalone",
     budget: Annotated[
         float,
-        typer.Option(help="Nats per token of full's answer that may be lost, on average over questions."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Nats per token of full's answer that may be lost, on average over questions.",
+        ),
     ] = 0.1,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
@@ -36,6 +40,7 @@ def calibrate(
 
     Questions need no right answers: full's own are what is compared with.
     """
+    opt.check_sample(questions, corpus)
     quiet_loading()
     from ragcachekit.commands import calibrate as module
     from ragcachekit.commands.questions import read_sample
@@ -84,6 +89,7 @@ def fidelity(
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
+    opt.check_sample(questions, corpus)
     quiet_loading()
     from ragcachekit.commands import fidelity as module
     from ragcachekit.commands.questions import read_sample

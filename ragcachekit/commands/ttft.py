@@ -79,6 +79,11 @@ class TtftSettings:
             raise ValueError(f"unknown tiers {tuple(self.tiers)}; known: {', '.join(KNOWN_TIERS)}")
         for policy in self.policies:
             open_policy(policy)
+        least = SYSTEM_TOKENS + self.question_tokens + 1
+        if self.corpus is None and (small := [size for size in self.prompt_tokens if size < least]):
+            raise ValueError(
+                f"a prompt of {small[0]} tokens has no room for a chunk; ask for {least} or more"
+            )
 
     def load(self, dtype: str) -> tuple[Any, Any]:
         """Model and tokenizer."""

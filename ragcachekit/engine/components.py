@@ -34,7 +34,7 @@ from ragcachekit.model.rope import guard_rotary
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
-from ragcachekit.plan.encodings import Fetch
+from ragcachekit.plan.encodings import Fetch, encoder_name
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
@@ -103,6 +103,9 @@ class EngineSettings:
             raise ValueError(f"encode_after must be at least 1 miss, got {self.encode_after}")
         none = type(None)
         check_type("encoder", self.encoder, (str, none), "a name such as 'system', or None")
+        if self.encoder is not None:
+            encoder_name(self.encoder)
+        checked_namespace(self.namespace)
         stores = "StoreConfig(disk_path='~/kv', ...), an open KVStore, or None for 4 GiB of host memory"
         check_type("store", self.store, (StoreConfig, KVStore, none), stores)
         share = "a share of the requests such as 0.02, or None"

@@ -79,7 +79,7 @@ class Encodings:
             )
         self.neighbours = count if kind in DEFAULT_NEIGHBOURS else 0
         self.averages = kind == "average"
-        self.name = f"{kind}:{count}" if count else kind
+        self.name = encoder_name(name)
         self._before = (bos,) * count if kind == "sinks" and bos is not None else ()
         self._rope, self._near, self._joint = rope, neighbours, joint
 
@@ -214,6 +214,12 @@ class Encodings:
 def system_encoding(system: Ids) -> Encoding:
     """The encoding after a system text alone; ``standalone`` without one."""
     return Encoding("system", system) if system else Encoding("standalone")
+
+
+def encoder_name(name: str) -> str:
+    """An encoder's name in full, as ``average:3`` of ``average``; ValueError for an unknown one."""
+    kind, count = _parse(name)
+    return f"{kind}:{count}" if count else kind
 
 
 def _parse(name: str) -> tuple[str, int]:
