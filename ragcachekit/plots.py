@@ -103,8 +103,8 @@ def _stacked(
             below = [base + value for base, value in zip(below, values, strict=True)]
     ax.set(xlabel="request", ylabel=unit)
     ax.locator_params(integer=True, min_n_ticks=1)
-    if names := ax.get_legend_handles_labels()[1]:  # above the axes, where no bar is
-        ax.legend(fontsize=8, frameon=False, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1))
+    if ax.get_legend_handles_labels()[0]:  # above the axes, where no bar is
+        ax.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
 

@@ -42,20 +42,20 @@ def _known_model(name: str | None) -> str | None:
     return name
 
 
-def _policies(text: str | None) -> str | None:
-    if found := names(text):
+def _policies(param: typer.CallbackParam, text: str | None) -> str | None:
+    if text != param.default:
         from ragcachekit.policies.registry import open_policy  # imports torch
 
-        for name in found:
+        for name in names(text):
             open_policy(name)
     return text
 
 
-def _encoders(text: str | None) -> str | None:
-    if found := names(text):
+def _encoders(param: typer.CallbackParam, text: str | None) -> str | None:
+    if text != param.default:
         from ragcachekit.plan.encodings import encoder_name  # imports torch
 
-        for name in found:
+        for name in names(text):
             encoder_name(name.partition("+")[0])
     return text
 
