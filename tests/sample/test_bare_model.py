@@ -105,7 +105,7 @@ def test_requests_and_streams(exact, bare, count):
 @some(2, 50)
 def test_langchain(exact, bare, count):
     roles = {"system": SystemMessage, "user": HumanMessage}
-    model = ChatRagCache(cache=exact, max_tokens=TOKENS, temperature=0)
+    model = ChatRagCache(rag=exact, max_tokens=TOKENS, temperature=0)
     for messages in chats(count, 4):
         found = model.invoke([roles[m["role"]](m["content"]) for m in messages])
         assert found.content == bare(messages)[1]
@@ -113,7 +113,7 @@ def test_langchain(exact, bare, count):
 
 @some(2, 50)
 def test_llama_index(exact, bare, count):
-    model = RagCacheLLM(cache=exact, max_tokens=TOKENS, temperature=0)
+    model = RagCacheLLM(rag=exact, max_tokens=TOKENS, temperature=0)
     for messages in chats(count, 5):
         found = model.chat([ChatMessage(role=m["role"], content=m["content"]) for m in messages])
         assert found.message.content == bare(messages)[1]
