@@ -32,7 +32,7 @@ def test_the_last_stage_is_the_one_shot_result(kind: str, metric: str) -> None:
     keys[700:706] = keys[3]
     index.add([f"d{i}" if i % 2 else i for i in range(1_500)], keys)
     earlier = 0
-    for number, query in enumerate(np.concatenate([rows(6, 1), keys[:5]])):
+    for number, query in enumerate(np.concatenate([rows(20, 1), keys[:5]])):
         for k, stages in ((1, 2), (10, 4), (40, 7), (300, 3), (3, 1), (2_000, 5)):
             results = list(index.search_stages(query, k, stages))
             assert results[-1] == index.search(query, k), (number, k, stages)

@@ -1,4 +1,4 @@
-"""Imports torch once, and forks a process for each line: in JSON, a program, its arguments, a file for output."""
+"""Imports torch once, and forks a process for each line of JSON: a program, its arguments, its output."""
 
 import json
 import os

@@ -80,7 +80,9 @@ USERS_CODE = {
 ERRORS = [asyncio.CancelledError("its own"), SystemExit(3), KeyboardInterrupt("its own")]
 
 
-CASES = [(where, error) for where in USERS_CODE for error in ERRORS]
+EVERY = "put of a later token", "processor in the batch", "criterion"
+CASES = [(where, error) for where in EVERY for error in ERRORS]
+CASES += zip([where for where in USERS_CODE if where not in EVERY], [*ERRORS, ERRORS[0]], strict=True)
 CASES += [("put of a later token", LookupError("full"))]
 
 
