@@ -87,11 +87,11 @@ def ways(rag: RagCache, chunks: Mapping[str, Sequence[str]], max_tokens: int) ->
     """Ways to ask all questions, by framework; the first of each is one after the other."""
     inputs = [{"context": "\n\n".join(texts), "question": question} for question, texts in chunks.items()]
     prompt = ChatPromptTemplate.from_messages([("human", TEMPLATE)])
-    chain = prompt | ChatRagCache(cache=rag, max_tokens=max_tokens) | StrOutputParser()
+    chain = prompt | ChatRagCache(rag=rag, max_tokens=max_tokens) | StrOutputParser()
     messages = [[{"role": "user", "content": TEMPLATE.format(**given)}] for given in inputs]
     engine = RetrieverQueryEngine.from_args(
         Given(chunks),
-        llm=RagCacheLLM(cache=rag, max_tokens=max_tokens),
+        llm=RagCacheLLM(rag=rag, max_tokens=max_tokens),
         text_qa_template=PromptTemplate(NODE_TEMPLATE),
     )
 

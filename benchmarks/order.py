@@ -172,7 +172,7 @@ def measure(
         }
         retrievers = {
             name: RagCacheRetriever.wrap(
-                store, cache=engines[name], k=k, order="cached" if name == "cached" else "found"
+                store, rag=engines[name], k=k, order="cached" if name == "cached" else "found"
             )
             for name in ORDERS
         }

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         [("system", "Answer the question from the context.\n\n{context}"), ("human", "{question}")]
     )
     with RagCache.from_pretrained(model) as rag:
-        retriever = RagCacheRetriever.wrap(store.as_retriever(search_kwargs={"k": 2}), cache=rag)  # <- line 1
-        chat = ChatRagCache(cache=rag, max_tokens=24)  # <- line 2
+        retriever = RagCacheRetriever.wrap(store.as_retriever(search_kwargs={"k": 2}), rag=rag)  # <- line 1
+        chat = ChatRagCache(rag=rag, max_tokens=24)  # <- line 2
         chain = {"context": retriever | format_docs, "question": RunnablePassthrough()} | prompt | chat
         for question in QUESTIONS:
             message = chain.invoke(question)  # `| StrOutputParser()` would give the text alone

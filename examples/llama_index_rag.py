@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     index = VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=embedding)
     with RagCache.from_pretrained(model) as rag:
         inner = index.as_retriever(similarity_top_k=2)
-        retriever = RagCacheRetriever(inner, embed_model=embedding, cache=rag)  # <- line 1
-        llm = RagCacheLLM(cache=rag, max_tokens=24)  # <- line 2
+        retriever = RagCacheRetriever(inner, embed_model=embedding, rag=rag)  # <- line 1
+        llm = RagCacheLLM(rag=rag, max_tokens=24)  # <- line 2
         engine = RetrieverQueryEngine.from_args(retriever, llm=llm)
         for question in QUESTIONS:
             before = sum(tier.hits for tier in rag.stats())

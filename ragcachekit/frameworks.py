@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from ragcachekit.observers import model_name
 
-__all__ = ["GenerationSettings", "NotPickled", "check_engine", "model_name"]
+__all__ = ["GenerationSettings", "NotPickled", "check_engine", "model_name", "refuse_cache"]
 
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
@@ -34,6 +34,7 @@ class GenerationSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, values: dict[str, Any]) -> dict[str, Any]:
+        refuse_cache(values)
         # "class_name" is what LlamaIndex writes beside the fields when it serialises a component.
         if unknown := sorted(values.keys() - cls.model_fields.keys() - {"class_name"}):
             raise ValueError(
@@ -70,7 +71,13 @@ class NotPickled:
         )
 
 
+def refuse_cache(values: Mapping[str, Any]) -> None:
+    """ValueError for an engine that is given as ``cache``, which in LangChain is its cache of answers."""
+    if callable(getattr(values.get("cache"), "register", None)):
+        raise ValueError("give the engine as rag=..., not as cache=...")
+
+
 def check_engine(owner: str, engine: object) -> None:
     """ValueError if ``engine`` is no :class:`ragcachekit.RagCache`, nor something like one."""
     if not all(callable(getattr(engine, name, None)) for name in ("submit", "register", "count_tokens")):
-        raise ValueError(f"{owner} needs cache=RagCache(...), got {engine!r}")
+        raise ValueError(f"{owner} needs rag=RagCache(...), got {engine!r}")

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+COLOURS = {"exact": "#b7e4c7", "approximate": "#fff1a8", "recomputed": "#ffcf9e", "computed": "#d6e4ff"}
+"""Of tokens by how their KV was had; also the background of pieces in ``rag.inspect``."""
+
+
 class MeasuredPolicy(NamedTuple):
     """A point of a calibration: its share of recomputed cached rows, and what it loses."""
 
@@ -48,7 +52,10 @@ class Plots:
         return _stacked(ax, parts, "milliseconds")
 
     def tokens(self, ax: Axes | None = None) -> Axes:
-        """Prompt tokens of every request: reused exactly or approximately, recomputed, computed."""
+        """Prompt tokens of every request: reused exactly or approximately, recomputed, computed.
+
+        The colours are those of :meth:`ragcachekit.RagCache.inspect`.
+        """
         links = [report.link for report in self._last()]
         parts = {
             "exact": [link.exact_tokens for link in links],
@@ -56,7 +63,7 @@ class Plots:
             "recomputed": [link.recomputed_tokens for link in links],
             "computed": [link.computed_tokens for link in links],
         }
-        return _stacked(ax, parts, "prompt tokens")
+        return _stacked(ax, parts, "prompt tokens", COLOURS)
 
     def tiers(self, ax: Axes | None = None) -> Axes:
         """Where the tokens of chunks, and of the text before them, came from in every request."""
@@ -84,17 +91,20 @@ class Plots:
         return reports
 
 
-def _stacked(ax: Axes | None, parts: Mapping[str, Sequence[float]], unit: str) -> Axes:
+def _stacked(
+    ax: Axes | None, parts: Mapping[str, Sequence[float]], unit: str, colours: Mapping[str, str] | None = None
+) -> Axes:
     ax = _axes(ax)
     count = max(map(len, parts.values()), default=0)
     below = [0.0] * count
     for name, values in parts.items():
         if any(values):
-            ax.bar(range(1, count + 1), values, bottom=below, label=name)
+            ax.bar(range(1, count + 1), values, bottom=below, label=name, color=colours and colours[name])
             below = [base + value for base, value in zip(below, values, strict=True)]
     ax.set(xlabel="request", ylabel=unit)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=8)
+    ax.locator_params(integer=True, min_n_ticks=1)
+    if ax.get_legend_handles_labels()[0]:  # above the axes, where no bar is
+        ax.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
 

@@ -68,7 +68,7 @@ def query_figures(
 ) -> tuple[list[dict[str, Any]], RagCacheRetriever]:
     """All wordings through the query cache: its rows, and the retriever with what it holds then."""
     retriever = RagCacheRetriever.wrap(
-        read.retriever, embeddings=read.embeddings, cache=rag, tolerance=read.calibration.tolerance
+        read.retriever, embeddings=read.embeddings, rag=rag, tolerance=read.calibration.tolerance
     )
     lookups = query_hits.replay(read.retriever, retriever, read.wordings, progress)
     calibrated = {
@@ -93,7 +93,7 @@ def _answers(
     # A second copy, which the library never touches: the answers of full are checked against it.
     own = AutoModelForCausalLM.from_pretrained(model, local_files_only=True).eval()
     answering = Answering(rag, own, settings.max_tokens)
-    chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=settings.max_tokens))
+    chain = build_chain(retriever, ChatRagCache(rag=rag, max_tokens=settings.max_tokens))
     return [
         answering.answered(question, found_places(read.retriever, question), read.texts, chain)
         for question in tqdm(read.asked, "answers", unit="question", disable=not progress)

@@ -133,7 +133,7 @@ def _compare(
     passages, started = list(dict.fromkeys(text for texts in found for text in texts)), time.monotonic()
     rag.encode(passages, prompt=prompts[0], progress=progress)
     show(f"Encoded the {len(passages)} passages that they find, once, in {time.monotonic() - started:.0f} s")
-    chain = build_chain(retriever, ChatRagCache(cache=rag, max_tokens=settings.max_tokens))
+    chain = build_chain(retriever, ChatRagCache(rag=rag, max_tokens=settings.max_tokens))
     rag.generate(prompts[-1], **ONE_TOKEN)  # the first of a process takes longer, with and without the cache
     bare.answer(rag.tokenizer, [{"role": "user", "content": "Hello"}])
     out: list[Compared] = []

@@ -45,7 +45,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
 
     Examples
     --------
-    >>> llm = ChatRagCache(cache=rag, max_tokens=64)  # doctest: +SKIP
+    >>> llm = ChatRagCache(rag=rag, max_tokens=64)  # doctest: +SKIP
     >>> llm.invoke("Where does Ada live?").usage_metadata["input_token_details"]  # doctest: +SKIP
     {'cache_read': 412}
     """

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from typing import Any, Self
 
-from langchain_core.caches import BaseCache
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
@@ -36,25 +35,17 @@ def together(config: Any, count: int) -> list[RunnableConfig]:
 class EngineSettings(GenerationSettings):
     """The engine, and the generation settings that every call starts from.
 
-    ``cache=`` takes the :class:`ragcachekit.RagCache`. LangChain has a field of the same name for its
-    own cache of whole answers: a ``BaseCache`` or a bool given there has that meaning, and the
-    engine is then passed as ``rag=``. For the others see
-    :class:`~ragcachekit.frameworks.GenerationSettings`.
+    ``rag`` is the :class:`ragcachekit.RagCache`; ``cache`` is LangChain's own cache of whole answers. For
+    the others see :class:`~ragcachekit.frameworks.GenerationSettings`.
     """
 
-    cache: Any = Field(default=None, exclude=True, repr=False)
     rag: SkipValidation[Any] = Field(default=None, exclude=True, repr=False)
     streaming: bool = False
 
     @model_validator(mode="before")
     @classmethod
-    def _sort_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = {name: value for name, value in values.items() if name not in IGNORED}
-        if not isinstance(values.get("cache"), BaseCache | bool | None):
-            if values.get("rag") is not None:
-                raise ValueError("cache= and rag= were both given an engine; pass it once")
-            values["rag"] = values.pop("cache")
-        return values
+    def _drop_ignored(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name not in IGNORED}
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
@@ -159,7 +150,7 @@ class RagCacheLLM(EngineSettings, BaseLLM):
 
     Examples
     --------
-    >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
+    >>> llm = RagCacheLLM(rag=rag, max_tokens=64)  # doctest: +SKIP
     >>> llm.invoke("Context: ...\\nQuestion: ...\\nAnswer:")  # doctest: +SKIP
     """
 

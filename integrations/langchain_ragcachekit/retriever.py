@@ -32,6 +32,7 @@ from langchain_ragcachekit.search import (
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
+from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (
     Call,
     Order,
@@ -61,7 +62,7 @@ class RagCacheRetriever(BaseRetriever):
     retriever and, unless that is a plain vector store retriever, ``configurable`` values of the run. What
     your own classes and functions find is not cached unless ``partition``, or their method
     ``cache_key_parts()``, names what counts. Changes of stores through their methods are seen; call
-    ``query_cache.clear()`` after others. ``cache.forget`` drops results that name a forgotten text.
+    ``query_cache.clear()`` after others. ``rag.forget`` drops results that name a forgotten text.
 
     Every lookup sends the custom event ``ragcachekit_query_hit`` or ``ragcachekit_query_miss`` to the
     callbacks: distance, microseconds, and why a cached question was not used.
@@ -76,7 +77,7 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    cache, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition, order
+    rag, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition, order
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -84,7 +85,7 @@ class RagCacheRetriever(BaseRetriever):
 
     retriever: SkipValidation[Any]
     embeddings: SkipValidation[Any] = None
-    cache: SkipValidation[Any] = Field(default=None, exclude=True, repr=False)
+    rag: SkipValidation[Any] = Field(default=None, exclude=True, repr=False)
     namespace: str | None = None
     k: int | None = Field(default=None, gt=0)
     tolerance: float = 0.0
@@ -137,8 +138,9 @@ class RagCacheRetriever(BaseRetriever):
         store = RagCacheVectorStore(
             embeddings, index=index, path=path, metric=index_metric, **(index_options or {})
         )
+        retriever = cls.wrap(store, k=k, **settings)
         store.add_documents(documents)
-        return cls.wrap(store, k=k, **settings)
+        return retriever
 
     @property
     def query_cache(self) -> RetrieverCache[Document]:
@@ -149,6 +151,12 @@ class RagCacheRetriever(BaseRetriever):
     def vectorstore(self) -> VectorStore | None:
         """The vector store that is searched, if a vector store's own retriever is wrapped."""
         return vector_store_of(self.retriever)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_cache(cls, values: dict[str, Any]) -> dict[str, Any]:
+        refuse_cache(values)
+        return values
 
     @model_validator(mode="after")
     def _prepare(self) -> Self:

@@ -47,17 +47,17 @@ class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
 
     Examples
     --------
-    >>> llm = RagCacheLLM(cache=rag, max_tokens=64)  # doctest: +SKIP
+    >>> llm = RagCacheLLM(rag=rag, max_tokens=64)  # doctest: +SKIP
     >>> engine = RetrieverQueryEngine.from_args(retriever, llm=llm)  # doctest: +SKIP
     """
 
-    cache: SkipValidation[Any] = Field(exclude=True, repr=False)
+    rag: SkipValidation[Any] = Field(exclude=True, repr=False)
     context_window: int | None = Field(default=None, gt=0)
     is_chat_model: bool | None = None
 
     @model_validator(mode="after")
     def _require_engine(self) -> Self:
-        check_engine(type(self).__name__, self.cache)
+        check_engine(type(self).__name__, self.rag)
         return self
 
     @classmethod
@@ -68,16 +68,16 @@ class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """What query engines ask: context window, answer length, whether to send messages."""
-        config = getattr(self.cache.model, "config", None)
+        config = getattr(self.rag.model, "config", None)
         limit: int = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_WINDOW
         chat = self.is_chat_model
         if chat is None:
-            chat = bool(getattr(self.cache.tokenizer, "chat_template", None))
+            chat = bool(getattr(self.rag.tokenizer, "chat_template", None))
         return LLMMetadata(
             context_window=self.context_window or limit,
             num_output=self.max_tokens,
             is_chat_model=chat,
-            model_name=model_name(self.cache.model),
+            model_name=model_name(self.rag.model),
         )
 
     @llm_completion_callback()
@@ -137,16 +137,16 @@ class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
         return self.messages_to_prompt(messages)
 
     def _answer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
-        request = self.cache.submit(prompt, **{"wait": True, **self._options(overrides)})
+        request = self.rag.submit(prompt, **{"wait": True, **self._options(overrides)})
         return as_completion(request.result())
 
     async def _aanswer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
-        return as_completion(await agenerate(self.cache, prompt, **self._options(overrides)))
+        return as_completion(await agenerate(self.rag, prompt, **self._options(overrides)))
 
     def _pieces(
         self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> Generator[Response, None, None]:
-        text, request = "", self.cache.submit(prompt, **{"wait": True, **self._options(overrides)})
+        text, request = "", self.rag.submit(prompt, **{"wait": True, **self._options(overrides)})
         with closing(request.stream()) as stream:
             for piece in stream:
                 text += piece
@@ -157,7 +157,7 @@ class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
         self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> AsyncGenerator[Response, None]:
         text = ""
-        async with astream(self.cache, prompt, **self._options(overrides)) as stream:
+        async with astream(self.rag, prompt, **self._options(overrides)) as stream:
             async for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))

@@ -26,6 +26,7 @@ from llama_index_ragcachekit.search import (
     own_search,
 )
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore
+from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (
     Call,
     OwnSearch,
@@ -73,7 +74,7 @@ class RagCacheRetriever(BaseRetriever):
     A result is found again only for the same namespace and fields of the wrapped retriever. What your own
     classes and functions find is not cached unless ``partition``, or their method ``cache_key_parts()``,
     names what counts. Changes of indexes and stores through their methods are seen; call
-    ``query_cache.clear()`` after others. ``cache.forget`` drops results that name a forgotten text.
+    ``query_cache.clear()`` after others. ``rag.forget`` drops results that name a forgotten text.
     ``aretrieve`` searches a retriever that has no ``_aretrieve`` of its own in a thread.
 
     Parameters
@@ -104,6 +105,7 @@ class RagCacheRetriever(BaseRetriever):
     ) -> None:
         if not isinstance(retriever, BaseRetriever):
             raise TypeError(f"expected a LlamaIndex retriever, got {type(retriever).__name__}")
+        refuse_cache(settings)
         self._custom = settings.get("partition")
         if self._custom is not None and not callable(self._custom):
             raise TypeError(f"partition= must be a function of a QueryBundle, got {self._custom!r}")
@@ -140,8 +142,10 @@ class RagCacheRetriever(BaseRetriever):
             index=index, path=path, metric=index_metric, embedder=name_of(model), **(index_options or {})
         )
         context = StorageContext.from_defaults(vector_store=store)
-        over = VectorStoreIndex(store.changed(nodes), storage_context=context, embed_model=model)
-        return cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
+        over = VectorStoreIndex([], storage_context=context, embed_model=model)
+        retriever = cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
+        over.insert_nodes(store.changed(nodes))
+        return retriever
 
     @property
     def index(self) -> VectorStoreIndex | None:

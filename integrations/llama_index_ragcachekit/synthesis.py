@@ -12,11 +12,11 @@ from llama_index.core.response_synthesizers import CompactAndRefine
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.tools import BaseTool
-from pydantic import Field, SkipValidation, field_validator
+from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.llm import RagCacheLLM
 from llama_index_ragcachekit.search import LLAMA_INDEX
-from ragcachekit.frameworks import NotPickled, check_engine
+from ragcachekit.frameworks import NotPickled, check_engine, refuse_cache
 
 SEPARATOR = "\n\n"
 TEMPLATE_TOKENS = 64
@@ -42,7 +42,7 @@ class RagCachePromptHelper(PromptHelper):
 
         ``settings`` are other arguments of ``PromptHelper``.
         """
-        metadata, count = llm.metadata, llm.cache.count_tokens
+        metadata, count = llm.metadata, llm.rag.count_tokens
         defaults: dict[str, Any] = {
             "context_window": metadata.context_window - TEMPLATE_TOKENS,
             "num_output": metadata.num_output,
@@ -80,26 +80,27 @@ class RagCachePostprocessor(NotPickled, BaseNodePostprocessor):
 
     For the end of ``node_postprocessors`` where nodes are not what :class:`RagCacheRetriever` found: sentence
     windows (``MetadataReplacementPostProcessor``), retrievers that merge nodes, and those that are not
-    wrapped. What it registered, such as a window, is forgotten by its own text (``cache.forget``).
+    wrapped. What it registered, such as a window, is forgotten by its own text (``rag.forget``).
 
-    ``namespace`` is the engine's own if None. ValueError where ``cache`` is no engine.
+    ``namespace`` is the engine's own if None. ValueError where ``rag`` is no engine.
     """
 
-    cache: SkipValidation[Any] = Field(exclude=True, repr=False)
+    rag: SkipValidation[Any] = Field(exclude=True, repr=False)
     namespace: str | None = None
 
-    @field_validator("cache")
+    @model_validator(mode="before")
     @classmethod
-    def _require_engine(cls, cache: Any) -> Any:
-        check_engine(cls.__name__, cache)
-        return cache
+    def _require_engine(cls, values: dict[str, Any]) -> dict[str, Any]:
+        refuse_cache(values)
+        check_engine(cls.__name__, values.get("rag"))
+        return values
 
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         found = [item for item in nodes if LLAMA_INDEX.text(item).strip()]
         texts, sources = list(map(LLAMA_INDEX.text, found)), list(map(LLAMA_INDEX.source, found))
-        self.cache.register(texts, namespace=self.namespace, sources=sources)
+        self.rag.register(texts, namespace=self.namespace, sources=sources)
         return nodes
 
 

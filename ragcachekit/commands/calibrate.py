@@ -19,11 +19,10 @@ from ragcachekit.commands.grades import CALIBRATE, check_linked
 from ragcachekit.commands.questions import PromptMaker, Sample
 from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
-from ragcachekit.model.rope import describe_rope
-from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
+from ragcachekit.types import encoder_name
 
 REUSE = "reuse"
 """Always measured: what it loses shows how much there is to lose."""
@@ -169,9 +168,10 @@ def run(
     folder.check_writable()
     if len(sample.questions) < ROUND:
         raise ValueError(f"{len(sample.questions)} questions show too little; give at least {ROUND}")
+    encoder = encoder_name(encoder)
+    measured = candidates(policies, encoder)
     model, tokenizer = load_checked(name, device, dtype)
     check_linked(model, tokenizer, cache_dir, CALIBRATE)
-    encoder = Encodings(encoder, describe_rope(model), tokenizer.bos_token_id).name
     order = np.random.default_rng(seed).permutation(len(sample.questions)).tolist()
     maker = PromptMaker(tokenizer)
     engines = Engines(
@@ -193,7 +193,7 @@ def run(
             yield Loss(found.kl, link.recompute_ratio)
 
     with closing(engines):
-        found = race(losses, candidates(policies, encoder), order, budget, seed=seed, progress=progress)
+        found = race(losses, measured, order, budget, seed=seed, progress=progress)
     curve = [
         CurvePoint(one.policy, one.mean.ratio, one.mean.loss, one.upper, len(one.losses)) for one in found
     ]

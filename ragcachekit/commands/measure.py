@@ -16,14 +16,11 @@ def calibrate(
     model: opt.Model = "",
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
-    encoder: Annotated[str, typer.Option(help="standalone, similar:1, ...")] = "standalone",
-    budget: Annotated[
-        float,
-        typer.Option(help="Nats per token of full's answer that may be lost, on average over questions."),
-    ] = 0.1,
+    encoder: opt.Encoders = "standalone",
+    budget: opt.Budget = 0.1,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
-    probes: opt.Probes = 30,
+    probes: Annotated[int, typer.Option(min=8, help="How many to make from the corpus.")] = 30,
     chunk_tokens: opt.ChunkTokens = 200,
     cache: opt.CacheDir = None,
     seed: opt.Seed = 0,
@@ -36,12 +33,11 @@ def calibrate(
 
     Questions need no right answers: full's own are what is compared with.
     """
+    opt.check_sample(questions, corpus)
     quiet_loading()
     from ragcachekit.commands import calibrate as module
     from ragcachekit.commands.questions import read_sample
-    from ragcachekit.policies.measured import Budget
 
-    Budget(budget)
     refuse_prefix(model, CALIBRATE)
     chosen = {"probes": probes, "chunk_tokens": chunk_tokens, "seed": seed}
     record, report = module.run(
@@ -84,6 +80,7 @@ def fidelity(
 
     Answers to probes that are made of a corpus are to be read by their agreement with full.
     """
+    opt.check_sample(questions, corpus)
     quiet_loading()
     from ragcachekit.commands import fidelity as module
     from ragcachekit.commands.questions import read_sample

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcachekit.commands.corpus import documents, read_corpus
+from ragcachekit.commands.options import check_sample
 from ragcachekit.commands.workspace import load_tokenizer, needs_neighbours
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.plan.companions import Neighbours, PrecedingChunks
@@ -122,6 +123,7 @@ def read_sample(
     Raises ValueError or CorpusError without either, and ValueError if one of the ``encoders`` needs the
     chunks before a chunk and they are not known.
     """
+    check_sample(questions, corpus)
     known: list[Sequence[str]] = []
     if corpus is not None:
         found = read_corpus(corpus, chunk_tokens=chunk_tokens, tokenizer=load_tokenizer(model))
@@ -130,10 +132,8 @@ def read_sample(
         needs = ("question", "chunks", "answer")[: 2 + answered]
         asked, kind = tuple(read_questions(questions, needs)), "questions"
         known = known or list(dict.fromkeys(one.document for one in asked if one.document))
-    elif known:
-        asked, kind = _from_corpus(known, probes, seed), "probes"
     else:
-        raise ValueError("give --questions (JSONL), or --corpus to make probes from")
+        asked, kind = _from_corpus(known, probes, seed), "probes"
     if not known and any(map(needs_neighbours, encoders)):
         raise ValueError(
             'it is not known which chunks precede a chunk: give --corpus, or questions with their "document"'

@@ -41,7 +41,9 @@ def serve(
     namespace: opt.Namespace = "default",
     cache: Annotated[
         str | None,
-        typer.Option(help="Folder that keeps KV and contexts on disk; default: both in memory alone."),
+        typer.Option(
+            callback=opt.check_cache, help="Folder that keeps KV and contexts on disk; default: in memory."
+        ),
     ] = None,
     host_gb: Annotated[float, typer.Option(min=0, help="Budget of the KV in host memory.")] = 4.0,
     disk_gb: opt.DiskGb = None,

@@ -52,7 +52,7 @@ from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
-from ragcachekit.types import KVKey, check_type
+from ragcachekit.types import KVKey, check_type, encoder_name
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,9 @@ class EngineSettings:
             raise ValueError(f"encode_after must be at least 1 miss, got {self.encode_after}")
         none = type(None)
         check_type("encoder", self.encoder, (str, none), "a name such as 'system', or None")
+        if self.encoder is not None:
+            encoder_name(self.encoder)
+        checked_namespace(self.namespace)
         stores = "StoreConfig(disk_path='~/kv', ...), an open KVStore, or None for 4 GiB of host memory"
         check_type("store", self.store, (StoreConfig, KVStore, none), stores)
         share = "a share of the requests such as 0.02, or None"

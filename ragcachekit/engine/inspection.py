@@ -17,16 +17,13 @@ from rich.console import Console
 from rich.text import Text as RichText
 
 from ragcachekit.plan.link_plan import COMPUTED, LinkPlan, chunks_of
-from ragcachekit.plots import MeasuredPolicy
+from ragcachekit.plots import COLOURS, MeasuredPolicy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.segments import Segmentation, is_inside_word
 from ragcachekit.quality.auto import AutoPolicies
 from ragcachekit.quality.budget import Budgets
 from ragcachekit.reports import LinkReport, Report, folded_html, shorten
 from ragcachekit.types import Chunk, Prompt
-
-COLOURS = {"exact": "#b7e4c7", "approximate": "#fff1a8", "recomputed": "#ffcf9e", "computed": "#d6e4ff"}
-"""Background of a piece by how its KV was had."""
 
 PIECE = 16  # characters that are in a prompt by no accident
 PRESENT = 0.3  # share of a document's pieces; with fewer in a prompt it is not there

@@ -6,11 +6,10 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
-
-import torch
 
 from ragcachekit.model.sample_model import resolve_model
 
@@ -28,7 +27,8 @@ def load_model(model_id: str | os.PathLike[str], device: str | None, **options: 
     FileNotFoundError if ``model_id`` looks like a path and is no folder; OSError if it is on no disk and the
     hub cannot be reached.
     """
-    from transformers import AutoModelForCausalLM  # slow, and not needed for the folder alone
+    import torch  # slow, and not needed for the folder alone
+    from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(model_id, **options)
     model = AutoModelForCausalLM.from_pretrained(resolve_model(os.fspath(model_id)), **options).eval()
@@ -42,7 +42,7 @@ def load_tokenizer(model_id: str | os.PathLike[str], **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     name, source = resolve_model(os.fspath(model_id)), _source(options)
-    _check_at_hand(name, source)
+    check_at_hand(name, source)
     return AutoTokenizer.from_pretrained(name, **source)
 
 
@@ -50,17 +50,24 @@ def _source(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in _SOURCE if options.get(name) is not None}
 
 
-def _check_at_hand(name: str, source: Mapping[str, Any]) -> None:
-    """Raise the errors of :func:`load_model` for what neither a disk nor a hub has."""
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+def check_at_hand(name: str, source: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raise the errors of :func:`load_model` for what neither a disk nor a hub has; needs no torch."""
     if Path(name).is_dir():
         return
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.file_download import repo_folder_name
+
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise FileNotFoundError(f"no model folder at {name}")
-    if constants.HF_HUB_OFFLINE or source.get("local_files_only") or getproxies():
-        return  # transformers does not retry, or a proxy knows more
+    missing = f"{name} is neither a folder nor in the hub's local cache"
+    if constants.HF_HUB_OFFLINE or source.get("local_files_only"):
+        cache = Path(source.get("cache_dir") or constants.HF_HUB_CACHE)
+        if not (cache / repo_folder_name(repo_id=name, repo_type="model")).is_dir():
+            raise OSError(f"{missing}, and the hub may not be asked (HF_HUB_OFFLINE, local_files_only)")
+        return
+    if getproxies():
+        return  # a proxy knows more
     known = {"cache_dir": source.get("cache_dir"), "revision": source.get("revision")}
     try:
         if try_to_load_from_cache(name, "config.json", **known) is not None:
@@ -72,7 +79,4 @@ def _check_at_hand(name: str, source: Mapping[str, Any]) -> None:
     try:
         socket.create_connection((hub.hostname or "", port), timeout=CONNECT_S).close()
     except OSError as error:
-        raise OSError(
-            f"{name} is neither a folder nor in the hub's local cache, and {hub.netloc} cannot be reached "
-            f"({error})"
-        ) from error
+        raise OSError(f"{missing}, and {hub.netloc} cannot be reached ({error})") from error

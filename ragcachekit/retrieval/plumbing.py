@@ -76,7 +76,7 @@ class RetrieverSettings(TypedDict, total=False):
 
     Attributes
     ----------
-    cache : RagCache or None
+    rag : RagCache or None
         The engine to register chunks with.
     namespace : str or None
         Tenant and corpus; None for the engine's own, ``"default"`` without one.
@@ -104,7 +104,7 @@ class RetrieverSettings(TypedDict, total=False):
         answer may depend on the order.
     """
 
-    cache: Any
+    rag: Any
     namespace: str | None
     tolerance: float
     capacity: int
@@ -202,7 +202,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         framework: Framework[Document],
         *,
         index: DocumentIndex | None = None,
-        cache: Any = None,
+        rag: Any = None,
         tolerance: float = 0.0,
         capacity: int = 1000,
         metric: str | None = None,
@@ -215,10 +215,10 @@ class RetrieverCache(CachedRetrieval[Document]):
     ) -> None:
         if order not in ("found", "cached"):
             raise ValueError(f"order must be 'found' or 'cached', got {order!r}")
-        if order == "cached" and not hasattr(cache, "cached_first"):
-            raise ValueError("order='cached' needs cache=RagCache(...), whose tree tells the order")
-        if cache is not None and not all(hasattr(cache, name) for name in _ENGINE):
-            raise TypeError(f"RagCacheRetriever needs cache=RagCache(...) or None, got {cache!r}")
+        if order == "cached" and not hasattr(rag, "cached_first"):
+            raise ValueError("order='cached' needs rag=RagCache(...), whose tree tells the order")
+        if rag is not None and not all(hasattr(rag, name) for name in _ENGINE):
+            raise TypeError(f"RagCacheRetriever needs rag=RagCache(...) or None, got {rag!r}")
 
         def text_of(found: Any) -> str:
             return found.record.text if isinstance(found, Candidate) else framework.text(found)
@@ -227,10 +227,10 @@ class RetrieverCache(CachedRetrieval[Document]):
         keys = ProximityCache(capacity, tolerance, metric, eviction)
         super().__init__(keys, text_of, guard=guard, ttl=ttl)
         self._reads_files = index is not None and index.path is not None
-        self._framework, self._engine, self.order = framework, cache, order
+        self._framework, self._engine, self.order = framework, rag, order
         self._custom, self._present_version = partition, version or (lambda: None)
-        if cache is not None:
-            cache.add_query_cache(self)
+        if rag is not None:
+            rag.add_query_cache(self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -104,7 +104,7 @@ def lang_chain(rag):
     documents = [Document(text, metadata={"source": "guide"}) for text in HONEST]
     store = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
     store.add_documents([*documents, Document(HOSTILE, metadata={"source": "mail"})])
-    retriever = LangChainRetriever.wrap(store, cache=rag, k=4)
+    retriever = LangChainRetriever.wrap(store, rag=rag, k=4)
     return lambda question: [found.page_content for found in retriever.invoke(question)]
 
 
@@ -115,7 +115,7 @@ def llama_index(rag):
     nodes = [*(node(text, "guide") for text in HONEST), node(HOSTILE, "mail")]
     model = MockEmbedding(embed_dim=8)
     index = VectorStoreIndex(nodes, embed_model=model)
-    retriever = LlamaIndexRetriever(index.as_retriever(similarity_top_k=4), embed_model=model, cache=rag)
+    retriever = LlamaIndexRetriever(index.as_retriever(similarity_top_k=4), embed_model=model, rag=rag)
     return lambda question: [found.node.get_content() for found in retriever.retrieve(question)]
 
 

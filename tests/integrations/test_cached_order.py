@@ -82,7 +82,7 @@ class InLangChain:
 
     def answer(self, rag, retriever, question, **options):
         """Documents in the order of the prompt, prompt tokens that were reused, and notes."""
-        llm = ChatRagCache(cache=rag, max_tokens=2, **options)
+        llm = ChatRagCache(rag=rag, max_tokens=2, **options)
         chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, PROMPT))
         result, usage = asked(chain, {"input": question})
         order = [FACTS.index(one.page_content) for one in result["context"]]
@@ -108,7 +108,7 @@ class InLlamaIndex:
         return [FACTS.index(one.node.text) for one in await retriever.aretrieve(QueryBundle(question))]
 
     def answer(self, rag, retriever, question, **options):
-        llm = RagCacheLLM(cache=rag, max_tokens=2, **options)
+        llm = RagCacheLLM(rag=rag, max_tokens=2, **options)
         engine = RetrieverQueryEngine.from_args(retriever, llm, RagCacheSynthesizer(llm))
         with seeing(ChunkReuseEvent) as seen:
             response = engine.query(question)
@@ -132,8 +132,8 @@ def rag(tiny_model, tiny_tokenizer, digests):
 
 
 def test_a_chain_reuses_the_longest_cached_beginning_and_its_report_says_so(framework, rag):
-    found = framework.wrap(framework.inner(), cache=rag)
-    cached = framework.wrap(framework.inner(), cache=rag, order="cached")
+    found = framework.wrap(framework.inner(), rag=rag)
+    cached = framework.wrap(framework.inner(), rag=rag, order="cached")
     framework.answer(rag, cached, "0 1 2 Where?")
     order, little, notes = framework.answer(rag, found, "3 1 0 Where?")
     assert (order, notes) == ([3, 1, 0], ())
@@ -147,12 +147,12 @@ def test_a_chain_reuses_the_longest_cached_beginning_and_its_report_says_so(fram
 
 def test_the_query_cache_keeps_the_order_found_and_each_call_has_its_own(framework, rag):
     inner = framework.inner()
-    retriever = framework.wrap(inner, cache=rag, order="cached")
+    retriever = framework.wrap(inner, rag=rag, order="cached")
     question = "2 1 0 Where?"
     assert framework.found(retriever, question) == [2, 1, 0]
     framework.answer(rag, retriever, "1 2 Where?")
     assert framework.found(retriever, question) == [1, 2, 0]
-    framework.answer(rag, framework.wrap(framework.inner(), cache=rag), "0 2 1 3 Where?")
+    framework.answer(rag, framework.wrap(framework.inner(), rag=rag), "0 2 1 3 Where?")
     rag.forget(texts=[FACTS[3]])
     assert framework.found(retriever, question) == [0, 2, 1]
     assert inner.asked.count(question) == 1, "all but the first were hits"
@@ -165,7 +165,7 @@ def test_the_query_cache_keeps_the_order_found_and_each_call_has_its_own(framewo
 
 def test_namespaces_are_never_mixed(framework, rag):
     mine, other = (
-        framework.wrap(framework.inner(), cache=rag, order="cached", namespace=name) for name in "ab"
+        framework.wrap(framework.inner(), rag=rag, order="cached", namespace=name) for name in "ab"
     )
     framework.answer(rag, mine, "0 1 Where?", namespace="a")
     framework.answer(rag, other, "2 3 Where?", namespace="b")
@@ -176,7 +176,7 @@ def test_namespaces_are_never_mixed(framework, rag):
 
 
 def test_one_document_none_and_duplicates(framework, rag):
-    retriever = framework.wrap(framework.inner(), cache=rag, order="cached")
+    retriever = framework.wrap(framework.inner(), rag=rag, order="cached")
     framework.answer(rag, retriever, "0 0 1 Where?")
     assert framework.found(retriever, "1 Where?") == [1]
     assert framework.found(retriever, "Where?") == []
@@ -185,18 +185,18 @@ def test_one_document_none_and_duplicates(framework, rag):
 
 
 def test_an_index_of_its_own(framework, rag):
-    retriever = framework.own(cache=rag, order="cached", k=3)
-    plain = framework.own(cache=rag, k=3)
+    retriever = framework.own(rag=rag, order="cached", k=3)
+    plain = framework.own(rag=rag, k=3)
     nearest = framework.found(plain, FACTS[4])
     last_first = "{2} {1} {0} Where?".format(*nearest)
-    framework.answer(rag, framework.wrap(framework.inner(), cache=rag), last_first)
+    framework.answer(rag, framework.wrap(framework.inner(), rag=rag), last_first)
     assert framework.found(plain, FACTS[4]) == nearest
     for _ in range(2):  # a search, then a hit
         assert framework.found(retriever, FACTS[4]) == nearest[::-1]
 
 
 async def test_async_calls_look_up_in_a_thread(framework, rag, monkeypatch):
-    retriever = framework.wrap(framework.inner(), cache=rag, order="cached")
+    retriever = framework.wrap(framework.inner(), rag=rag, order="cached")
     await asyncio.to_thread(framework.answer, rag, retriever, "0 1 2 Where?")
     threads, real = set(), RagCache.cached_first
 
@@ -213,7 +213,7 @@ async def test_async_calls_look_up_in_a_thread(framework, rag, monkeypatch):
 
 
 def test_an_engine_that_fails_costs_the_order_alone(framework, rag, caplog):
-    retriever = framework.wrap(framework.inner(), cache=rag, order="cached")
+    retriever = framework.wrap(framework.inner(), rag=rag, order="cached")
     framework.answer(rag, retriever, "0 1 Where?")
     rag.close()
     assert framework.found(retriever, "1 0 Where?") == [1, 0]
@@ -223,19 +223,19 @@ def test_an_engine_that_fails_costs_the_order_alone(framework, rag, caplog):
 def test_bad_settings(framework):
     with pytest.raises(ValueError, match="'found' or 'cached'"):
         framework.wrap(framework.inner(), order="best")
-    with pytest.raises(ValueError, match="order='cached' needs cache="):
+    with pytest.raises(ValueError, match="order='cached' needs rag="):
         framework.wrap(framework.inner(), order="cached")
     engine = FakeEngine()  # as old as the others
-    assert framework.found(framework.wrap(framework.inner(), cache=engine), "1 0 Where?") == [1, 0]
+    assert framework.found(framework.wrap(framework.inner(), rag=engine), "1 0 Where?") == [1, 0]
 
 
 def test_documents_keep_their_ids_metadata_and_scores(rag, embedder, embeddings):
     chain, engine = InLangChain(embeddings, embedder), InLlamaIndex(embeddings, embedder)
-    retriever = chain.wrap(Documents(), cache=rag, order="cached")
+    retriever = chain.wrap(Documents(), rag=rag, order="cached")
     chain.answer(rag, retriever, "0 1 Where?")
     one, two = retriever.invoke("1 0 Where?")
     assert (one.id, one.metadata, two.id) == ("1-0", {"page": "page 0"}, "0-1")
-    nodes = engine.wrap(Nodes(), cache=rag, order="cached")
+    nodes = engine.wrap(Nodes(), rag=rag, order="cached")
     engine.answer(rag, nodes, "0 1 Where?")
     assert [(item.node.metadata["page"], item.score) for item in nodes.retrieve("1 0 Where?")] == [
         ("page 0", 0.9),
@@ -246,9 +246,9 @@ def test_documents_keep_their_ids_metadata_and_scores(rag, embedder, embeddings)
 def test_a_custom_format_with_metadata_before_each_document(rag, embeddings, embedder):
     """The first document's metadata is before the first chunk, so that this text differs by prompt."""
     framework = InLangChain(embeddings, embedder)
-    retriever = framework.wrap(Documents(), cache=rag, order="cached")
+    retriever = framework.wrap(Documents(), rag=rag, order="cached")
     template = PromptTemplate.from_template("From {page} of the book about towns:\n{page_content}")
-    llm = ChatRagCache(cache=rag, max_tokens=2)
+    llm = ChatRagCache(rag=rag, max_tokens=2)
     documents_chain = create_stuff_documents_chain(llm, PROMPT, document_prompt=template)
     chain = create_retrieval_chain(retriever, documents_chain)
     for question in ("0 1 2 Where?", "3 4 Where?", "5 1 Where?"):

@@ -40,7 +40,7 @@ class LangChainChat:
     one_prompt = staticmethod(lambda text: [{"role": "user", "content": text}])
 
     def __init__(self, engine, **settings):
-        self.model = self.kind(cache=engine, **settings)
+        self.model = self.kind(rag=engine, **settings)
 
     def ask(self, text, **options):
         return self.text(self.model.invoke(text, **options))
@@ -206,7 +206,7 @@ def test_bad_settings_are_refused(adapter, settings, message):
 
 @pytest.mark.parametrize("engine", [None, object()])
 def test_something_that_is_no_engine_is_refused(adapter, engine):
-    with pytest.raises(ValueError, match="needs cache=RagCache"):
+    with pytest.raises(ValueError, match="needs rag=RagCache"):
         adapter(engine)
 
 

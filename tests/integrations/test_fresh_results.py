@@ -40,7 +40,7 @@ class LangChainOwn:
             WordEmbeddings(),
             path=path,
             k=K,
-            cache=engine,
+            rag=engine,
             tolerance=tolerance,
             guard=False,
         )
@@ -60,7 +60,7 @@ class LangChainWrapped(LangChainOwn):
     def __init__(self, engine, tolerance, path):
         self.store = InMemoryVectorStore(WordEmbeddings())
         inner = self.store.as_retriever(search_kwargs={"k": K})
-        self.retriever = RagCacheRetriever.wrap(inner, cache=engine, tolerance=tolerance, guard=False)
+        self.retriever = RagCacheRetriever.wrap(inner, rag=engine, tolerance=tolerance, guard=False)
 
 
 class LlamaOwn:
@@ -70,7 +70,7 @@ class LlamaOwn:
             Embedder(asked=[]),
             path=path,
             k=K,
-            cache=engine,
+            rag=engine,
             tolerance=tolerance,
             guard=False,
         )
@@ -93,7 +93,7 @@ class LlamaWrapped(LlamaOwn):
         self.index = VectorStoreIndex([], embed_model=model)
         inner = VectorIndexRetriever(self.index, similarity_top_k=K)  # as_retriever fixes the nodes of now
         self.retriever = LlamaRetriever(
-            inner, embed_model=model, cache=engine, tolerance=tolerance, guard=False
+            inner, embed_model=model, rag=engine, tolerance=tolerance, guard=False
         )
 
 

@@ -22,11 +22,11 @@ TOKENS = 24
 
 
 def chat_of(rag):
-    return ChatRagCache(cache=rag, max_tokens=TOKENS)
+    return ChatRagCache(rag=rag, max_tokens=TOKENS)
 
 
 def plain(rag):
-    return RagCacheLLM(cache=rag, max_tokens=TOKENS)
+    return RagCacheLLM(rag=rag, max_tokens=TOKENS)
 
 
 def chain_of(rag):
@@ -70,7 +70,7 @@ def test_batches_wait_for_room_and_say_when_told_not_to(tiny_model, tiny_tokeniz
     tight = QueueConfig(max_batch=1, max_waiting=1)
     with RagCache(tiny_model, tiny_tokenizer, policy="full", queue=tight, cache_dir=digests) as rag:
         assert len(chat_of(rag).batch(QUESTIONS)) == len(QUESTIONS)
-        impatient = ChatRagCache(cache=rag, max_tokens=TOKENS, generate_kwargs={"wait": False})
+        impatient = ChatRagCache(rag=rag, max_tokens=TOKENS, generate_kwargs={"wait": False})
         results = impatient.batch(QUESTIONS, return_exceptions=True)
         refused = [result for result in results if isinstance(result, QueueFull)]
         assert 0 < len(refused) < len(QUESTIONS)
@@ -93,7 +93,7 @@ def layered(model, digests):
 
 @pytest.fixture
 def chat(layered):
-    return ChatRagCache(cache=layered, max_tokens=1)
+    return ChatRagCache(rag=layered, max_tokens=1)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ BATCHES = {
     "chain": lambda chat, **options: (TEMPLATE | chat | StrOutputParser()).batch(BATCHED, **options),
     "fallbacks": lambda chat, **options: chat.with_fallbacks([chat]).batch(QUESTIONS, **options),
     "exceptions returned": lambda chat, **o: chat.batch(QUESTIONS, return_exceptions=True, **o),
-    "llm, as completed": lambda chat, **o: completed_of(RagCacheLLM(cache=chat.rag, max_tokens=1), **o),
+    "llm, as completed": lambda chat, **o: completed_of(RagCacheLLM(rag=chat.rag, max_tokens=1), **o),
 }
 
 

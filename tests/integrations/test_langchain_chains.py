@@ -15,7 +15,7 @@ SECOND = "What does Ada Lind work as, who was born in Bern?"
 @pytest.fixture
 def retriever(store, embeddings, rag):
     inner = store.as_retriever(search_kwargs={"k": 3})
-    return RagCacheRetriever.wrap(inner, embeddings=embeddings, cache=rag, tolerance=0.05)
+    return RagCacheRetriever.wrap(inner, embeddings=embeddings, rag=rag, tolerance=0.05)
 
 
 def shared_tokens(rag, first, second, recomputed=4):
@@ -25,7 +25,7 @@ def shared_tokens(rag, first, second, recomputed=4):
 
 
 def test_stuff_documents_and_retrieval_chain_reuse_on_the_second_question(retriever, rag):
-    documents_chain = create_stuff_documents_chain(ChatRagCache(cache=rag, max_tokens=6), PROMPT)
+    documents_chain = create_stuff_documents_chain(ChatRagCache(rag=rag, max_tokens=6), PROMPT)
     chain = create_retrieval_chain(retriever, documents_chain)
     first, cold = asked(chain, {"input": FIRST})
     second, warm = asked(chain, {"input": SECOND})
@@ -39,8 +39,8 @@ def test_stuff_documents_and_retrieval_chain_reuse_on_the_second_question(retrie
 
 def test_tenants_do_not_share_chunks(store, embeddings, rag):
     def chain(namespace):
-        inner = RagCacheRetriever.wrap(store, cache=rag, namespace=namespace, k=3)
-        model = ChatRagCache(cache=rag, max_tokens=2, namespace=namespace)
+        inner = RagCacheRetriever.wrap(store, rag=rag, namespace=namespace, k=3)
+        model = ChatRagCache(rag=rag, max_tokens=2, namespace=namespace)
         return create_retrieval_chain(inner, create_stuff_documents_chain(model, PROMPT))
 
     asked(chain("a"), {"input": FIRST})
@@ -52,11 +52,11 @@ def test_tenants_do_not_share_chunks(store, embeddings, rag):
 
 def test_the_report_says_that_the_chain_altered_the_chunks(retriever, rag):
     inputs = {"context": retriever | _joined | str.lower, "input": RunnablePassthrough()}
-    message = (inputs | PROMPT | ChatRagCache(cache=rag, max_tokens=2)).invoke(FIRST)
+    message = (inputs | PROMPT | ChatRagCache(rag=rag, max_tokens=2)).invoke(FIRST)
     (note,) = message.response_metadata["ragcachekit"]["link"]["notes"]
     assert note.startswith("no chunk registered in namespace 'default' occurs verbatim in the prompt")
     plain = {"context": retriever | _joined, "input": RunnablePassthrough()}
-    message = (plain | PROMPT | ChatRagCache(cache=rag, max_tokens=2)).invoke(FIRST)
+    message = (plain | PROMPT | ChatRagCache(rag=rag, max_tokens=2)).invoke(FIRST)
     assert message.response_metadata["ragcachekit"]["link"]["notes"] == ()
 
 

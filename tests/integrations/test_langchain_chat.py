@@ -7,19 +7,34 @@ import time
 import pytest
 from fake_engine import FakeEngine
 from langchain_core.caches import InMemoryCache
+from langchain_core.documents import Document
 
-from langchain_ragcachekit import ChatRagCache, RagCacheLLM
+from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
 
 TEXT = "it is in the north of the town by the sea ."
 
 
 def make(engine=None, **settings):
-    return ChatRagCache(cache=engine or FakeEngine(), **settings)
+    return ChatRagCache(rag=engine or FakeEngine(), **settings)
 
 
-def test_one_engine_and_one_model_are_taken():
-    with pytest.raises(ValueError, match="pass it once"):
-        make(rag=FakeEngine())
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda engine, store: ChatRagCache(cache=engine),
+        lambda engine, store: RagCacheLLM(rag=engine, cache=engine),
+        lambda engine, store: RagCacheRetriever.wrap(store, cache=engine),
+        lambda engine, store: RagCacheRetriever(retriever=store, cache=engine),
+        lambda engine, store: RagCacheRetriever.from_documents([Document("a")], None, cache=engine),
+    ],
+)
+def test_the_engine_is_no_cache_of_langchains(given, store):
+    """Before anything is embedded: there are no embeddings in the last case."""
+    with pytest.raises(ValueError, match="give the engine as rag="):
+        given(FakeEngine(), store)
+
+
+def test_one_model_is_taken():
     model = make()
     with pytest.raises(ValueError, match="greater than 0"):
         model.invoke("hi", max_tokens=0)
@@ -37,7 +52,7 @@ async def test_events_of_a_stream_carry_the_pieces_and_the_usage():
 
 async def test_one_failing_prompt_ends_the_others():
     engine = FakeEngine(gate=threading.Event())
-    model = RagCacheLLM(cache=engine)
+    model = RagCacheLLM(rag=engine)
     submit = engine.submit
 
     def failing(prompt, **options):
@@ -88,7 +103,7 @@ def test_tokens_are_counted_by_the_engine():
 async def test_plain_model_runs_prompts_as_one_batch_and_reports_each():
     engine = FakeEngine()
     engine.register(["Ada lives in Bern ."])
-    model = RagCacheLLM(cache=engine, max_tokens=5)
+    model = RagCacheLLM(rag=engine, max_tokens=5)
     for result in [f(["Ada lives in Bern . Where ?", "hi"]) for f in (model.generate, model.agenerate)]:
         found = await result if asyncio.iscoroutine(result) else result
         infos = [generation[0].generation_info for generation in found.generations]

@@ -248,7 +248,7 @@ def test_any_library_runnable_may_read_the_configurable_values(store):
 
 def test_a_forgotten_text_is_not_found_in_the_cache(store, rag):
     inner = store.as_retriever(search_kwargs={"k": 2, "namespace": "a"})
-    retriever = RagCacheRetriever.wrap(inner, cache=rag)
+    retriever = RagCacheRetriever.wrap(inner, rag=rag)
     found = [d.page_content for d in retriever.invoke(QUESTION)]
     retriever.invoke(QUESTION)
     assert retriever.query_cache.stats().hits == 1
@@ -260,8 +260,8 @@ def test_a_forgotten_text_is_not_found_in_the_cache(store, rag):
 
 
 def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
-    retriever = RagCacheRetriever.wrap(store, cache=rag, k=1)
-    other = RagCacheRetriever.wrap(store, cache=rag, k=1, namespace="other")
+    retriever = RagCacheRetriever.wrap(store, rag=rag, k=1)
+    other = RagCacheRetriever.wrap(store, rag=rag, k=1, namespace="other")
     (chunk,) = rag.encode([retriever.invoke(QUESTION)[0].page_content])
     other.invoke(QUESTION)
     rag.forget([chunk])

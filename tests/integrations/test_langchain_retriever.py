@@ -169,7 +169,7 @@ def test_inner_runs_and_events_belong_to_the_callers_run(documents, embeddings):
 def test_namespaces_are_apart_and_default_to_the_engines(store):
     engine = FakeEngine()
     engine.namespace = "acme"
-    retriever = RagCacheRetriever.wrap(store, cache=engine, k=1)
+    retriever = RagCacheRetriever.wrap(store, rag=engine, k=1)
     other = retriever.model_copy(update={"namespace": "other"})
     retriever.invoke(QUESTION)
     other.invoke(QUESTION)

@@ -36,26 +36,26 @@ class BestTwo(BaseDocumentCompressor):
 def saying(rag, text, **settings):
     """The engine's model, made to answer ``text``."""
     force = {"prefix_allowed_tokens_fn": scripted(rag.tokenizer, lambda _: text)}
-    return ChatRagCache(cache=rag, max_tokens=60, generate_kwargs=force, **settings)
+    return ChatRagCache(rag=rag, max_tokens=60, generate_kwargs=force, **settings)
 
 
 def around_multi_query(rag, store, embeddings):
-    inner = RagCacheRetriever.wrap(store, cache=rag, k=2)
+    inner = RagCacheRetriever.wrap(store, rag=rag, k=2)
     return MultiQueryRetriever.from_llm(inner, saying(rag, "Who bakes?\nWhere was Bob born?"))
 
 
 def around_ensemble(rag, store, embeddings):
-    both = [RagCacheRetriever.wrap(store, cache=rag, k=k) for k in (1, 3)]
+    both = [RagCacheRetriever.wrap(store, rag=rag, k=k) for k in (1, 3)]
     return EnsembleRetriever(retrievers=both, weights=[0.5, 0.5])
 
 
 def under_ensemble(rag, store, embeddings):
     ensemble = EnsembleRetriever(retrievers=[store.as_retriever(), store.as_retriever()], weights=[0.7, 0.3])
-    return RagCacheRetriever.wrap(ensemble, embeddings=embeddings, cache=rag)
+    return RagCacheRetriever.wrap(ensemble, embeddings=embeddings, rag=rag)
 
 
 def around_compression(rag, store, embeddings):
-    inner = RagCacheRetriever.wrap(store, cache=rag, k=4)
+    inner = RagCacheRetriever.wrap(store, rag=rag, k=4)
     return ContextualCompressionRetriever(base_retriever=inner, base_compressor=BestTwo())
 
 
@@ -63,7 +63,7 @@ def under_compression(rag, store, embeddings):
     extract = LLMChainExtractor.from_llm(saying(rag, "She works as a baker."))
     inner = ContextualCompressionRetriever(base_retriever=store.as_retriever(), base_compressor=extract)
     return RagCacheRetriever.wrap(
-        inner, embeddings=embeddings, cache=rag, partition=lambda question, config: "one"
+        inner, embeddings=embeddings, rag=rag, partition=lambda question, config: "one"
     )
 
 
@@ -74,7 +74,7 @@ def under_parent_documents(rag, store, embeddings):
         child_splitter=RecursiveCharacterTextSplitter(chunk_size=40, chunk_overlap=10),
     )
     parents.add_documents(store.similarity_search(QUESTION, k=6))
-    return RagCacheRetriever.wrap(parents, embeddings=embeddings, cache=rag)
+    return RagCacheRetriever.wrap(parents, embeddings=embeddings, rag=rag)
 
 
 class Messages(BaseCallbackHandler):
@@ -100,7 +100,7 @@ class Messages(BaseCallbackHandler):
 )
 def test_retrievers_around_and_under_ours_reuse_chunks(rag, store, embeddings, build):
     retriever = build(rag, store, embeddings)
-    model = ChatRagCache(cache=rag, max_tokens=2)
+    model = ChatRagCache(rag=rag, max_tokens=2)
     context = retriever.invoke(QUESTION)
     answer_chain = create_stuff_documents_chain(model, PROMPT, document_prompt=DOCUMENT_PROMPT)
     _, cold = asked(answer_chain, {"context": context, "input": QUESTION})
@@ -124,7 +124,7 @@ def test_a_conversation_reuses_the_chunks_and_its_turns(tiny_model, tiny_tokeniz
         rephrase = ChatPromptTemplate.from_messages(
             [("placeholder", "{chat_history}"), ("human", "Make one question of all: {input}")]
         )
-        retriever = RagCacheRetriever.wrap(store, cache=rag, k=2)
+        retriever = RagCacheRetriever.wrap(store, rag=rag, k=2)
         chain = create_retrieval_chain(
             create_history_aware_retriever(saying(rag, QUESTION), retriever, rephrase),
             create_stuff_documents_chain(saying(rag, "In Bern."), prompt),

@@ -22,7 +22,7 @@ class TestIntegration(OnTheReader, ChatModelIntegrationTests):
     @property
     def chat_model_params(self):
         # The reader may end its answer to a "Hello" at once; the suite wants to see some text.
-        return {"cache": self.rag, "max_tokens": 8, "generate_kwargs": {"min_new_tokens": 4}}
+        return {"rag": self.rag, "max_tokens": 8, "generate_kwargs": {"min_new_tokens": 4}}
 
     @property
     def supported_usage_metadata_details(self):

@@ -44,7 +44,7 @@ def saying(answer, renders_tools=True):
     """A chat model whose answer comes in the pieces that spaces leave."""
     engine = FakeEngine(words=answer.split(" "))
     engine.renders_tools = renders_tools
-    return ChatRagCache(cache=engine), engine
+    return ChatRagCache(rag=engine), engine
 
 
 def call(arguments, name="born"):
@@ -112,7 +112,7 @@ def test_what_cannot_be_done_is_refused_with_what_to_do():
     with pytest.raises(ValueError, match="unknown arguments tol"):
         model.with_structured_output(Birth, tol=1)
     with pytest.raises(ValueError, match="ChatRagCache does"):
-        RagCacheLLM(cache=FakeEngine()).invoke("hi", tools=[born])
+        RagCacheLLM(rag=FakeEngine()).invoke("hi", tools=[born])
 
 
 ANSWER = '{"name": "Ada", "town": "Bern"}'
@@ -170,7 +170,7 @@ def tooled(tiny_model, tiny_tokenizer, digests):
 
 def test_the_prompt_with_tools_is_that_of_transformers(tooled):
     """The tokens of the whole exchange, tool messages included, equal apply_chat_template's."""
-    model = ChatRagCache(cache=tooled, max_tokens=1)
+    model = ChatRagCache(rag=tooled, max_tokens=1)
     exchange = [
         HumanMessage("Where was Ada born?"),
         AIMessage("", tool_calls=[{"name": "born", "args": {"name": "Ada"}, "id": "abc"}]),
@@ -191,7 +191,7 @@ def test_the_prompt_with_tools_is_that_of_transformers(tooled):
 
 
 def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, store):
-    retriever = RagCacheRetriever.wrap(store, cache=tooled, k=2)
+    retriever = RagCacheRetriever.wrap(store, rag=tooled, k=2)
     search = create_retriever_tool(retriever, "search", "Searches facts about people.")
     seen = []
 
@@ -202,7 +202,7 @@ def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, store):
         return f"<tool_call>{call({'query': FACTS[0]}, name='search')}</tool_call>"
 
     force = {"prefix_allowed_tokens_fn": scripted(tooled.tokenizer, say)}
-    model = ChatRagCache(cache=tooled, max_tokens=80, generate_kwargs=force)
+    model = ChatRagCache(rag=tooled, max_tokens=80, generate_kwargs=force)
     prompt = ChatPromptTemplate.from_messages([("human", "{input}"), ("placeholder", "{agent_scratchpad}")])
     agent = AgentExecutor(agent=create_tool_calling_agent(model, [search], prompt), tools=[search])
     assert agent.invoke({"input": "Where was Ada born?"})["output"] == "In Bern."

@@ -55,7 +55,7 @@ async def test_one_call_can_bypass_the_query_cache(embeddings):
     nodes = [TextNode(text=text) for text in FACTS]
     engine, embedder = FakeEngine(), Embedder(asked=[])
     index = VectorStoreIndex(nodes, embed_model=embedder)
-    wrapped = RagCacheRetriever(index.as_retriever(), embed_model=embedder, cache=engine)
+    wrapped = RagCacheRetriever(index.as_retriever(), embed_model=embedder, rag=engine)
     own = RagCacheRetriever.from_nodes(nodes, embedder)
     for _ in range(2):
         with bypass_query_cache():

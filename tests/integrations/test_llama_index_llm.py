@@ -4,15 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import FakeEngine
+from llama_index.core import VectorStoreIndex
 from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
 from llama_index.core.tools import FunctionTool
 from llama_kit import seeing
 from pydantic import BaseModel
 
-from llama_index_ragcachekit import ChunkReuseEvent, RagCacheLLM
+from llama_index_ragcachekit import ChunkReuseEvent, RagCacheLLM, RagCachePostprocessor, RagCacheRetriever
 
 
 def chat(text="hi", role=MessageRole.USER):
@@ -20,20 +23,20 @@ def chat(text="hi", role=MessageRole.USER):
 
 
 def test_metadata_comes_from_the_model():
-    metadata = RagCacheLLM(cache=FakeEngine(), max_tokens=40).metadata
+    metadata = RagCacheLLM(rag=FakeEngine(), max_tokens=40).metadata
     assert (metadata.context_window, metadata.num_output, metadata.model_name) == (2048, 40, "fake/model")
     assert metadata.is_chat_model
     engine = FakeEngine()
     engine.tokenizer = SimpleNamespace(chat_template=None)
-    assert not RagCacheLLM(cache=engine).metadata.is_chat_model
-    stated = RagCacheLLM(cache=engine, is_chat_model=True, context_window=99).metadata
+    assert not RagCacheLLM(rag=engine).metadata.is_chat_model
+    stated = RagCacheLLM(rag=engine, is_chat_model=True, context_window=99).metadata
     assert (stated.is_chat_model, stated.context_window) == (True, 99)
 
 
 def test_messages_go_to_the_engine_as_dicts():
     engine = FakeEngine()
     messages = [chat("be brief", MessageRole.SYSTEM), chat(), chat("yes?", MessageRole.ASSISTANT), chat("so")]
-    response = RagCacheLLM(cache=engine).chat(messages)
+    response = RagCacheLLM(rag=engine).chat(messages)
     assert engine.calls[0]["prompt"] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hi"},
@@ -42,13 +45,13 @@ def test_messages_go_to_the_engine_as_dicts():
     ]
     assert response.message.role == MessageRole.ASSISTANT
     with pytest.raises(ValueError, match="'tool' messages"):
-        RagCacheLLM(cache=engine).chat([chat("3", MessageRole.TOOL)])
+        RagCacheLLM(rag=engine).chat([chat("3", MessageRole.TOOL)])
 
 
 def test_every_answer_has_its_report_and_sends_one_event():
     engine = FakeEngine()
     engine.register(["Ada lives in Bern ."])
-    llm = RagCacheLLM(cache=engine)
+    llm = RagCacheLLM(rag=engine)
     with seeing(ChunkReuseEvent) as seen:
         response = llm.complete("Ada lives in Bern . Where ?")
         *pieces, last = llm.stream_chat([chat("Where ?")])
@@ -62,9 +65,25 @@ def test_every_answer_has_its_report_and_sends_one_event():
     assert seen.events[0].class_name() == "ChunkReuseEvent"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda engine: RagCacheLLM(cache=engine),
+        lambda engine: RagCachePostprocessor(rag=engine, cache=engine),
+        lambda engine: RagCacheRetriever(
+            VectorStoreIndex([], embed_model=MockEmbedding(4)).as_retriever(), cache=engine
+        ),
+        lambda engine: RagCacheRetriever.from_nodes([TextNode(text="a")], MockEmbedding(4), cache=engine),
+    ],
+)
+def test_the_engine_is_given_as_rag(given):
+    with pytest.raises(ValueError, match="give the engine as rag="):
+        given(FakeEngine())
+
+
 def test_the_engine_is_not_part_of_what_is_serialised():
-    llm = RagCacheLLM(cache=FakeEngine())
-    assert "cache" not in llm.to_dict()
+    llm = RagCacheLLM(rag=FakeEngine())
+    assert "rag" not in llm.to_dict()
     assert "FakeEngine" not in llm.model_dump_json()
 
 
@@ -81,7 +100,7 @@ ASKED = PromptTemplate("Which town is in the north of {country}?")
 
 async def test_structured_output_goes_through_the_prompt():
     engine = FakeEngine(words=ANSWER)
-    llm = RagCacheLLM(cache=engine)
+    llm = RagCacheLLM(rag=engine)
     town = Town(name="Oslo", people=700000)
     assert llm.structured_predict(Town, ASKED, country="Norway") == town
     assert await llm.astructured_predict(Town, ASKED, country="Norway") == town
@@ -90,11 +109,11 @@ async def test_structured_output_goes_through_the_prompt():
     assert structured.complete("Which town?").raw == town
     assert all('"people"' in call["prompt"][-1]["content"] for call in engine.calls)  # the schema
     with pytest.raises(ValueError, match="Could not extract json string from output: it is in the north"):
-        RagCacheLLM(cache=FakeEngine()).structured_predict(Town, ASKED, country="Norway")
+        RagCacheLLM(rag=FakeEngine()).structured_predict(Town, ASKED, country="Norway")
 
 
 def test_tools_are_refused_with_what_to_use_instead():
-    llm = RagCacheLLM(cache=FakeEngine())
+    llm = RagCacheLLM(rag=FakeEngine())
     assert not llm.metadata.is_function_calling_model
     with pytest.raises(ValueError, match="let a ReActAgent prompt for them"):
         llm.chat([chat()], tools=[{"type": "function"}])
@@ -108,7 +127,7 @@ async def test_a_react_agent_calls_tools_by_prompting():
             return super().submit(prompt, **options)
 
     people = FunctionTool.from_defaults(lambda: 42, name="people", description="counts")
-    llm = RagCacheLLM(cache=TwoSteps())
+    llm = RagCacheLLM(rag=TwoSteps())
     memory = ChatMemoryBuffer.from_defaults(llm=llm)  # the default one leaves a database open
     agent = ReActAgent(tools=[people], llm=llm, streaming=False)
     assert str(await agent.run("How many people are there?", memory=memory)) == "There are 42."

@@ -59,7 +59,7 @@ class LastFirst(BaseNodePostprocessor):
 
 @pytest.fixture
 def llm(rag):
-    return RagCacheLLM(cache=rag, max_tokens=TOKENS)
+    return RagCacheLLM(rag=rag, max_tokens=TOKENS)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def index_of(nodes, embedder, **settings):
 def retriever(rag, embedder):
     nodes = [TextNode(text=text, metadata={"file_name": f"{n}.txt"}) for n, text in enumerate(FACTS)]
     inner = index_of(nodes, embedder).as_retriever(similarity_top_k=3)
-    return RagCacheRetriever(inner, embed_model=embedder, cache=rag)
+    return RagCacheRetriever(inner, embed_model=embedder, rag=rag)
 
 
 def bare(rag, prompt, is_chat):
@@ -139,7 +139,7 @@ def chat_engine(kind, retriever, llm):
 def test_chat_engines_reuse_chunks_in_their_second_turn(kind, rag, embedder, llm):
     # All nodes: what the tiny model makes of the question does not decide which are found.
     inner = index_of([TextNode(text=text) for text in FACTS[:2]], embedder).as_retriever(similarity_top_k=2)
-    engine = chat_engine(kind, RagCacheRetriever(inner, embed_model=embedder, cache=rag), llm)
+    engine = chat_engine(kind, RagCacheRetriever(inner, embed_model=embedder, rag=rag), llm)
     prompts = reused(engine.chat, rag)
     assert any(FIRST in prompt for prompt in prompts)  # the conversation goes along
 
@@ -153,12 +153,12 @@ def windows(rag, embedder):
     parser = SentenceWindowNodeParser.from_defaults(window_size=1, sentence_splitter=sentences)
     nodes = parser.get_nodes_from_documents([Document(text=" ".join(FACTS))])
     inner = index_of(nodes, embedder).as_retriever(similarity_top_k=2)
-    return RagCacheRetriever(inner, embed_model=embedder, cache=rag)
+    return RagCacheRetriever(inner, embed_model=embedder, rag=rag)
 
 
 def test_sentence_windows_are_reused_whole(windows, llm, rag):
     replace = MetadataReplacementPostProcessor("window")
-    processors = [replace, RagCachePostprocessor(cache=rag)]
+    processors = [replace, RagCachePostprocessor(rag=rag)]
     assert reused(RetrieverQueryEngine.from_args(windows, llm, node_postprocessors=processors).query, rag)
 
 
@@ -184,12 +184,12 @@ def test_merged_parents_are_reused(ours, family, rag, embedder, llm):
     storage.docstore.add_documents([*parents, *children])
     inner = index_of(children, embedder, storage_context=storage).as_retriever(similarity_top_k=4)
     if ours == "outside":
-        retriever = RagCacheRetriever(AutoMergingRetriever(inner, storage), embed_model=embedder, cache=rag)
+        retriever = RagCacheRetriever(AutoMergingRetriever(inner, storage), embed_model=embedder, rag=rag)
         engine = RetrieverQueryEngine.from_args(retriever, llm)
     else:
-        cached = RagCacheRetriever(inner, embed_model=embedder, cache=rag)
+        cached = RagCacheRetriever(inner, embed_model=embedder, rag=rag)
         retriever = AutoMergingRetriever(cached, storage)
-        registering = RagCachePostprocessor(cache=rag)
+        registering = RagCachePostprocessor(rag=rag)
         engine = RetrieverQueryEngine.from_args(retriever, llm, node_postprocessors=[registering])
     reused(engine.query, rag)
     assert {item.node.node_id for item in engine.query(FIRST).source_nodes} == {"parent-0", "parent-2"}
@@ -215,7 +215,7 @@ def whole_nodes(mode):
     ],
 )
 def test_other_engines_reuse_chunks_too(is_chat, settings, retriever, rag):
-    llm = RagCacheLLM(cache=rag, max_tokens=TOKENS, is_chat_model=is_chat)
+    llm = RagCacheLLM(rag=rag, max_tokens=TOKENS, is_chat_model=is_chat)
     made = {name: one(llm) if callable(one) else one for name, one in settings.items()}
     assert reused(RetrieverQueryEngine.from_args(retriever, llm, **made).query, rag, is_chat)
 

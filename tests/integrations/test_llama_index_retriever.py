@@ -105,11 +105,11 @@ def test_bare_texts_are_registered_with_the_engine(embedder):
     nodes = [TextNode(text="some text", metadata={"file": "a"}), TextNode(text=" ")]
     engine = FakeEngine()
     engine.namespace = "acme"
-    retriever = RagCacheRetriever(Listed(nodes), embed_model=embedder, cache=engine)
+    retriever = RagCacheRetriever(Listed(nodes), embed_model=embedder, rag=engine)
     retriever.retrieve(QUESTION)
     retriever.retrieve(QUESTION)
     assert engine.registered == [("acme", ["some text"])] * 2
-    RagCacheRetriever(Listed(nodes), embed_model=embedder, cache=engine, namespace="b").retrieve(QUESTION)
+    RagCacheRetriever(Listed(nodes), embed_model=embedder, rag=engine, namespace="b").retrieve(QUESTION)
     assert engine.registered[2:] == [("b", ["some text"])]
     assert engine.prefetched == engine.registered
 

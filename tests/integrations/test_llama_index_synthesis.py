@@ -38,7 +38,7 @@ def engine():
 
 
 def make_llm(engine, window=500):
-    return RagCacheLLM(cache=engine, max_tokens=10, context_window=window)
+    return RagCacheLLM(rag=engine, max_tokens=10, context_window=window)
 
 
 def prompts_of(synthesizer, llm):
@@ -61,7 +61,7 @@ def test_a_node_that_is_cut_is_noted(tmp_path):
     model = speaker(max_position_embeddings=4096)
     with RagCache(model, byte_level(), policy="reuse", cache_dir=tmp_path) as rag:
         rag.register(texts)
-        llm = RagCacheLLM(cache=rag, max_tokens=2, context_window=1900)
+        llm = RagCacheLLM(rag=rag, max_tokens=2, context_window=1900)
         count = rag.count_tokens
         own = PromptHelper(context_window=1900, num_output=2, tokenizer=lambda text: list(range(count(text))))
         for synthesizer in (get_response_synthesizer(llm, own), RagCacheSynthesizer(llm)):
@@ -123,8 +123,8 @@ def test_another_model_is_refused():
 
 
 def test_what_is_no_engine_is_refused():
-    with pytest.raises(ValueError, match=r"RagCachePostprocessor needs cache=RagCache\(\.\.\.\), got 3"):
-        RagCachePostprocessor(cache=3)
+    with pytest.raises(ValueError, match=r"RagCachePostprocessor needs rag=RagCache\(\.\.\.\), got 3"):
+        RagCachePostprocessor(rag=3)
 
 
 async def test_the_postprocessor_registers_bare_texts_in_its_namespace(engine):
@@ -132,7 +132,7 @@ async def test_the_postprocessor_registers_bare_texts_in_its_namespace(engine):
         NodeWithScore(node=TextNode(text="a text of some length", metadata={"page": 3})),
         NodeWithScore(node=TextNode(text=" ")),
     ]
-    registering = RagCachePostprocessor(cache=engine, namespace="acme")
+    registering = RagCachePostprocessor(rag=engine, namespace="acme")
     assert registering.postprocess_nodes(nodes) is nodes
     assert await registering.apostprocess_nodes(nodes) is nodes
     assert engine.registered == [("acme", ["a text of some length"])] * 2

@@ -112,7 +112,7 @@ async def test_the_event_says_why_a_near_question_was_refused():
         WordEmbeddings(),
         index="faiss-flat",
         tolerance=0.9,
-        cache=FakeEngine(),
+        rag=FakeEngine(),
     )
     for question in (QUESTION, "Where was Ada Lind not born?"):
         await retriever.ainvoke(question, {"callbacks": [Handler()]})

@@ -26,8 +26,8 @@ def test_langchain(rag):
     retriever = store.as_retriever()
     for holder in (
         langchain.RagCacheRetriever.wrap(retriever, embeddings=embeddings),
-        langchain.RagCacheRetriever.wrap(retriever, embeddings=embeddings, cache=rag),
-        langchain.ChatRagCache(cache=rag),
+        langchain.RagCacheRetriever.wrap(retriever, embeddings=embeddings, rag=rag),
+        langchain.ChatRagCache(rag=rag),
     ):
         with pytest.raises(TypeError, match="in each process"):
             pickle.dumps(holder)
@@ -35,11 +35,11 @@ def test_langchain(rag):
 
 def test_llama_index(rag):
     store = llama_index.RagCacheVectorStore()
-    llm = llama_index.RagCacheLLM(cache=rag, max_tokens=3)
+    llm = llama_index.RagCacheLLM(rag=rag, max_tokens=3)
     for holder in (
         llm,
         store,
-        llama_index.RagCachePostprocessor(cache=rag),
+        llama_index.RagCachePostprocessor(rag=rag),
         llama_index.RagCacheRetriever(
             VectorStoreIndex.from_vector_store(store, MockEmbedding(4)).as_retriever(),
             embed_model=MockEmbedding(4),
@@ -47,4 +47,4 @@ def test_llama_index(rag):
     ):
         with pytest.raises(TypeError, match=r"cannot be pickled.* in each process"):
             pickle.dumps(holder)
-    assert llm.model_copy(update={"max_tokens": 4}).cache is rag
+    assert llm.model_copy(update={"max_tokens": 4}).rag is rag

@@ -90,7 +90,7 @@ class LangChainWorld:
         embeddings = self.store.embeddings
         self.wrapped = {
             name: langchain_ragcachekit.RagCacheRetriever.wrap(
-                kind, embeddings=embeddings, cache=rag, partition=PARTITIONS.get(name)
+                kind, embeddings=embeddings, rag=rag, partition=PARTITIONS.get(name)
             )
             for name, kind in self.kinds.items()
         }
@@ -189,7 +189,7 @@ class LlamaWorld:
         }
         wrap = llama_index_ragcachekit.RagCacheRetriever
         self.wrapped = {
-            n: wrap(kind, embed_model=embedder, cache=rag, partition=LLAMA_PARTITIONS.get(n))
+            n: wrap(kind, embed_model=embedder, rag=rag, partition=LLAMA_PARTITIONS.get(n))
             for n, kind in self.kinds.items()
         }
         self.kinds["our own"] = self.inner

@@ -14,7 +14,7 @@ class SmallChatModel:
 
     @property
     def chat_model_params(self):
-        return {"cache": self.rag}
+        return {"rag": self.rag}
 
     @property
     def has_tool_calling(self):

@@ -46,7 +46,7 @@ def test_where_things_lie(tmp_path, monkeypatch):
     assert default_cache_dir() == tmp_path / "ragcachekit"
 
 
-def test_the_tokenizer_is_of_the_same_source(monkeypatch):
+def test_the_tokenizer_is_of_the_same_source(monkeypatch, tmp_path):
     given = {}
 
     class Model(SimpleNamespace):
@@ -65,7 +65,8 @@ def test_the_tokenizer_is_of_the_same_source(monkeypatch):
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", loader("tokenizer", "tokens"))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loader("model", Model()))
-    source = {"revision": "v1", "cache_dir": "there", "token": "secret", "trust_remote_code": True}
+    (tmp_path / "models--someone--small").mkdir()
+    source = {"revision": "v1", "cache_dir": tmp_path, "token": "secret", "trust_remote_code": True}
     load_model("someone/small", "cpu", dtype="float32", **source)
     assert given == {"tokenizer": source, "model": {"dtype": "float32", **source}}
 
@@ -80,3 +81,5 @@ def test_a_name_without_a_hub_is_an_error_at_once(monkeypatch, tmp_path):
         load_model("someone/small", "cpu", cache_dir=tmp_path)
     with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
         load_model("some one", "cpu")
+    with pytest.raises(OSError, match=r"someone/small is neither .* the hub may not be asked"):
+        load_model("someone/small", "cpu", cache_dir=tmp_path, local_files_only=True)

@@ -42,7 +42,7 @@ class Engine:
 
 def made(engine: Engine | None = None, **settings: Any) -> RetrieverCache[str]:
     plain = Framework[str](KeyRules(), str, str, lambda text: None, lambda record, *_: record.text)
-    return RetrieverCache(plain, cache=engine, **settings)
+    return RetrieverCache(plain, rag=engine, **settings)
 
 
 def call(
@@ -196,5 +196,5 @@ def test_a_guard_of_ones_own_is_asked_with_both_questions() -> None:
 
 
 def test_what_is_no_engine_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"needs cache=RagCache\(\.\.\.\) or None, got 'x'"):
+    with pytest.raises(TypeError, match=r"needs rag=RagCache\(\.\.\.\) or None, got 'x'"):
         made("x")  # type: ignore[arg-type]

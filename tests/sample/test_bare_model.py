@@ -26,7 +26,7 @@ QUESTIONS = ("When was it finished?", "What is stored, and where?", "Who may rea
 def some(count, full, seed):
     """A few in every run, which all ask the same, and many in the soak."""
     many = pytest.param(full, seed, marks=pytest.mark.soak)
-    return pytest.mark.parametrize(("count", "seed"), [(count, 1), many])
+    return pytest.mark.parametrize(("count", "seed"), [(count, 5), many])
 
 
 def texts(count, seed):
@@ -106,15 +106,15 @@ def test_requests_and_streams(exact, bare, count, seed):
 @some(1, 50, 4)
 def test_langchain(exact, bare, count, seed):
     roles = {"system": SystemMessage, "user": HumanMessage}
-    model = ChatRagCache(cache=exact, max_tokens=TOKENS, temperature=0)
+    model = ChatRagCache(rag=exact, max_tokens=TOKENS, temperature=0)
     for messages in chats(count, seed):
         found = model.invoke([roles[m["role"]](m["content"]) for m in messages])
         assert found.content == bare(messages)[1]
 
 
-@some(1, 50, 5)
+@some(1, 50, 1)
 def test_llama_index(exact, bare, count, seed):
-    model = RagCacheLLM(cache=exact, max_tokens=TOKENS, temperature=0)
+    model = RagCacheLLM(rag=exact, max_tokens=TOKENS, temperature=0)
     for messages in chats(count, seed):
         found = model.chat([ChatMessage(role=m["role"], content=m["content"]) for m in messages])
         assert found.message.content == bare(messages)[1]

@@ -37,7 +37,7 @@ class TestUnit(OnTheSampleModel, ChatModelUnitTests):
 class Answering(OnTheSampleModel):
     @property
     def chat_model_params(self):
-        return {"cache": self.rag, "max_tokens": 8}
+        return {"rag": self.rag, "max_tokens": 8}
 
     @property
     def supported_usage_metadata_details(self):
@@ -67,9 +67,9 @@ def test_retrieval_qa_reuses_what_the_first_questions_encoded(rag):
     store = InMemoryVectorStore(MiniLM())
     store.add_documents([Document(text, id=str(n)) for n, text in enumerate(DOCUMENTS)])
     inner = store.as_retriever(search_kwargs={"k": 2})
-    retriever = RagCacheRetriever.wrap(inner, embeddings=MiniLM(), cache=rag)
+    retriever = RagCacheRetriever.wrap(inner, embeddings=MiniLM(), rag=rag)
     read, answers = [], []
-    chain = RetrievalQA.from_chain_type(ChatRagCache(cache=rag, max_tokens=24), retriever=retriever)
+    chain = RetrievalQA.from_chain_type(ChatRagCache(rag=rag, max_tokens=24), retriever=retriever)
     for question in (*QUESTIONS, QUESTIONS[0]):
         with get_usage_metadata_callback() as callback:
             answers.append(chain.invoke({"query": question})["result"])
@@ -96,8 +96,8 @@ def test_compact_answers_of_a_query_engine_reuse_chunks(rag):
     nodes = [TextNode(text=text, metadata={"file_name": f"{n}.txt"}) for n, text in enumerate(DOCUMENTS)]
     index = VectorStoreIndex(nodes, embed_model=LocalEmbedding())
     engine = RetrieverQueryEngine.from_args(
-        NodeRetriever(index.as_retriever(similarity_top_k=2), embed_model=LocalEmbedding(), cache=rag),
-        llm=RagCacheLLM(cache=rag, max_tokens=8),
+        NodeRetriever(index.as_retriever(similarity_top_k=2), embed_model=LocalEmbedding(), rag=rag),
+        llm=RagCacheLLM(rag=rag, max_tokens=8),
         response_mode=ResponseMode.COMPACT,
     )
     first = engine.query(QUESTIONS[0])

@@ -50,5 +50,5 @@ async def ask_later(rag: RagCache, question: str) -> str:
 
 def chat(rag: RagCache, store: VectorStore, embeddings: Embeddings) -> tuple[RagCacheRetriever, ChatRagCache]:
     """The two parts of a LangChain chain."""
-    retriever = RagCacheRetriever.wrap(store, embeddings=embeddings, cache=rag, tolerance=0.05)
-    return retriever, ChatRagCache(cache=rag, max_tokens=16)
+    retriever = RagCacheRetriever.wrap(store, embeddings=embeddings, rag=rag, tolerance=0.05)
+    return retriever, ChatRagCache(rag=rag, max_tokens=16)
