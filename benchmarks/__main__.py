@@ -18,6 +18,7 @@ COMMANDS = {
     "near-misses": "near_misses.run:near_misses",
     "fidelity": "fidelity:fidelity",
     "contexts": "contexts:contexts",
+    "frontier": "frontier:frontier",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
     "novel-questions": "novel_questions:novel_questions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import warnings
@@ -16,6 +17,14 @@ if not torch.cuda.is_available():
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+gc.disable()  # collection imports hundreds of thousands of objects that stay; a pass over them takes a second
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

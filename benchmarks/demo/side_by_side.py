@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 NAMES = "transformers", "with RagCacheKit"
+TICK_S = 0.5  # between two states of a side that waits
 
 
 class SideBySide:
@@ -25,6 +26,7 @@ class SideBySide:
         self._question, self._texts = question, ["", ""]
         self._begun: list[float | None] = [None, None]
         self._first: list[float | None] = [None, None]
+        self._pushed: list[tuple[float, int, str]] = []
         self._live = Live(get_renderable=self.rendered, console=Console(highlight=False)) if live else None
 
     def __enter__(self) -> Self:
@@ -51,10 +53,29 @@ class SideBySide:
         """The answer with the cache so far."""
         self._push(1, text)
 
+    @property
+    def question(self) -> str:
+        """What was asked."""
+        return self._question
+
+    def states(self, side: int) -> list[tuple[float, str, str]]:
+        """What a side (0 is left) showed: from how many seconds on, its status and its answer so far."""
+        start, begun = self._begun[0], self._begun[side]
+        if start is None or begun is None:
+            return []
+        pushed = [(when, text) for when, own, text in self._pushed if own == side]
+        end = pushed[0][0] if pushed else begun
+        ticks = [begun + TICK_S * n for n in range(int((end - begun) / TICK_S) + 1)]
+        waiting = [(when - start, f"waiting ... {when - begun:.1f} s", "") for when in ticks]
+        done = f"first token after {end - begun:.1f} s"
+        return [*waiting, *((when - start, done, text) for when, text in pushed)]
+
     def _push(self, side: int, text: str) -> None:
+        now = time.perf_counter()
         if self._first[side] is None:
-            self._first[side] = time.perf_counter()
+            self._first[side] = now
         self._texts[side] = text
+        self._pushed.append((now, side, text))
 
     def rendered(self) -> RenderableType:
         """Both answers as they are now, in panels."""

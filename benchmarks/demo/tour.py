@@ -17,6 +17,7 @@ from benchmarks.demo import corpus, tour_report
 from benchmarks.demo.answers import PART
 from benchmarks.demo.chain import build_chain, messages
 from benchmarks.demo.corpus import Corpus, Settings
+from benchmarks.demo.recording import write_recording
 from benchmarks.demo.run import found_places, query_figures
 from benchmarks.demo.side_by_side import SideBySide
 from benchmarks.demo.tour_report import Compared
@@ -32,6 +33,8 @@ from ragcachekit.model.sample_model import resolve_model
 MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "copy", "zlib", "cmd", "textwrap")
 """Documentation of about 40 passages that answers ten of the questions."""
 
+RECORDING = "demo.svg"
+
 TOUR = Settings(questions=10, timed=2, chunks=None, wordpieces=256, vectors=0, k=8, modules=MODULES)
 """``timed``: warm repeats of each prompt; ``vectors``: the passages alone."""
 
@@ -39,11 +42,12 @@ Shown = Callable[[str], None]
 
 
 def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
-    """Run the demo, print what it finds, and write ``demo.json`` and ``demo.png`` to the folder ``out``.
+    """Run the demo, print what it finds, and write ``demo.json``, ``demo.png`` and ``demo.svg`` to ``out``.
 
     Raises RagCacheError if the documentation answers none of the questions, or a prompt was not served from
     the cache; OSError if ``out`` cannot be written.
     """
+    out.mkdir(parents=True, exist_ok=True)
     start, folder = time.monotonic(), Path(resolve_model(settings.model))
     read = corpus.read(settings, progress)
     if not read.asked:
@@ -55,15 +59,15 @@ def run(settings: Settings, out: Path, *, progress: bool = True) -> BenchReport:
     bare = Bare(folder, settings.max_tokens)
     with RagCache.from_pretrained(folder) as rag:
         queries, retriever = query_figures(read, rag, progress)
-        found = _compare(settings, read, rag, retriever, bare, progress)
+        found = _compare(settings, read, rag, retriever, bare, out, progress)
     rows = [*({"part": PART, **asdict(one)} for one in found), *queries]
     report = BenchReport("demo", settings.model, settings.seed, tuple(rows))
     report.write_json(out / tour_report.RESULTS)
     tour_report.figures(found, queries[0])
     tour_report.draw(found, out / tour_report.PICTURE)
     show(
-        f"Wrote {tour_report.RESULTS} and {tour_report.PICTURE} to {out}; {time.monotonic() - start:.0f} s. "
-        "More: make demo FULL=1"
+        f"Wrote {tour_report.RESULTS}, {tour_report.PICTURE} and {RECORDING} to {out}; "
+        f"{time.monotonic() - start:.0f} s. More: make demo FULL=1"
     )
     return report
 
@@ -115,9 +119,15 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
 
 
 def _compare(
-    settings: Settings, read: Corpus, rag: RagCache, retriever: RagCacheRetriever, bare: Bare, progress: bool
+    settings: Settings,
+    read: Corpus,
+    rag: RagCache,
+    retriever: RagCacheRetriever,
+    bare: Bare,
+    folder: Path,
+    progress: bool,
 ) -> list[Compared]:
-    """Encode what the questions find ahead; then compare, the first question live."""
+    """Encode what the questions find ahead; then compare, the first question live and recorded."""
     found = [[read.texts[place] for place in found_places(retriever, question)] for question in read.asked]
     prompts = [messages(texts, question.text) for texts, question in zip(found, read.asked, strict=True)]
     passages, started = list(dict.fromkeys(text for texts in found for text in texts)), time.monotonic()
@@ -136,6 +146,8 @@ def _compare(
             for piece in chain.stream(question.text):
                 cached += piece
                 sides.right(cached)
+        if not out:
+            write_recording(sides, folder / RECORDING)
         rag.flush()
         warm = [rag.generate(prompt, **ONE_TOKEN).report for _ in range(settings.timed)]
         link = warm[0].link

@@ -70,3 +70,21 @@ def test_the_rows_are_of_as_many_contexts_as_they_are_named(tmp_path, monkeypatc
     )
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "c.json.work").exists()
+
+
+def test_the_frontier_has_every_policy_over_both_encodings(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    dataset = squad(tmp_path / "a.json", [PARAGRAPHS[:6], PARAGRAPHS[6:]])
+    options = ("--policies", "reuse,lego:2,impact:0.1", "--count", 1, "--half", "all", "--distractors", 2)
+    files = ("--json", tmp_path / "f.json", "--plot", tmp_path / "f.png")
+    given = ("frontier", "--model", READER, "--dataset", dataset, *options, *files)
+    result = CliRunner().invoke(app, list(map(str, given)))
+    assert result.exit_code == 0, result.output
+    full, *rows = json.loads((tmp_path / "f.json").read_text())["rows"]
+    assert (full["policy"], full["kl"]) == ("full", 0)
+    over = {(r["contexts"], r["policy"]): r for r in rows}
+    for policy in ("reuse", "lego:2", "impact:0.1"):
+        assert over["standalone", policy]["kl"] > over["same document", policy]["kl"] >= 0
+    assert {"craft:1", "query:0.15"} <= {policy for _, policy in over}
+    assert all(r["ms"] > 0 for r in (full, *rows))
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo import tour, tour_report
 from benchmarks.demo.answers import PART
+from benchmarks.demo.recording import write_recording
 from benchmarks.demo.side_by_side import SideBySide
 from ragcachekit.model.sample_model import sample_model
 
@@ -35,6 +37,7 @@ def test_every_question_is_answered_both_ways(report, out):
         assert row["recomputed"] > 0
     assert json.loads((out / tour_report.RESULTS).read_text())["rows"] == json.loads(json.dumps(report.rows))
     assert (out / tour_report.PICTURE).read_bytes()[:4] == b"\x89PNG"
+    assert found[0]["cached"].split()[0] in (out / tour.RECORDING).read_text()
 
 
 def test_the_bare_answer_is_that_of_generate():
@@ -62,13 +65,20 @@ def test_one_outlier_decides_nothing():
     assert tour_report.summary(found) == (6.0, 0.6, 10.0)
 
 
-def test_the_question_on_the_terminal():
+def test_the_question_on_the_terminal_and_in_the_recording(tmp_path):
     sides = SideBySide("Why [this]?", live=False)
     with sides:
         sides.left("Because of this")
         waiting = shown(sides)
         sides.begin_right()
         sides.right("Of that")
+    write_recording(sides, tmp_path / "a.svg")
+    groups = ElementTree.parse(tmp_path / "a.svg").getroot().findall("{*}g")
+    shown_last = [" ".join(one.itertext()).split() for one in groups]
+    assert ["first", "token", "after", "0.0", "s", "Because", "of", "this"] in shown_last
+    assert shown_last[-1] == ["first", "token", "after", "0.0", "s", "Of", "that"]
+    times = [one.find("{*}animate").get("keyTimes").split(";")[1] for one in groups]
+    assert times == sorted(times)
     assert "Why [this]?" in waiting
     assert waiting.count("first token after") == 1
     assert all(text in shown(sides) for text in ("Because of this", "Of that"))
