@@ -15,7 +15,7 @@ Ids = tuple[int, ...]
 
 ENCODING_PREFIX = "prefix"  # encoding of text at the very start of a prompt: exact wherever it is reused
 
-DEFAULT_POLICY, DEFAULT_ENCODER = "sensitive:0.1", "average:3"
+DEFAULT_POLICY, DEFAULT_ENCODER = "sensitive:0.1", "average:2"
 """What ``auto`` stands for before its check, and what the commands take by default."""
 
 

@@ -15,12 +15,12 @@ from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, Var
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
-from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
+from ragcachekit.types import DEFAULT_ENCODER, ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
-KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")
-DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
+KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:2", "in-prompt")
+DEFAULT_NEIGHBOURS = {"similar": 10, "average": 2}
 """Neighbours of encoders without a number; of ``similar`` from FusionRAG's top-n analysis."""
 
 
@@ -217,9 +217,15 @@ def system_encoding(system: Ids) -> Encoding:
 
 
 def encoder_name(name: str) -> str:
-    """An encoder's name in full, as ``average:3`` of ``average``; ValueError for an unknown one."""
+    """An encoder's name in full, as ``average:2`` of ``average``; ValueError for an unknown one."""
     kind, count = _parse(name)
     return f"{kind}:{count}" if count else kind
+
+
+def block_size(encoder: str | None) -> int:
+    """How many chunks are encoded after each other: one, and all that the means of ``encoder`` are after."""
+    kind, count = _parse(encoder or DEFAULT_ENCODER)
+    return 1 + (count if kind == "average" else DEFAULT_NEIGHBOURS["average"])
 
 
 def _parse(name: str) -> tuple[str, int]:

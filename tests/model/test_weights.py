@@ -81,5 +81,5 @@ def test_a_name_without_a_hub_is_an_error_at_once(monkeypatch, tmp_path):
         load_model("someone/small", "cpu", cache_dir=tmp_path)
     with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
         load_model("some one", "cpu")
-    with pytest.raises(OSError, match="someone/small is neither .* the hub may not be asked"):
+    with pytest.raises(OSError, match=r"someone/small is neither .* the hub may not be asked"):
         load_model("someone/small", "cpu", cache_dir=tmp_path, local_files_only=True)
