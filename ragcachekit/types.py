@@ -120,6 +120,33 @@ class KVKey:
         return hashlib.sha256(b"".join([len(r).to_bytes(8, "little") + r for r in raw])).hexdigest()
 
 
+# -- names of encoders, checked before torch is imported ---------------------------------------------
+
+KNOWN_ENCODERS = ("standalone", "sinks:4", "system", "similar:10", "average:2", "in-prompt")
+DEFAULT_NEIGHBOURS = {"similar": 10, "average": 2}
+"""Neighbours of encoders without a number; of ``similar`` from FusionRAG's top-n analysis."""
+
+
+def encoder_name(name: str) -> str:
+    """An encoder's name in full, as ``average:2`` of ``average``; ValueError for an unknown one."""
+    kind, count = parse_encoder(name)
+    return f"{kind}:{count}" if count else kind
+
+
+def parse_encoder(name: str) -> tuple[str, int]:
+    """``sinks:4`` to its kind and number, 0 for a kind without one; ValueError as :func:`encoder_name`."""
+    kind, colon, count = name.partition(":")
+    counts = kind in ("sinks", *DEFAULT_NEIGHBOURS)
+    known = counts or kind in KNOWN_ENCODERS
+    if not known or bool(colon) > counts or (kind == "sinks" and not colon):
+        raise ValueError(f"unknown encoder {name!r}; known: {', '.join(KNOWN_ENCODERS)}")
+    if not colon:
+        return kind, DEFAULT_NEIGHBOURS.get(kind, 0)
+    if not (count.isascii() and count.isdecimal()) or int(count) < 1:
+        raise ValueError(f"encoder {name!r}: {kind}:n needs a number n >= 1")
+    return kind, int(count)
+
+
 # -- checks of arguments ---------------------------------------------------------------------------
 
 Kinds = type | tuple[type, ...]

@@ -19,10 +19,10 @@ from ragcachekit.commands.grades import CALIBRATE, check_linked
 from ragcachekit.commands.questions import PromptMaker, Sample
 from ragcachekit.commands.report import BenchReport, Bootstrap, versions
 from ragcachekit.commands.workspace import CacheFolder, load_checked
-from ragcachekit.plan.encodings import encoder_name
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
+from ragcachekit.types import encoder_name
 
 REUSE = "reuse"
 """Always measured: what it loses shows how much there is to lose."""

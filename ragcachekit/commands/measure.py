@@ -17,17 +17,10 @@ def calibrate(
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
     encoder: opt.Encoders = "standalone",
-    budget: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Nats per token of full's answer that may be lost, on average over questions.",
-        ),
-    ] = 0.1,
+    budget: opt.Budget = 0.1,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
-    probes: opt.Probes = 30,
+    probes: Annotated[int, typer.Option(min=8, help="How many to make from the corpus.")] = 30,
     chunk_tokens: opt.ChunkTokens = 200,
     cache: opt.CacheDir = None,
     seed: opt.Seed = 0,
@@ -44,9 +37,7 @@ def calibrate(
     quiet_loading()
     from ragcachekit.commands import calibrate as module
     from ragcachekit.commands.questions import read_sample
-    from ragcachekit.policies.measured import Budget
 
-    Budget(budget)
     refuse_prefix(model, CALIBRATE)
     chosen = {"probes": probes, "chunk_tokens": chunk_tokens, "seed": seed}
     record, report = module.run(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -12,11 +13,14 @@ import typer
 from ragcachekit.commands.corpus import check_corpus
 from ragcachekit.commands.workspace import CacheFolder, explained
 from ragcachekit.errors import RagCacheError
+from ragcachekit.types import encoder_name
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+COLD_DISK = "disk-cold"  # the disk tier after the system has dropped its files from the page cache
+KNOWN_TIERS = ("gpu", "host", "disk", *((COLD_DISK,) if hasattr(os, "posix_fadvise") else ()))
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 """One of them is in every folder of a model."""
@@ -28,7 +32,9 @@ def _model(name: str) -> str:
     if not name:
         raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
     if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in MODEL_FILES):
-        raise RagCacheError(f"{name} is no model folder; give one with a {MODEL_FILES[0]}, or a hub id")
+        raise RagCacheError(
+            f"cannot load the model: {name} is no model folder; give one with a {MODEL_FILES[0]}, or a hub id"
+        )
     return _known_model(name) or name
 
 
@@ -51,12 +57,44 @@ def _policies(param: typer.CallbackParam, text: str | None) -> str | None:
     return text
 
 
-def _encoders(param: typer.CallbackParam, text: str | None) -> str | None:
-    if text != param.default:
-        from ragcachekit.plan.encodings import encoder_name  # imports torch
+def _encoders(text: str | None) -> str | None:
+    for name in names(text):
+        encoder_name(name.partition("+")[0])
+    return text
 
-        for name in names(text):
-            encoder_name(name.partition("+")[0])
+
+def _namespace(name: str) -> str:
+    if not name:
+        raise ValueError("--namespace is empty; give the name of a tenant, or leave it out")
+    return name
+
+
+def _budget(loss: float) -> float:
+    if not 0 < loss < 1:
+        raise ValueError(f"--budget {loss:g}: give nats per answer token between 0 and 1, such as 0.05")
+    return loss
+
+
+def check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """ValueError for other names than the known ones, or none at all."""
+    if not given or not set(given) <= set(known):
+        raise ValueError(f"unknown {what} {', '.join(given) or repr('')}; known: {', '.join(known)}")
+
+
+def _tiers(text: str) -> str:
+    check_known("tiers", names(text), KNOWN_TIERS)
+    return text
+
+
+def _dtypes(text: str) -> str:
+    check_known("dtypes", names(text), DTYPES[1:])
+    return text
+
+
+def _sizes(param: typer.CallbackParam, text: str) -> str:
+    found = numbers(option := param.opts[0], text)
+    if not found or not all(size > 0 and size.is_integer() for size in found):
+        raise ValueError(f"{option} {text!r}: give whole numbers with commas between, as 2048,8192")
     return text
 
 
@@ -110,12 +148,12 @@ def _dtype(name: str) -> str:
 
 
 # Of ``bench ttft``, over a model and over random weights.
-PromptTokens = Annotated[str, typer.Option(help="Of the whole prompt; sizes with commas.")]
+PromptTokens = Annotated[str, typer.Option(callback=_sizes, help="Of the whole prompt; sizes with commas.")]
 PromptChunkTokens = Annotated[int, typer.Option(min=1, help="Of each chunk, about.")]
 QuestionTokens = Annotated[int, typer.Option(min=1)]
 PolicyNames = Annotated[str, typer.Option(callback=_policies, help="With commas between.")]
-Tiers = Annotated[str, typer.Option(help="Where the KV lies: gpu, host, disk, disk-cold.")]
-Dtypes = Annotated[str, typer.Option(help="float32, bfloat16, float16; with commas.")]
+Tiers = Annotated[str, typer.Option(callback=_tiers, help="Where the KV lies: gpu, host, disk, disk-cold.")]
+Dtypes = Annotated[str, typer.Option(callback=_dtypes, help="float32, bfloat16, float16; with commas.")]
 Runs = Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")]
 
 _MODEL = "Folder of a Hugging Face model, a hub id, or 'sample' (SmolLM2-135M-Instruct)."
@@ -138,7 +176,14 @@ CacheDir = Annotated[
     typer.Option(callback=check_cache, help="Cache folder; default: ragcachekit in the user's cache folder."),
 ]
 DiskGb = Annotated[float | None, typer.Option(min=1e-9, help="Budget of the KV on disk in GB; default 68.7.")]
-Namespace = Annotated[str, typer.Option(help="Tenant and corpus: a hard partition.")]
+Namespace = Annotated[str, typer.Option(callback=_namespace, help="Tenant and corpus: a hard partition.")]
+Budget = Annotated[
+    float,
+    typer.Option(
+        callback=_budget,
+        help="Nats per token of full's answer that may be lost, on average over questions.",
+    ),
+]
 
 Policy = Annotated[
     str,

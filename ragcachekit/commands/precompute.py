@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
@@ -140,6 +141,12 @@ class PrecomputeSettings(OwnFiles):
         """The tier that is written: the shared one, or the cache folder."""
         if self.shared is None:
             return StoreConfig(host_bytes=0, disk_path=self.folder.kv, disk_bytes=self.disk_bytes)
+        if not os.environ.get(self.shared_key):
+            raise RagCacheError(
+                f"--shared signs entries with the key in the environment variable {self.shared_key}, which "
+                "is not set: put one there (openssl rand -hex 32), the same on every machine, or name "
+                "another variable with --shared-key"
+            )
         return shared_tier(self.shared, self.disk_bytes, self.shared_key)
 
     @property
@@ -161,10 +168,10 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
     from ragcachekit.store.base import NullStore
     from ragcachekit.store.tiered import open_store
 
+    config = settings.store
     corpus = settings.read_corpus(check=not dry)
     with ExitStack() as stack:
         is_read = settings.shared or not dry or settings.folder.kv.is_dir()
-        config = settings.store
         if dry and not settings.shared:
             config = replace(config, disk_bytes=1 << 62)  # a dry run evicts nothing
         tier: KVStore = open_store(config) if is_read else NullStore()

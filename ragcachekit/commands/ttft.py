@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from ragcachekit.commands.console import note
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.grades import loaded_grade
-from ragcachekit.commands.options import DTYPES, names, numbers
+from ragcachekit.commands.options import COLD_DISK, DTYPES, KNOWN_TIERS, check_known, names, numbers
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.config import TreeConfig
@@ -39,8 +39,6 @@ from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
 from ragcachekit.types import Chunk, Prompt, Text
 
-COLD_DISK = "disk-cold"  # the disk tier after the system has dropped its files from the page cache
-KNOWN_TIERS = ("gpu", "host", "disk", *((COLD_DISK,) if hasattr(os, "posix_fadvise") else ()))
 NO_TIER = "none"
 SYSTEM_TOKENS = 24
 SYSTEM = "Answer the question from the documents below.\n\n"
@@ -73,10 +71,8 @@ class TtftSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not set(self.dtypes) <= set(DTYPES[1:]):
-            raise ValueError(f"unknown dtype in {tuple(self.dtypes)}; known: {', '.join(DTYPES[1:])}")
-        if not self.tiers or not set(self.tiers) <= set(KNOWN_TIERS):
-            raise ValueError(f"unknown tiers {tuple(self.tiers)}; known: {', '.join(KNOWN_TIERS)}")
+        check_known("dtypes", self.dtypes, DTYPES[1:])
+        check_known("tiers", self.tiers, KNOWN_TIERS)
         for policy in self.policies:
             open_policy(policy)
         least = SYSTEM_TOKENS + self.question_tokens + 1

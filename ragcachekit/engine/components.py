@@ -34,7 +34,7 @@ from ragcachekit.model.rope import guard_rotary
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
-from ragcachekit.plan.encodings import Fetch, encoder_name
+from ragcachekit.plan.encodings import Fetch
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
@@ -52,7 +52,7 @@ from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
-from ragcachekit.types import KVKey, check_type
+from ragcachekit.types import KVKey, check_type, encoder_name
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,19 @@ from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, Var
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
-from ragcachekit.types import DEFAULT_ENCODER, ENCODING_PREFIX, Ids, KVKey, chunk_id, whole_id
+from ragcachekit.types import (
+    DEFAULT_ENCODER,
+    DEFAULT_NEIGHBOURS,
+    ENCODING_PREFIX,
+    Ids,
+    KVKey,
+    chunk_id,
+    encoder_name,
+    parse_encoder,
+    whole_id,
+)
 
 log = logging.getLogger(__name__)
-
-KNOWN = ("standalone", "sinks:4", "system", "similar:10", "average:2", "in-prompt")
-DEFAULT_NEIGHBOURS = {"similar": 10, "average": 2}
-"""Neighbours of encoders without a number; of ``similar`` from FusionRAG's top-n analysis."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Encodings:
         neighbours: Callable[[Ids], Sequence[Ids]] = lambda _: (),
         joint: Ids = (),
     ) -> None:
-        kind, count = _parse(name)
+        kind, count = parse_encoder(name)
         if kind == "sinks" and bos is None:
             raise ValueError(f"encoder {name!r} needs a BOS token, and this tokenizer has none")
         if kind in DEFAULT_NEIGHBOURS and rope.depends_on_length:
@@ -216,30 +222,10 @@ def system_encoding(system: Ids) -> Encoding:
     return Encoding("system", system) if system else Encoding("standalone")
 
 
-def encoder_name(name: str) -> str:
-    """An encoder's name in full, as ``average:2`` of ``average``; ValueError for an unknown one."""
-    kind, count = _parse(name)
-    return f"{kind}:{count}" if count else kind
-
-
 def block_size(encoder: str | None) -> int:
     """How many chunks are encoded after each other: one, and all that the means of ``encoder`` are after."""
-    kind, count = _parse(encoder or DEFAULT_ENCODER)
+    kind, count = parse_encoder(encoder or DEFAULT_ENCODER)
     return 1 + (count if kind == "average" else DEFAULT_NEIGHBOURS["average"])
-
-
-def _parse(name: str) -> tuple[str, int]:
-    """``sinks:4`` to its kind and number, 0 for a kind without one."""
-    kind, colon, count = name.partition(":")
-    counts = kind in ("sinks", *DEFAULT_NEIGHBOURS)
-    known = counts or kind in ("standalone", "system", IN_PROMPT)
-    if not known or bool(colon) > counts or (kind == "sinks" and not colon):
-        raise ValueError(f"unknown encoder {name!r}; known: {', '.join(KNOWN)}")
-    if not colon:
-        return kind, DEFAULT_NEIGHBOURS.get(kind, 0)
-    if not (count.isascii() and count.isdecimal()) or int(count) < 1:
-        raise ValueError(f"encoder {name!r}: {kind}:n needs a number n >= 1")
-    return kind, int(count)
 
 
 # -- look-ups ------------------------------------------------------------------------------------------

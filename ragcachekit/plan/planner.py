@@ -15,7 +15,7 @@ from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.companions import Companions, Neighbours
-from ragcachekit.plan.encodings import DEFAULT_NEIGHBOURS, Encodings, Fetch, Wanted, block_size, keys_for
+from ragcachekit.plan.encodings import Encodings, Fetch, Wanted, block_size, keys_for
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan
 from ragcachekit.plan.prefix_match import match_prefix, path_of
 from ragcachekit.plan.variants import IN_PROMPT, SHARE, VariantPool, is_variant
@@ -27,7 +27,7 @@ from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
-from ragcachekit.types import Ids, KVKey, whole_id
+from ragcachekit.types import DEFAULT_NEIGHBOURS, Ids, KVKey, whole_id
 
 log = logging.getLogger(__name__)
 

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from ragcachekit.policies.attention import Deep, Heavy, Query
-from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.baselines import Full, Prefix, Random, Reuse
-from ragcachekit.policies.cacheblend import CacheBlend
-from ragcachekit.policies.craft import Craft, CraftFocused
-from ragcachekit.policies.impact import TokenImpact
-from ragcachekit.policies.lego import Lego
-from ragcachekit.policies.measured import Auto, Budget
-from ragcachekit.policies.sensitive import Sensitive
 from ragcachekit.types import check_type
 
+if TYPE_CHECKING:
+    from ragcachekit.policies.base import SelectionPolicy
+
+
+def _of(module: str, name: str) -> Any:
+    """A class of this folder. They import torch, which an unknown name should not cost."""
+    return getattr(importlib.import_module(f"ragcachekit.policies.{module}"), name)
+
+
 _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
-    "full": (lambda _: Full(), ""),
-    "reuse": (lambda _: Reuse(), ""),
-    "prefix": (lambda _: Prefix(), ""),
-    "lego0": (lambda _: Reuse("lego0", encoder="sinks:4"), ""),
-    "lego": (lambda k: Lego(int(k)), "lego:16"),
-    "cacheblend": (lambda r: CacheBlend(float(r)), "cacheblend:0.15"),
-    "cacheblend-gradual": (lambda r: CacheBlend(float(r), gradual=True), "cacheblend-gradual:0.15"),
-    "craft": (lambda a: Craft(float(a)), "craft:1"),
-    "craft-focused": (lambda a: CraftFocused(float(a)), "craft-focused:1"),
-    "query": (lambda r: Query(float(r)), "query:0.15"),
-    "deep": (lambda r: Deep(float(r)), "deep:0.1"),
-    "sensitive": (lambda r: Sensitive(float(r)), "sensitive:0.1"),
-    "impact": (lambda r: TokenImpact(float(r)), "impact:0.1"),
-    "heavy": (lambda r: Heavy(float(r)), "heavy:0.15"),
-    "random": (lambda r: Random(float(r)), "random:0.15"),
-    "budget": (lambda x: Budget(float(x)), "budget:0.05"),
-    "auto": (lambda x: Auto(float(x)) if x else Auto(), ""),
+    "full": (lambda _: _of("baselines", "Full")(), ""),
+    "reuse": (lambda _: _of("baselines", "Reuse")(), ""),
+    "prefix": (lambda _: _of("baselines", "Prefix")(), ""),
+    "lego0": (lambda _: _of("baselines", "Reuse")("lego0", encoder="sinks:4"), ""),
+    "lego": (lambda k: _of("lego", "Lego")(int(k)), "lego:16"),
+    "cacheblend": (lambda r: _of("cacheblend", "CacheBlend")(float(r)), "cacheblend:0.15"),
+    "cacheblend-gradual": (
+        lambda r: _of("cacheblend", "CacheBlend")(float(r), gradual=True),
+        "cacheblend-gradual:0.15",
+    ),
+    "craft": (lambda a: _of("craft", "Craft")(float(a)), "craft:1"),
+    "craft-focused": (lambda a: _of("craft", "CraftFocused")(float(a)), "craft-focused:1"),
+    "query": (lambda r: _of("attention", "Query")(float(r)), "query:0.15"),
+    "deep": (lambda r: _of("attention", "Deep")(float(r)), "deep:0.1"),
+    "sensitive": (lambda r: _of("sensitive", "Sensitive")(float(r)), "sensitive:0.1"),
+    "impact": (lambda r: _of("impact", "TokenImpact")(float(r)), "impact:0.1"),
+    "heavy": (lambda r: _of("attention", "Heavy")(float(r)), "heavy:0.15"),
+    "random": (lambda r: _of("baselines", "Random")(float(r)), "random:0.15"),
+    "budget": (lambda x: _of("measured", "Budget")(float(x)), "budget:0.05"),
+    "auto": (lambda x: _of("measured", "Auto")(float(x)) if x else _of("measured", "Auto")(), ""),
 }
 """By name, how a policy is made from its argument, and an example; empty for one without an argument."""
 
@@ -53,6 +58,8 @@ def open_policy(policy: str | SelectionPolicy) -> SelectionPolicy:
     neither a name nor a policy.
     """
     if not isinstance(policy, str):
+        from ragcachekit.policies.base import SelectionPolicy
+
         check_type("policy", policy, SelectionPolicy, "a name such as 'lego:16', or a SelectionPolicy")
         return policy
     name, colon, argument = policy.strip().partition(":")

@@ -156,7 +156,7 @@ def test_the_text_before_the_chunks_is_that_of_the_prompt(corpus, one_minilm, pr
         (("--tolerance", "nan"), "tolerance"),
         (("--max-new-tokens", "0"), "Invalid value for '--max-new-tokens'"),
         (("--disk-gb", "0"), "Invalid value for '--disk-gb'"),
-        (("--namespace", ""), "namespace must be a non-empty string"),
+        (("--namespace", ""), "--namespace is empty; give the name"),
         ((" ",), "the question is empty"),
     ],
 )

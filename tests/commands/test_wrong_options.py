@@ -31,6 +31,7 @@ USES = {
     "doctor": ("doctor", "LOG", "-d", "LOG"),
 }
 NO_MODEL = "cannot load the model: nope is neither a folder nor a model at hand"
+FASTEST, ALONE = "unknown policy 'fastest'; known: full", "unknown encoder 'alone'; known: standalone"
 
 LIGHT = [
     *((*USES[name], "--model", "nope", NO_MODEL) for name in USES if name != "check-model"),
@@ -42,7 +43,18 @@ LIGHT = [
     *((*USES[name], "--json", "EMPTY/x/y", "no folder EMPTY/x") for name in ("ttft", "estimate")),
     ("estimate", "--corpus", "CORPUS", "--log", "EMPTY/log", "there is no file EMPTY/log; give --log"),
     ("bench", "fidelity", "--questions", "EMPTY/q", "there is no file EMPTY/q; give --questions"),
-    (*USES["calibrate"], "--model", READER, "--budget", "-1", "--budget"),
+    *((*USES[name], "--policy", "fastest", FASTEST) for name in ("ask", "precompute", "serve")),
+    *((*USES[name], "--policies", "fastest,reuse", FASTEST) for name in ("calibrate", "fidelity", "ttft")),
+    *((*USES[name], "--encoder", "alone", ALONE) for name in ("ask", "serve", "calibrate", "ttft")),
+    (*USES["fidelity"], "--encoders", "system,alone", ALONE),
+    (*USES["ask"], "--encoder", "sinks:x", "encoder 'sinks:x': sinks:n needs a number"),
+    (*USES["ask"], "--policy", "lego", "policy 'lego': write 'lego:16'"),
+    *((*USES["calibrate"], "--budget", x, f"--budget {x}: give nats") for x in ("-1", "0", "1")),
+    (*USES["calibrate"], "--probes", "3", "--probes"),
+    *((*USES[name], "--namespace", "", "--namespace is empty") for name in ("ask", "calibrate", "serve")),
+    (*USES["ttft"], "--tiers", "tape", "unknown tiers tape; known: gpu, host, disk"),
+    (*USES["ttft"], "--dtype", "auto", "unknown dtypes auto; known: float32"),
+    *((*USES["ttft"], "--prompt-tokens", x, "--prompt-tokens") for x in ("many", "-1", "1.5")),
     ("calibrate", "--model", READER, "give --questions (JSONL), or --corpus"),
     ("bench", "fidelity", "--model", READER, "give --questions (JSONL), or --corpus"),
     (*USES["ask"], "--model", READER, "--dtype", "int3", "unknown dtype 'int3'; known:"),
@@ -81,46 +93,32 @@ def test_they_end_before_torch_is_imported(places):
         assert placed(line[-1], places) in output, line
 
 
-@pytest.mark.parametrize("name", ["ask", "precompute", "calibrate", "fidelity", "ttft", "serve"])
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--policy", "fastest", "unknown policy 'fastest'; known: full, reuse"),
-        ("--policy", "lego:-1", "policy 'lego:-1': "),
-        ("--encoder", "alone", "unknown encoder 'alone'; known: standalone"),
-        ("--encoder", "sinks:x", "encoder 'sinks:x': sinks:n needs a number"),
-    ],
-)
-def test_policies_and_encoders_are_checked_before_the_model(
-    command, places, monkeypatch, name, option, value, message
-):
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loaded)
-    option += "s" * (name == "fidelity")
-    option = "--policies" if option == "--policy" and name in ("calibrate", "ttft") else option
-    option = option.replace("--policys", "--policies")
-    uses = [placed(one, places) for one in USES[name]]
-    result = command(*uses, "--model", READER, option, value)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-
-
 @pytest.mark.parametrize(
     ("name", "option", "value", "message"),
     [
-        ("serve", "--namespace", "", "namespace must be a non-empty string"),
+        ("ask", "--policy", "lego:-1", "policy 'lego:-1': lego:k needs k >= 1"),
+        ("precompute", "--policy", "sensitive:2", "policy 'sensitive:2': "),
+        ("serve", "--policy", "lego:16,reuse", "policy 'lego:16,reuse': "),
+        ("serve", "--encoder", "sinks:4,system", "encoder 'sinks:4,system': "),
         ("calibrate", "--policies", "lego0", "policy lego0 is defined over encoder sinks:4"),
         ("ttft", "--prompt-tokens", "50", "has no room for a chunk; ask for 89 or more"),
-        ("ttft", "--tiers", "tape", "unknown tiers ('tape',); known: gpu"),
-        ("precompute", "--shared", "tape", "x"),
+        ("ttft", "--device", "tpu", "--device tpu: this machine has no such device"),
+        (
+            "precompute",
+            "--shared",
+            "file:///x",
+            "environment variable RAGCACHEKIT_KEY, which is not set: put one there",
+        ),
     ],
 )
-def test_others_that_no_model_is_needed_for(command, places, monkeypatch, name, option, value, message):
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", loaded)
+def test_what_needs_torch_is_checked_before_the_model(
+    command, places, monkeypatch, name, option, value, message
+):
+    def load(*arguments, **options):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
     uses = [placed(one, places) for one in USES[name]]
     result = command(*uses, "--model", READER, option, value)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
-
-
-def loaded(*arguments, **options):
-    raise AssertionError("a model is loaded")
