@@ -128,7 +128,7 @@ class PrecomputeSettings(OwnFiles):
 
     @property
     def chunk_encoder(self) -> str:
-        """The encoder that was given, else the policy's own, else ``average:3``.
+        """The encoder that was given, else the policy's own, else ``average:2``.
 
         With ``ray`` or ``shared`` ``system`` instead: another engine does not know the companions that name
         a mean, and a shared tier does not list them. Its prompts add their contexts.
