@@ -30,6 +30,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else triton reports at exit that what it made was not freed
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_event_loop_between_tests() -> None:
     """LlamaIndex makes one where none was ever set, and leaves it open; else it runs and closes its own."""

@@ -24,7 +24,7 @@ from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import RagCacheError, StoreError
-from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, Ids
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from ragcachekit.commands.beginnings import BeginningsRun
@@ -128,7 +128,7 @@ class PrecomputeSettings(OwnFiles):
 
     @property
     def chunk_encoder(self) -> str:
-        """The encoder that was given, else the policy's own, else ``average:3``.
+        """The encoder that was given, else the policy's own, else ``average:2``.
 
         With ``ray`` or ``shared`` ``system`` instead: another engine does not know the companions that name
         a mean, and a shared tier does not list them. Its prompts add their contexts.
@@ -361,13 +361,11 @@ class PrecomputeRun:
         return is_stored(chunk, self._tier, self._means, gone)
 
 
-def _together(chunks: Sequence[Missing]) -> list[Missing]:
-    """The first four chunks, or those that share their forwards with the first."""
+def _together(chunks: Sequence[Missing]) -> Sequence[Missing]:
+    """The first four chunks, or the block of the first, which shares its forwards."""
+    from ragcachekit.encode.in_prompt import blocks
     from ragcachekit.model.encoding import AverageEncoding
 
-    def block(chunk: Missing) -> frozenset[Ids] | None:
-        encoding = chunk.encoding
-        near = encoding.neighbours if isinstance(encoding, AverageEncoding) else None
-        return None if near is None else frozenset((chunk.token_ids, *near))
-
-    return [chunk for chunk in chunks[:4] if block(chunk) == block(chunks[0])]
+    if isinstance(chunks[0].encoding, AverageEncoding):
+        return next(blocks(chunk for chunk in chunks if isinstance(chunk.encoding, AverageEncoding)))
+    return chunks[:4]
