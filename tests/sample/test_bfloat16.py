@@ -65,7 +65,7 @@ def rounding(model, wide, ids):
 
 
 @pytest.mark.parametrize("question", [QUESTIONS[0], pytest.param(QUESTIONS[1], marks=pytest.mark.soak)])
-@pytest.mark.parametrize("encoder", ["standalone", "system"])
+@pytest.mark.parametrize("encoder", [pytest.param("standalone", marks=pytest.mark.soak), "system"])
 def test_everything_recomputed_is_an_ordinary_prefill(make, wide, question, encoder):
     rag = make(policy="lego:100000", encoder=encoder)
     rag.encode(list(DOCUMENTS), system=SYSTEM)

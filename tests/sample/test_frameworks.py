@@ -70,15 +70,15 @@ def test_retrieval_qa_reuses_what_the_first_questions_encoded(rag):
     retriever = RagCacheRetriever.wrap(inner, embeddings=MiniLM(), rag=rag)
     read, answers = [], []
     chain = RetrievalQA.from_chain_type(ChatRagCache(rag=rag, max_tokens=24), retriever=retriever)
-    for question in (*QUESTIONS, QUESTIONS[0]):
+    for question in (*QUESTIONS[:2], QUESTIONS[0]):
         with get_usage_metadata_callback() as callback:
             answers.append(chain.invoke({"query": question})["result"])
         (usage,) = callback.usage_metadata.values()
         read.append(usage["input_token_details"]["cache_read"])
     least = min(rag.count_tokens(text) for text in DOCUMENTS)
     assert read[0] == 0
-    assert all(tokens >= 2 * least - 8 for tokens in read[len(QUESTIONS) :])
-    assert any(right in answer for right, answer in zip((*RIGHT, RIGHT[0]), answers, strict=True))
+    assert all(tokens >= 2 * least - 8 for tokens in read[2:])
+    assert any(right in answer for right, answer in zip((*RIGHT[:2], RIGHT[0]), answers, strict=True))
 
 
 class LocalEmbedding(BaseEmbedding):
