@@ -33,7 +33,8 @@ def _model(name: str) -> str:
         raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
     if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in MODEL_FILES):
         raise RagCacheError(
-            f"cannot load the model: {name} is no model folder; give one with a {MODEL_FILES[0]}, or a hub id"
+            f"cannot load the model: {name} is no model folder; give the folder of a Hugging Face model or a "
+            "hub id"
         )
     return _known_model(name) or name
 
