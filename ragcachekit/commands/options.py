@@ -12,6 +12,7 @@ import typer
 
 from ragcachekit.commands.corpus import check_corpus
 from ragcachekit.commands.workspace import CacheFolder, explained
+from ragcachekit.config import QUANTISATIONS
 from ragcachekit.errors import RagCacheError
 from ragcachekit.types import encoder_name
 
@@ -59,8 +60,13 @@ def _policies(param: typer.CallbackParam, text: str | None) -> str | None:
 
 
 def _encoders(text: str | None) -> str | None:
+    if text is not None and not names(text):
+        raise ValueError("give at least one encoder, for example standalone")
     for name in names(text):
-        encoder_name(name.partition("+")[0])
+        plain, _, kind = name.partition("+")
+        encoder_name(plain)
+        if kind:
+            check_known("roundings", [kind], QUANTISATIONS)
     return text
 
 
