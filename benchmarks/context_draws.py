@@ -17,7 +17,9 @@ USES = {"second use": 1, "third use": 2, "fourth use": 3, "tenth use": 9}
 VARIANTS = "fourth use"
 """Its contexts are those of Cache-Craft's variants."""
 
-COMPANIONS = 3
+COMPANIONS, MAX_EARLIER = 2, 3
+"""Passages before a chunk: as the default encoder has them; at most, in an earlier prompt."""
+
 MAX_CHARS = 800
 """Of passages of another subject, which may be much longer than those that are measured."""
 
@@ -59,7 +61,7 @@ def draw_contexts(
         }
         earlier = []
         for number in range(max(USES.values())):
-            before = rng.sample(document or away, min(rng.randint(1, COMPANIONS), len(document or away)))
+            before = rng.sample(document or away, min(rng.randint(1, MAX_EARLIER), len(document or away)))
             earlier.append(Context(tuple(before), rng.choice(asked), number < USES[VARIANTS]))
         out[chunk] = own | {name: earlier[:count] for name, count in USES.items()}
     return out

@@ -62,13 +62,13 @@ from ragcachekit.quality.compare import Continuation, Reference, compare
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.memory import HostStore
-from ragcachekit.types import Ids, chunk_id
+from ragcachekit.types import DEFAULT_ENCODER, Ids, chunk_id
 
 POLICIES = "reuse,lego:8,sensitive:0.1,impact:0.1"
 BESIDE = "impact:0.1"
 """Differences are paired with this policy over the same contexts."""
 
-MEAN, STANDALONE, SYSTEM, SIMILAR = "average:3", "standalone", "system", "similar:10"
+MEAN, STANDALONE, SYSTEM, SIMILAR = DEFAULT_ENCODER, "standalone", "system", "similar:10"
 AS_PLANNED = {f"{name}, one computed": name for name in ("second use", "third use")}
 """As an engine plans them: one chunk is computed for its mean, which has too few contexts."""
 

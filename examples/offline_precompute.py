@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def engine(host_bytes: int) -> RagCache:
         store = StoreConfig(host_bytes=host_bytes, disk_path=given.kv, disk_bytes=4 << 30)
-        return RagCache.from_pretrained(model, policy="sensitive:0.1", encoder="average:3", store=store)
+        return RagCache.from_pretrained(model, policy="sensitive:0.1", encoder="average:2", store=store)
 
     if given.step in ("encode", "both"):
         with engine(host_bytes=0) as rag:  # straight to the disk

@@ -15,7 +15,7 @@ Ids = tuple[int, ...]
 
 ENCODING_PREFIX = "prefix"  # encoding of text at the very start of a prompt: exact wherever it is reused
 
-DEFAULT_POLICY, DEFAULT_ENCODER = "sensitive:0.1", "average:3"
+DEFAULT_POLICY, DEFAULT_ENCODER = "sensitive:0.1", "average:2"
 """What ``auto`` stands for before its check, and what the commands take by default."""
 
 
@@ -122,13 +122,13 @@ class KVKey:
 
 # -- names of encoders, checked before torch is imported ---------------------------------------------
 
-KNOWN_ENCODERS = ("standalone", "sinks:4", "system", "similar:10", "average:3", "in-prompt")
-DEFAULT_NEIGHBOURS = {"similar": 10, "average": 3}
+KNOWN_ENCODERS = ("standalone", "sinks:4", "system", "similar:10", "average:2", "in-prompt")
+DEFAULT_NEIGHBOURS = {"similar": 10, "average": 2}
 """Neighbours of encoders without a number; of ``similar`` from FusionRAG's top-n analysis."""
 
 
 def encoder_name(name: str) -> str:
-    """An encoder's name in full, as ``average:3`` of ``average``; ValueError for an unknown one."""
+    """An encoder's name in full, as ``average:2`` of ``average``; ValueError for an unknown one."""
     kind, count = parse_encoder(name)
     return f"{kind}:{count}" if count else kind
 

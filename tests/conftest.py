@@ -1,8 +1,9 @@
-"""What must hold before the first test: Triton's interpreter where there is no GPU, and Ctrl-C."""
+"""What must hold before the first test: Triton's interpreter where there is no GPU, Ctrl-C, a small heap."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
 import signal
@@ -19,12 +20,18 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-gc.disable()  # collection imports hundreds of thousands of objects that stay; a pass over them takes a second
+gc.disable()  # while everything is imported
 
 
 def pytest_collection_finish() -> None:
+    """Have no collection walk the million objects of imported modules and collected tests again."""
     gc.freeze()
+    atexit.register(gc.unfreeze)
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else triton reports at exit that what it made was not freed
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,7 @@ from ragcachekit.commands.ask import CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
 from ragcachekit.commands.grades import why_prefix
 from ragcachekit.commands.workspace import OwnFiles, load_checked, load_tokenizer
+from ragcachekit.types import DEFAULT_ENCODER, parse_encoder
 
 if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ragcachekit.commands.report import BenchReport
 
 RECOMPUTED = 0.1  # of the stored rows, at most, by the default policy
-PRECOMPUTED = 4  # forwards over every chunk of the corpus: those of ``average:3``
+PRECOMPUTED = 1 + parse_encoder(DEFAULT_ENCODER)[1]  # forwards over every chunk of the corpus
 MIN_SHARE = 0.1  # of the prompt tokens that must come from the cache for it to be worth its memory
 SHARES = (0.1, 0.25, 0.5, 1.0)  # sizes of the cache that are replayed, of the KV that the log uses
 SUMMARY, SIZES = "summary", "sizes"  # parts of the report

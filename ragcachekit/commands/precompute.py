@@ -10,7 +10,6 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +24,7 @@ from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import RagCacheError, StoreError
-from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, Ids
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from ragcachekit.commands.beginnings import BeginningsRun
@@ -130,7 +129,7 @@ class PrecomputeSettings(OwnFiles):
 
     @property
     def chunk_encoder(self) -> str:
-        """The encoder that was given, else the policy's own, else ``average:3``.
+        """The encoder that was given, else the policy's own, else ``average:2``.
 
         With ``ray`` or ``shared`` ``system`` instead: another engine does not know the companions that name
         a mean, and a shared tier does not list them. Its prompts add their contexts.
@@ -367,14 +366,11 @@ class PrecomputeRun:
         return is_stored(chunk, self._tier, self._means, gone)
 
 
-def _blocks(chunks: Sequence[Missing]) -> list[list[Missing]]:
+def _blocks(chunks: Sequence[Missing]) -> list[Sequence[Missing]]:
     """The chunks by four, or by the forwards that they share."""
+    from ragcachekit.encode.in_prompt import blocks
     from ragcachekit.model.encoding import AverageEncoding
 
-    def block(chunk: Missing) -> frozenset[Ids] | None:
-        encoding = chunk.encoding
-        near = encoding.neighbours if isinstance(encoding, AverageEncoding) else None
-        return None if near is None else frozenset((chunk.token_ids, *near))
-
-    groups = [list(group) for _, group in groupby(chunks, block)]
-    return [group[at : at + 4] for group in groups for at in range(0, len(group), 4)]
+    if averaged := [chunk for chunk in chunks if isinstance(chunk.encoding, AverageEncoding)]:
+        return list(blocks(averaged))
+    return [chunks[at : at + 4] for at in range(0, len(chunks), 4)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -94,8 +93,8 @@ def _serves(first: Missing, item: Missing) -> bool:
 class AverageEncoder:
     """Encodes a chunk after every context of its :class:`AverageEncoding`, and takes the mean.
 
-    Chunks that are encoded after each other share forwards: a block of four chunks takes four forwards, each
-    with the chunks in another cyclic order.
+    Chunks that are encoded after each other share forwards: a block of three chunks, each after the other
+    two, takes three forwards, each with the chunks in another cyclic order.
     ``question`` are the token ids of a question about any chunk.
     """
 
@@ -110,7 +109,7 @@ class AverageEncoder:
         ``plain`` are the same chunks after the system text alone, as :func:`takes_along` found them.
         """
         alone = {(item.token_ids, item.encoding.before): item for item in plain}
-        for _, block in groupby(items, _block_of):
+        for block in blocks(items):
             yield from self._together({item.token_ids: item for item in block}, alone)
 
     def _together(
@@ -146,9 +145,19 @@ def takes_along(items: Iterable[Missing], plain: Iterable[Missing]) -> list[Miss
     return [item for item in plain if (item.token_ids, item.encoding.before) in firsts]
 
 
-def _block_of(item: Missing) -> tuple[Ids, frozenset[Ids]]:
-    """The system text, and all chunks of its contexts and itself."""
-    return item.encoding.before, frozenset((item.token_ids, *_encoding(item).neighbours))
+def blocks(items: Iterable[Missing]) -> Iterator[list[Missing]]:
+    """Consecutive chunks of ``average:n`` that share forwards: they are in each other's contexts."""
+    block, known = list[Missing](), set[Ids]()
+    for item in items:
+        own, before = {item.token_ids, *_encoding(item).neighbours}, item.encoding.before
+        joins = block and before == block[0].encoding.before and not own.isdisjoint(known)
+        if block and not (joins and len(block) < 2 * len(own) - 1):
+            yield block
+            block, known = [], set()
+        block.append(item)
+        known |= own
+    if block:
+        yield block
 
 
 def _groups(item: Missing, is_plain: bool) -> Iterable[tuple[Ids, ...]]:

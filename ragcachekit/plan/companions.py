@@ -14,7 +14,6 @@ import numpy as np
 from ragcachekit.types import Ids, KVKey, chunk_id
 
 MAX_TOKENISED = 4096  # texts whose token ids are cached: a prompt needs ten neighbours per chunk
-BLOCK = 4  # chunks of one block of companions
 MAX_COMPANIONS = 65_536  # chunks per namespace
 _DECIMALS = 6  # of similarities: rounding of a matrix product must not reorder equal texts
 
@@ -117,8 +116,9 @@ class Companions:
 
     A namespace's source of neighbours lists them. Without one they are the other chunks of its block: a list
     of chunks (what a retriever found for one question, or what :meth:`RagCache.encode` was given) is cut
-    into blocks of at most :data:`BLOCK`, and a chunk belongs to the first one. Chunks of a block are encoded
-    after each other, and share the forwards that encode them. One tenant's chunks never affect another's KV.
+    into blocks of ``block`` chunks or a few more, and a chunk belongs to the first one. Chunks of a block are
+    encoded after each other, and share the forwards that encode them. One tenant's chunks never affect
+    another's KV.
 
     With ``same_source`` a chunk's companions are those of its own source, whoever proposed them. A text of
     two sources is of none until it is forgotten: whoever may add a document could copy a chunk of another
@@ -126,12 +126,16 @@ class Companions:
     """
 
     def __init__(
-        self, sources: Mapping[str, Neighbours], tokenise: Callable[[str], Ids], same_source: bool = False
+        self,
+        sources: Mapping[str, Neighbours],
+        tokenise: Callable[[str], Ids],
+        same_source: bool = False,
+        block: int = 3,
     ) -> None:
         for source in sources.values():
             if not isinstance(source, Neighbours):
                 raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
-        self._given, self.same_source = dict(sources), same_source
+        self._given, self.same_source, self._block = dict(sources), same_source, block
         self._tokenise = lru_cache(MAX_TOKENISED)(tokenise)
         self._lock = threading.Lock()
         self._near: defaultdict[str, _Near] = defaultdict(_Near)
@@ -232,10 +236,14 @@ class Companions:
         with self._lock:
             near = self._near[namespace]
             new = [chunk for chunk in chunks if not near.get(chunk.text, (chunk, ()))[1]]
-            for block in _blocks(new if len(new) > 1 else [*new, *(c for c in chunks if c not in new)]):
+            listed = new if len(new) > 1 else [*new, *(c for c in chunks if c not in new)]
+            for block in _blocks(listed, self._block):
                 for at, chunk in enumerate(block):
                     _, others = near.get(chunk.text, (chunk, ()))
-                    near[chunk.text] = chunk, others or (*block[at + 1 :], *block[:at])
+                    if not others:  # the last of them first, then those before these
+                        others = (*block[at + 1 :], *block[:at])
+                        others = (*others[1 - self._block :], *others[: 1 - self._block])
+                    near[chunk.text] = chunk, others
             for chunk in chunks:
                 near.setdefault(chunk.text, (chunk, ()))
                 near.move_to_end(chunk.text)
@@ -244,8 +252,8 @@ class Companions:
                 near.popitem(last=False)
 
 
-def _blocks(chunks: Sequence[_Named]) -> list[Sequence[_Named]]:
-    """Blocks of nearly equal size."""
-    count = -(-len(chunks) // BLOCK)
+def _blocks(chunks: Sequence[_Named], least: int) -> list[Sequence[_Named]]:
+    """Blocks of nearly equal size, at least ``least`` if there are so many."""
+    count = min(len(chunks), max(1, len(chunks) // least))
     cuts = [len(chunks) * number // count for number in range(count + 1)] if count else [0]
     return [chunks[start:stop] for start, stop in pairwise(cuts)]

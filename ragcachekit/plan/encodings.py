@@ -16,6 +16,7 @@ from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
 from ragcachekit.types import (
+    DEFAULT_ENCODER,
     DEFAULT_NEIGHBOURS,
     ENCODING_PREFIX,
     Ids,
@@ -219,6 +220,12 @@ class Encodings:
 def system_encoding(system: Ids) -> Encoding:
     """The encoding after a system text alone; ``standalone`` without one."""
     return Encoding("system", system) if system else Encoding("standalone")
+
+
+def block_size(encoder: str | None) -> int:
+    """How many chunks are encoded after each other: one, and all that the means of ``encoder`` are after."""
+    kind, count = parse_encoder(encoder or DEFAULT_ENCODER)
+    return 1 + (count if kind == "average" else DEFAULT_NEIGHBOURS["average"])
 
 
 # -- look-ups ------------------------------------------------------------------------------------------

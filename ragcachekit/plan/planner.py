@@ -15,7 +15,7 @@ from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.companions import Companions, Neighbours
-from ragcachekit.plan.encodings import Encodings, Fetch, Wanted, keys_for
+from ragcachekit.plan.encodings import Encodings, Fetch, Wanted, block_size, keys_for
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan
 from ragcachekit.plan.prefix_match import match_prefix, path_of
 from ragcachekit.plan.variants import IN_PROMPT, SHARE, VariantPool, is_variant
@@ -111,7 +111,7 @@ class Planner:
         is_linked: bool = True,
     ) -> None:
         self.context, self.last_prompts = rope.context, LastPrompts()
-        self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source)
+        self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source, block_size(encoder))
         budget = int(SHARE * max((record.budget for record in store.stats()), default=0))
         self.variants = VariantPool(
             budget=budget, free=lambda key: store.discard(key, damaged=False), allow=self.companions.allow
@@ -141,7 +141,7 @@ class Planner:
         if name == IN_PROMPT and self.companions.same_source:
             raise ValueError(
                 "the encoder 'in-prompt' keeps chunks as they were after any other chunks, which "
-                "companions='same-source' rules out; use 'average:3' or 'system' with it"
+                "companions='same-source' rules out; use 'average:2' or 'system' with it"
             )
         return Encodings(name, self._rope, self._bos, near, self._joint)
 

@@ -33,7 +33,7 @@ CANDIDATES = (
     *(PolicyAndEncoder(policy, "system") for policy in ("lego:8", "impact:0.1", "deep:0.1")),
     *(PolicyAndEncoder(policy, "standalone") for policy in ("lego:16", "impact:0.1")),
     *(
-        PolicyAndEncoder(policy, "average:3")
+        PolicyAndEncoder(policy, DEFAULT_ENCODER)
         for policy in ("reuse", "lego:4", "lego:8", "sensitive:0.05", "sensitive:0.1", "impact:0.1")
     ),
 )

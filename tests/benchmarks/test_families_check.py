@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.rope import Rope, describe_rope
 from ragcachekit.model.snapshots import SnapshotLayout
 
+# The first twelve have forgotten chunks and a new engine among them.
+DIALOGUES = pytest.mark.parametrize("count", [12, pytest.param(20, marks=pytest.mark.soak)])
 FAMILIES = {family.name: family for family in all_families()}
 TEN = (
     "llama",
@@ -71,12 +74,17 @@ def test_not_linked_with_a_reason(name, reason, tmp_path):
         ("qwen4_exp_text", "", "index", 1),  # caches integers, too
         ("bert", "uses no rotary module", "keys, values per token", 0),
         ("qwen3_next", "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
-        ("bamba", "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
+        pytest.param(
+            *("bamba", "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
+            marks=pytest.mark.soak,
+        ),
         ("xlstm", "plain key/value cache", "rnn state per state", 1),  # asked by generate what it lacks
         ("deepseek_v32", "indexed_attention", "indexer keys, keys, values per token", 0),
     ],
 )
-def test_dialogues_on_grade_prefix(name, reason, stored, state):
+@DIALOGUES
+def test_dialogues_on_grade_prefix(name, reason, stored, state, count, monkeypatch):
+    monkeypatch.setattr(check_families, "converse", partial(converse, count=count))
     checked = check_families.check_family(FAMILIES[name])
     assert checked.status == "prefix", checked.reason
     assert reason in checked.reason
@@ -93,7 +101,9 @@ def test_dialogues_on_grade_prefix(name, reason, stored, state):
         ("prophetnet", "cannot run several tokens after its cache"),
     ],
 )
-def test_nothing_to_reuse(name, reason):
+@DIALOGUES
+def test_nothing_to_reuse(name, reason, count, monkeypatch):
+    monkeypatch.setattr(check_families, "converse", partial(converse, count=count))
     checked = check_families.check_family(FAMILIES[name])
     assert (checked.status, checked.stored) == ("prefix", "nothing")
     assert reason in checked.reason

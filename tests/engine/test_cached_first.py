@@ -146,7 +146,8 @@ def test_models_whose_chunks_cannot_be_linked(family, tmp_path):
     """Exact beginnings are all that they reuse."""
     sizes = {
         tf.GPT2Config: {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
-        tf.Mamba2Config: {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+        tf.Mamba2Config: {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}
+        | {"num_hidden_layers": 2},
     }
     tokenizer = byte_level()
     torch.manual_seed(0)
@@ -206,7 +207,7 @@ class TestIsolation:
         assert rag.stats() == before
 
     def test_while_other_threads_ask_and_forget(self, rag):
-        texts, ends = [ONE, TWO, THREE, FOUR], time.monotonic() + 2
+        texts, ends = [ONE, TWO, THREE, FOUR], time.monotonic() + 0.8
         errors = []
 
         def look():

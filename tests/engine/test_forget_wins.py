@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -123,12 +124,18 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("what", ["texts", "namespace"])
-@pytest.mark.parametrize("cold", ["now", "background"])
 @pytest.mark.parametrize(
-    ("request_", "encoder", "grade"),
-    [(name, "standalone", grade) for name in REQUESTS for grade in GRADES]
-    + [("generate", encoder, "linked") for encoder in ("in-prompt", "system", "similar:1")],
+    ("request_", "encoder", "grade", "cold", "what"),
+    [
+        (name, "standalone", grade, cold, what)
+        for name, grade in itertools.product(REQUESTS, GRADES)
+        for cold, what in itertools.product(("now", "background"), ("texts", "namespace"))
+        if name == "generate" or (cold, what) in (("now", "texts"), ("background", "namespace"))
+    ]
+    + [
+        ("generate", encoder, "linked", cold, "texts")
+        for encoder, cold in itertools.product(("in-prompt", "system", "similar:1"), ("now", "background"))
+    ],
 )
 def test_forget_during_a_request(make, monkeypatch, request_, cold, what, encoder, grade):
     near = {"neighbours": PrecedingChunks([[GONE, KEPT]])} if encoder == "similar:1" else {}
@@ -294,7 +301,7 @@ def engines(make, monkeypatch, trials, grade):
     return raced
 
 
-@pytest.mark.parametrize(("grade", "trials"), [("linked", 80), ("prefix", 30)])
+@pytest.mark.parametrize(("grade", "trials"), [("linked", 40), ("prefix", 15)])
 def test_forgets_at_random(make, monkeypatch, grade, trials):
     assert engines(make, monkeypatch, trials, grade) > trials / 2
 

@@ -15,6 +15,8 @@ from snapshots_kit import FAMILIES, FOLDER, STATEFUL, Dialogues, bare, model_of,
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 every = pytest.mark.parametrize("name", FAMILIES)
+two = pytest.mark.parametrize("name", ["qwen3_5", "gpt2"])
+"""With a state and without: what an engine does around the model does not depend on more."""
 
 
 def reused(answer):
@@ -46,10 +48,10 @@ def test_a_repeated_beginning_is_reused_exactly(name):
 
 @every
 def test_dialogues_with_evictions_restarts_and_forgets_give_the_bare_models_tokens(name, tmp_path):
-    talks, hits = Dialogues(2), 0
+    talks, hits, rounds = Dialogues(2), 0, 20 if name in ("qwen3_5", "gpt2") else 12
     options = {"store": StoreConfig(host_bytes=400_000, disk_path=tmp_path, disk_bytes=4_000_000)}
     rag = rag_of(name, **options)
-    for number in range(20):
+    for number in range(rounds):
         prompt = talks.any()
         answer = rag.generate(prompt, **GREEDY)
         assert answer.token_ids == bare(name, prompt), f"dialogue {number}"
@@ -61,7 +63,7 @@ def test_dialogues_with_evictions_restarts_and_forgets_give_the_bare_models_toke
             rag.close()
             rag = rag_of(name, **options)
     rag.close()
-    assert hits >= 5
+    assert hits >= rounds / 4
 
 
 @every
@@ -97,7 +99,7 @@ def test_what_is_stored_is_never_written_to(name):
         assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
 
 
-@every
+@two
 def test_forgotten_chunks_and_other_namespaces_are_not_reused(name):
     talks = Dialogues(5)
     with rag_of(name) as rag:
@@ -130,7 +132,7 @@ def test_chunks_forgotten_by_id_before_the_look_up_are_not_stored():
         assert reused(rag.generate(talks.prompt(0), **GREEDY)) <= 20
 
 
-@every
+@two
 def test_every_way_in_gives_the_same_tokens(name):
     talks = Dialogues(6)
     prompt = talks.prompt(0, 1)
@@ -211,7 +213,7 @@ def test_shadow_mode_counts_and_compares_nothing_as_all_is_exact():
         assert (report.requests, report.shadowed, report.failed) == (2, 0, 0)
 
 
-@every
+@two
 def test_encode_computes_the_beginning_of_a_prompt(name):
     talks = Dialogues(9)
     prompt = talks.prompt(0, 1)

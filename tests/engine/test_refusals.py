@@ -53,6 +53,9 @@ def test_a_refused_engine_closes_what_it_opened(monkeypatch, tmp_path, wrong):
         monkeypatch.setattr(Budgets, "resolve", refuse)
     with pytest.raises(ValueError, match=r"encoder|neighbours|share|refused"):
         RagCache(build("llama"), cache_dir=tmp_path, store=StoreConfig(), tree=TreeConfig(), **wrong)
+    if wrong == {"encoder": "nonsense"}:
+        assert not opened, "a name is checked before anything is opened"
+        return
     store, tree = opened
     assert store.closed == 1
     assert closed_trees == [tree]

@@ -111,15 +111,16 @@ def test_stored_tensors_are_byte_identical_after_many_uses(encoder):
     store = RecordingStore()
     rag = warmed("gemma3", PROMPT, store=store, policy="lego:4", encoder=encoder)
     last = Prompt([text(9, 1), chunk(33, 2)])
-    for policy in POLICIES:
-        if open_policy(policy).encoder not in (None, encoder):
-            continue
+    for number, policy in enumerate(POLICIES):
+        own = open_policy(policy).encoder
+        if own not in (None, encoder) or (own is None and encoder != "standalone" and number % 3):
+            continue  # what a policy does with stored tensors does not depend on who encoded them
         rag.generate(PROMPT, policy=policy, **ASKED)
-        rag.generate(PROMPT, policy=policy, max_new_tokens=3, num_beams=2)
+        rag.generate(PROMPT, policy=policy, max_new_tokens=2, num_beams=2)
         rag.generate_batch([PROMPT, last, PROMPT], policy=policy, **ASKED)
         rag.generate(last, policy=policy, **ASKED)
-        rag.model.generate(**rag.link(PROMPT, policy=policy).inputs, max_new_tokens=3)
-        rag.model.generate(**rag.link(last, policy=policy).inputs, max_new_tokens=3)
+        rag.model.generate(**rag.link(PROMPT, policy=policy).inputs, max_new_tokens=2)
+        rag.model.generate(**rag.link(last, policy=policy).inputs, max_new_tokens=2)
     assert len(store.originals) == 3
     assert store.unchanged()
     kv, _ = next(iter(store.originals.values()))

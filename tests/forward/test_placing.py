@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_kit import PROMPT, rag_for, warmed
@@ -64,16 +64,16 @@ def drawn_prompts(draw):
     return prompt(some, draw(st.integers(1, 4)), keep=draw(st.sampled_from([None, 3])))
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(drawn_prompts())
-def test_any_prompt(path, plan):
+@pytest.mark.parametrize("examples", [10, pytest.param(25, marks=pytest.mark.soak)])
+def test_any_prompt(path, examples):
     rope = many_kinds()
-    assert_placed(assembled(plan, rope), plan, rope)
+
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(drawn_prompts())
+    def check(plan):
+        assert_placed(assembled(plan, rope), plan, rope)
+
+    check()
 
 
 @pytest.mark.parametrize("length", [LONGROPE_THRESHOLD - 5, LONGROPE_THRESHOLD + 20])

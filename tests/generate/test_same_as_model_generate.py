@@ -79,8 +79,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("label", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("llama", label) for label in OPTIONS]
+    + [
+        (name, label) for name in FEW[1:] for label in ("beams", "repetition-and-beams", "ngrams", "stopping")
+    ],
+)
 def test_options(name, label):
     asked = dict(OPTIONS[label])
     if "max_length" not in asked and "generation_config" not in asked:

@@ -294,21 +294,22 @@ def test_every_call_takes_wait_and_a_deadline(adapter, rag):
 
 @pytest.mark.parametrize("rag", ["prefix"], indirect=True)
 def test_a_hybrid_answers_as_its_own_generate_in_every_way(adapter, rag):
-    expected = [adapter(rag, max_tokens=8, policy="full").ask(question) for question in QUESTIONS]
+    questions = QUESTIONS[:3]
+    expected = [adapter(rag, max_tokens=8, policy="full").ask(question) for question in questions]
     assert len(set(expected)) > 1
     model = adapter(rag, max_tokens=8)
 
     async def gathered():
-        return await asyncio.gather(*map(model.aask, QUESTIONS))
+        return await asyncio.gather(*map(model.aask, questions))
 
     for _ in range(2):  # what was computed, then what was reused
-        assert [model.ask(question) for question in QUESTIONS] == expected
-        assert ["".join(model.stream(question)) for question in QUESTIONS] == expected
-        with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-            assert list(pool.map(model.ask, QUESTIONS)) == expected
+        assert [model.ask(question) for question in questions] == expected
+        assert ["".join(model.stream(question)) for question in questions] == expected
+        with ThreadPoolExecutor(len(questions)) as pool:
+            assert list(pool.map(model.ask, questions)) == expected
         assert asyncio.run(gathered()) == expected
     assert rag.flush(LONG)
-    counts = model.counts(QUESTIONS[0])
+    counts = model.counts(questions[0])
     assert 0 < counts["cached"] < counts["in"]
 
 

@@ -17,9 +17,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 WITHOUT_TRITON = """
 import sys
+from ragcachekit_kernels import dispatch
+assert "triton" not in sys.modules, "imported with dispatch"
 sys.modules["triton"] = None
 import torch
-from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import AttentionOptions, Place, Places, Rotation
 
 assert not dispatch.uses_triton(torch.device("cuda")) and not dispatch.uses_triton(torch.device("cpu"))
@@ -38,18 +39,11 @@ assert torch.equal(kv, key)
 """
 
 
-def run_alone(code):
-    environment = {name: value for name, value in os.environ.items() if name != dispatch.SETTING}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
 def test_everything_works_without_triton():
-    done = run_alone(WITHOUT_TRITON)
-    assert done.returncode == 0, done.stderr
-
-
-def test_triton_is_not_imported_with_dispatch():
-    done = run_alone("import sys, ragcachekit_kernels.dispatch; assert 'triton' not in sys.modules")
+    environment = {name: value for name, value in os.environ.items() if name != dispatch.SETTING}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -9,15 +9,14 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcachekit_kernels.dispatch import AttentionOptions, choice, column_scores, context_mass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
-SHARED = [HealthCheck.function_scoped_fixture]
-DRAWN = {"deadline": None, "derandomize": True, "suppress_health_check": SHARED}
+DRAWN = {"deadline": None, "derandomize": True}
 
 
 def exponentials(query, key, head, row, position, start, stop, scale, window, softcap):
@@ -88,18 +87,21 @@ def of_case(case, dtype=None):
     return query, key, options | {"sinks": sinks}
 
 
-@settings(max_examples=30, **DRAWN)
-@given(case=cases())
-def test_any_shape_against_the_float64_loop(path, case):
-    # On CPUs a scaled query is rounded to its 16 bits: torch is compared in float32.
-    query, key, options = of_case(case, torch.float32 if path == "torch" else None)
-    ours = column_scores(query, key, case["positions"], AttentionOptions(**options), case["spans"])
-    assert ours.dtype == torch.float32
-    close(ours, by_row(query, key, case["positions"], case["spans"], **options))
+@pytest.mark.parametrize("examples", [10, pytest.param(30, marks=pytest.mark.soak)])
+def test_any_shape_against_the_float64_loop(path, examples):
+    @settings(max_examples=examples, **DRAWN)
+    @given(case=cases())
+    def check(case):
+        # On CPUs a scaled query is rounded to its 16 bits: torch is compared in float32.
+        query, key, options = of_case(case, torch.float32 if path == "torch" else None)
+        ours = column_scores(query, key, case["positions"], AttentionOptions(**options), case["spans"])
+        assert ours.dtype == torch.float32
+        close(ours, by_row(query, key, case["positions"], case["spans"], **options))
+
+    check()
 
 
-@pytest.mark.parametrize("slots", [1, 2, 16])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("slots", "window"), [(1, 30), (2, None), (16, 30)])
 def test_tiles_that_share_a_slot_add_up(triton, monkeypatch, slots, window):
     from ragcachekit_kernels import scores
 
@@ -161,8 +163,10 @@ def test_strides_of_a_projection_and_large_scores(path):
 
 
 @pytest.mark.parametrize("window", [None, 25])
-@pytest.mark.parametrize("lengths", [(40,), (7, 20, 33), (1, 0, 5, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    [(torch.float32, (40,)), (torch.float32, (1, 0, 5, 64)), (torch.bfloat16, (7, 20, 33))],
+)
 def test_where_a_chunks_attention_goes(path, dtype, lengths, window):
     tokens, begin = sum(lengths), sum(lengths[:-1])
     positions = range(begin, tokens)

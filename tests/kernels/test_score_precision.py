@@ -63,8 +63,7 @@ def dot_by_order(a, b, upcast: tl.constexpr):
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("magnitude", [1e2, 1e6])
+@pytest.mark.parametrize(("magnitude", "scale"), [(1e2, 1.0), (1e6, 0.3)])
 def test_weights_of_a_row_add_up_to_one(magnitude, scale, limits):
     tokens, spans, window = LIMITS[limits]
     query, key = drawn(tokens, magnitude)
@@ -78,8 +77,7 @@ def test_weights_of_a_row_add_up_to_one(magnitude, scale, limits):
         assert float(ours[start:stop].sum()) == pytest.approx(HEADS, rel=tolerance)
 
 
-@pytest.mark.parametrize("by_order", [False, True])
-@pytest.mark.parametrize("scale", [0.7, 0.3])
+@pytest.mark.parametrize(("by_order", "scale"), [(False, 0.7), (True, 0.3)])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_a_key_far_above_all_others_gets_all(monkeypatch, by_order, scale, limits):
     """A score far above all others is the log-sum-exp: nothing is rounded, however large it is.

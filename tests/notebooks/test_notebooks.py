@@ -1,4 +1,4 @@
-"""The notebooks run on the real sample model, from the first cell to the last."""
+"""The notebooks run on the real sample model, from the first cell to the last; one of them in every run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch):
     def outputs(*names: str) -> list[list[str]]:
         whole = nbformat.v4.new_notebook()
         for name in names:
-            cells = nbformat.read(ROOT / "notebooks" / name, as_version=4).cells
+            cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
             code = [cell for cell in cells if cell.cell_type == "code"]
             whole.cells += [*code, nbformat.v4.new_code_cell("%reset -f")]
         for number, cell in enumerate(whole.cells):
@@ -73,11 +73,13 @@ def test_is_kept_without_outputs(path) -> None:
         assert cell.get("execution_count") is None
 
 
-def test_all_run(run) -> None:
-    tour, choose, debug = run("tour.ipynb", "choose_for_your_data.ipynb", "debug_no_reuse.ipynb")
-    shows_reuse(tour)
-    shows_a_choice(choose)
-    shows_the_faults(debug)
+OTHERS = pytest.param(["tour", "choose_for_your_data"], marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("names", [["debug_no_reuse"], OTHERS], ids=" ".join)
+def test_they_run(run, names) -> None:
+    for name, shown in zip(names, run(*names), strict=True):
+        SHOWS[name](shown)
 
 
 def shows_reuse(shown: list[str]) -> None:
@@ -109,3 +111,6 @@ def shows_the_faults(shown: list[str]) -> None:
     assert "host]" not in shown[4]
     assert shown[5].count(">found</td>") == 3
     assert "[3 host]" in shown[6]
+
+
+SHOWS = {"tour": shows_reuse, "choose_for_your_data": shows_a_choice, "debug_no_reuse": shows_the_faults}

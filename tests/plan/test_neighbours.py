@@ -145,7 +145,7 @@ class TestRegisteredTogether:
 
     def test_those_of_one_block_stand_after_each_other(self, near):
         near[0].observe("here", "abcd")
-        assert (near[1]("c"), near[1]("a\n"), near[1]("e"), near[1]("c", "there")) == ("dab", "bcd", "", "")
+        assert (near[1]("c"), near[1]("a\n"), near[1]("e"), near[1]("c", "there")) == ("abd", "cdb", "", "")
 
     def test_blocks_are_of_nearly_equal_size(self, near):
         near[0].observe("here", "abcdefghi")

@@ -175,7 +175,7 @@ def run(machine: type[TreeMachine], examples: int, steps: int) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_tree_against_a_dict(machine: type[TreeMachine]) -> None:
-    run(machine, examples=10 if machine.on_disk else 100, steps=30)
+    run(machine, examples=5 if machine.on_disk else 50, steps=30)
 
 
 @pytest.mark.soak

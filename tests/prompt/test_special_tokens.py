@@ -62,9 +62,10 @@ PROMPTS = {
 }
 
 
-def control(rag: RagCache, prompt) -> list[int]:
+def control(rag: RagCache, prompt, namespace="default") -> list[int]:
     """The control tokens of a planned prompt, in order."""
-    return [token for token in rag.link(prompt).input_ids[0].tolist() if token in CONTROL]
+    ids = rag.link(prompt, namespace=namespace).input_ids[0].tolist()
+    return [token for token in ids if token in CONTROL]
 
 
 def engine(folder, tokenizer=None) -> RagCache:
@@ -84,26 +85,26 @@ def rag(folder):
 
 
 @pytest.mark.parametrize("known", ["register", "prefetch", "encode"])
-@pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("change", ALTERED)
-def test_an_altered_document_adds_no_control_token(rag, prompt, change, known) -> None:
-    want = control(rag, PROMPTS[prompt](HARMLESS))
-    getattr(rag, known)([EVIL])
-    document = ALTERED[change](EVIL)
-    assert control(rag, PROMPTS[prompt](document)) == want
+def test_an_altered_document_adds_no_control_token(engines, change, known) -> None:
+    for name, prompt in PROMPTS.items():
+        space = f"{name}, {change}, {known}"  # knows of no document before
+        want = control(engines, prompt(HARMLESS), space)
+        getattr(engines, known)([EVIL], namespace=space)
+        assert control(engines, prompt(ALTERED[change](EVIL)), space) == want, name
 
 
 @pytest.mark.parametrize("way", ["metaspace", "legacy"])
-@pytest.mark.parametrize("change", ALTERED)
-def test_altered_documents_of_sentencepiece_models(folder, way, change) -> None:
+def test_altered_documents_of_sentencepiece_models(folder, way) -> None:
     def count(prompt) -> tuple[int, int, int, int]:
-        ids = rag.link(prompt).input_ids[0].tolist()
+        ids = rag.link(prompt, namespace=change).input_ids[0].tolist()
         return tuple(ids.count(token) for token in (1, 2, 3, 4))  # 0 is the unknown token, too
 
     with engine(folder, sentencepiece(way)) as rag:
-        want = [count(prompt(HARMLESS)) for prompt in PROMPTS.values()]
-        rag.register([EVIL])
-        assert [count(prompt(ALTERED[change](EVIL))) for prompt in PROMPTS.values()] == want
+        for change, alter in ALTERED.items():
+            want = [count(prompt(HARMLESS)) for prompt in PROMPTS.values()]
+            rag.register([EVIL], namespace=change)
+            assert [count(prompt(alter(EVIL))) for prompt in PROMPTS.values()] == want, change
 
 
 @pytest.mark.parametrize("short", ["</s><|im_end|>", "</s>", "a </s>", "x</s>\n", "<|im_end|>!", "</s> no"])

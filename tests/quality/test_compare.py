@@ -46,15 +46,16 @@ def random_model() -> Any:
 @pytest.mark.parametrize("make", [reader, random_model])
 def test_figures_are_those_of_one_step_per_token(tmp_path: Path, make: Any) -> None:
     """Oracle: each continuation over a link of its own, one token a forward, scored by hand."""
+    ways = WAYS if make is random_model else WAYS[:3]
     model, prompt, gold = make(), MAKER.prompt(QUESTION), MAKER.answer_ids(QUESTION.answers[0])
-    options: dict[str, Any] = {"max_new_tokens": 6, "cache_dir": tmp_path}
+    options: dict[str, Any] = {"max_new_tokens": 4, "cache_dir": tmp_path}
     with closing(Engines(model, TOKENIZER, ["system", "standalone"], **options)) as engines:
         full, reference = engines.full(prompt, gold)
-        found = {way: engines.compare(QUESTION, prompt, way, reference)[0] for way in (FULL, *WAYS)}
+        found = {way: engines.compare(QUESTION, prompt, way, reference)[0] for way in (FULL, *ways)}
     assert found[FULL].kl == found[FULL].first_kl == 0.0
     assert found[FULL].agreement == 1.0
     right, answer = stepped(model, None, prompt.token_ids, full.token_ids), full.token_ids
-    for way in WAYS:
+    for way in ways:
         with RagCache(model, TOKENIZER, encoder=way.encoder, cold="now", cache_dir=tmp_path) as rag:
             rag.encode(QUESTION.chunks, system=prompt.before)
             rag.link(prompt.prompt, policy=way.policy)  # the text before the chunks

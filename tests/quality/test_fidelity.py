@@ -203,7 +203,7 @@ def test_the_command_writes_json(home: Path, questions: Path, tmp_path: Path) ->
         (("--policies", "lego:4,fastest"), "unknown policy 'fastest'"),
         (("--questions", "/nowhere.jsonl"), "there is no file /nowhere.jsonl; give --questions"),
         ((), "give --questions (JSONL), or --corpus"),
-        (("--encoders", ","), "at least one encoder"),
+        (("--encoders", ",", "--corpus", str(Path(__file__).parent)), "at least one encoder"),
     ],
 )
 def test_bad_arguments_are_refused_before_the_model_is_loaded(

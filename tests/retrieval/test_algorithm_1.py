@@ -83,7 +83,7 @@ EDGES = {"cosine": 0.25, "l2": 2.0, "ip": 1.0}
 AMONG_WORDINGS = {"cosine": 0.05, "l2": 4.4, "ip": 9.6}
 
 
-@pytest.mark.parametrize(("eviction", "queries"), [("fifo", 4000), ("lru", 2500)])
+@pytest.mark.parametrize(("eviction", "queries"), [("fifo", 2000), ("lru", 1500)])
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
 @pytest.mark.parametrize("workload", [lattice, wordings])
 def test_every_hit_miss_and_eviction_is_that_of_algorithm_1(

@@ -100,10 +100,11 @@ def child(path: Path, code: str = CHILD) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
 
 
-def test_a_killed_process_loses_nothing_acknowledged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_a_killed_process_loses_nothing_acknowledged(tmp_path: Path, kills: int) -> None:
     """Killed at a random time, at times while it saves the vectors' file (each 1,000 documents)."""
     generator = np.random.default_rng(7)
-    for _ in range(4):
+    for _ in range(kills):
         with child(tmp_path) as process:
             assert process.stdout is not None
             acknowledged = int(process.stdout.readline().split()[1])

@@ -25,8 +25,14 @@ def loaded(folder):
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.fixture(scope="session")
+def engine(loaded, digests):
+    with RagCache(*loaded, policy="lego:4", cold="now", cache_dir=digests) as engine:
+        yield engine
+
+
 @pytest.fixture
-def rag(loaded, digests):
-    engine = RagCache(*loaded, policy="lego:4", cold="now", cache_dir=digests)
-    yield engine
-    engine.close()
+def rag(engine):
+    """The engine, which knows nothing yet."""
+    engine.forget()
+    return engine

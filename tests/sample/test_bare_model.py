@@ -23,9 +23,10 @@ JOINTS = ("\n\n", "\n\n", "\n", " ", "\n---\n", "\n\nSource: a.md\n")
 QUESTIONS = ("When was it finished?", "What is stored, and where?", "Who may read it? ", "¿Qué es café 😀?")
 
 
-def some(count, full):
-    """A few in every run, all of them in the soak."""
-    return pytest.mark.parametrize("count", [count, pytest.param(full, marks=pytest.mark.soak)])
+def some(count, full, seed):
+    """A few in every run, which all ask the same, and many in the soak."""
+    many = pytest.param(full, seed, marks=pytest.mark.soak)
+    return pytest.mark.parametrize(("count", "seed"), [(count, 5), many])
 
 
 def texts(count, seed):
@@ -38,7 +39,7 @@ def texts(count, seed):
 
 def chats(count, seed):
     for number, text in enumerate(texts(count, seed)):
-        system = [{"role": "system", "content": "Answer in one sentence."}] * (number % 2)
+        system = [{"role": "system", "content": "Answer in one sentence."}] * (number % 2 == 0)
         yield [*system, {"role": "user", "content": text}]
 
 
@@ -79,22 +80,22 @@ def exact(request, loaded, digests):
         yield rag
 
 
-@some(3, 100)
-def test_strings(exact, bare, count):
-    for text in texts(count, 1):
+@some(2, 100, 1)
+def test_strings(exact, bare, count, seed):
+    for text in texts(count, seed):
         assert list(exact.generate(text, max_new_tokens=TOKENS, do_sample=False).token_ids) == bare(text)[0]
 
 
-@some(3, 100)
-def test_chats(exact, bare, count):
-    for messages in chats(count, 2):
+@some(2, 100, 2)
+def test_chats(exact, bare, count, seed):
+    for messages in chats(count, seed):
         found = exact.generate(messages, max_new_tokens=TOKENS, do_sample=False)
         assert list(found.token_ids) == bare(messages)[0]
 
 
-@some(2, 20)
-def test_requests_and_streams(exact, bare, count):
-    prompts = [*texts(count, 3), *chats(count, 3)]
+@some(1, 20, 3)
+def test_requests_and_streams(exact, bare, count, seed):
+    prompts = [*texts(count, seed), *chats(count, seed)]
     requests = [exact.submit(prompt, max_new_tokens=TOKENS, do_sample=False) for prompt in prompts]
     for prompt, request in zip(prompts, requests, strict=True):
         tokens, text = bare(prompt)
@@ -102,30 +103,30 @@ def test_requests_and_streams(exact, bare, count):
         assert "".join(exact.stream(prompt, max_new_tokens=TOKENS, do_sample=False)) == text
 
 
-@some(2, 50)
-def test_langchain(exact, bare, count):
+@some(1, 50, 4)
+def test_langchain(exact, bare, count, seed):
     roles = {"system": SystemMessage, "user": HumanMessage}
     model = ChatRagCache(rag=exact, max_tokens=TOKENS, temperature=0)
-    for messages in chats(count, 4):
+    for messages in chats(count, seed):
         found = model.invoke([roles[m["role"]](m["content"]) for m in messages])
         assert found.content == bare(messages)[1]
 
 
-@some(2, 50)
-def test_llama_index(exact, bare, count):
+@some(1, 50, 1)
+def test_llama_index(exact, bare, count, seed):
     model = RagCacheLLM(rag=exact, max_tokens=TOKENS, temperature=0)
-    for messages in chats(count, 5):
+    for messages in chats(count, seed):
         found = model.chat([ChatMessage(role=m["role"], content=m["content"]) for m in messages])
         assert found.message.content == bare(messages)[1]
 
 
-@some(2, 50)
-def test_the_server(exact, bare, count):
+@some(1, 50, 6)
+def test_the_server(exact, bare, count, seed):
     with (
         served(create_app(exact, ServerConfig(model_name="sample"))) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=LONG) as client,
     ):
-        for messages in chats(count, 6):
+        for messages in chats(count, seed):
             found = client.chat.completions.create(
                 model="sample", temperature=0, max_tokens=TOKENS, messages=messages
             )

@@ -64,8 +64,8 @@ def rounding(model, wide, ids):
     return theirs, error
 
 
-@pytest.mark.parametrize("question", QUESTIONS[:2])
-@pytest.mark.parametrize("encoder", ["standalone", "system"])
+@pytest.mark.parametrize("question", [QUESTIONS[0], pytest.param(QUESTIONS[1], marks=pytest.mark.soak)])
+@pytest.mark.parametrize("encoder", [pytest.param("standalone", marks=pytest.mark.soak), "system"])
 def test_everything_recomputed_is_an_ordinary_prefill(make, wide, question, encoder):
     rag = make(policy="lego:100000", encoder=encoder)
     rag.encode(list(DOCUMENTS), system=SYSTEM)
@@ -90,7 +90,7 @@ def test_a_chunk_behind_its_encoding_context_needs_nothing_recomputed(make, wide
         assert apart(last_logits(rag.model, linked), theirs) <= 2 * error
 
 
-@pytest.mark.parametrize("ahead", [1, 57, 900])
+@pytest.mark.parametrize("ahead", [57, *(pytest.param(far, marks=pytest.mark.soak) for far in (1, 900))])
 def test_a_linked_chunk_is_the_chunk_run_at_those_positions(make, wide, ahead):
     rag = make(policy="reuse")
     rag.encode([DOCUMENTS[1]])
@@ -131,10 +131,13 @@ def divergence(full, other):
     return float((full.exp() * (full - other)).sum())
 
 
-def test_impact_recomputes_a_tenth_and_comes_nearer_to_full(make, wide):
+@pytest.mark.parametrize(
+    "questions", [QUESTIONS[:1], pytest.param(QUESTIONS, marks=pytest.mark.soak)], ids=len
+)
+def test_impact_recomputes_a_tenth_and_comes_nearer_to_full(make, wide, questions):
     rag = make(policy="impact:0.1", encoder="system")
     sums = {"impact:0.1": 0.0, "reuse": 0.0}
-    for question in QUESTIONS:
+    for question in questions:
         prompt = prompt_of((2, 0, 1), question)
         rag.generate(prompt, **ASKED)
         report = rag.generate(prompt, **ASKED).report.link

@@ -6,7 +6,7 @@ from texts import DOCUMENTS, QUESTIONS
 from ragcachekit.server import ServerConfig, create_app
 from server_kit import LONG, served
 
-ASKED = {"model": "sample", "temperature": 0, "max_tokens": 8}
+ASKED = {"model": "sample", "temperature": 0, "max_tokens": 4}
 
 
 def test_a_second_question_reuses_the_documents(rag):
@@ -27,6 +27,6 @@ def test_a_second_question_reuses_the_documents(rag):
     assert cached[1] > 0.9 * sum(rag.count_tokens(document) for document in DOCUMENTS)
     blocks = [[{"type": "text", "text": text, "chunk": True}, "\n\n"] for text in DOCUMENTS[::-1]]
     content = [*(part for block in blocks for part in block), QUESTIONS[1]]
-    answer = rag.generate([{"role": "user", "content": content}], max_new_tokens=8, do_sample=False)
+    answer = rag.generate([{"role": "user", "content": content}], max_new_tokens=4, do_sample=False)
     assert answer.report.link.reused_tokens == cached[1]
     assert answer.text == responses[1].choices[0].message.content

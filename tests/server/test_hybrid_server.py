@@ -115,9 +115,10 @@ def test_a_context_that_no_prompt_can_hold_is_cached_as_far_as_one_can(client_of
     assert ada.post(CHAT, json=body(cached_content=context["name"])).status_code == 400
 
 
-def test_many_clients_get_what_bare_generate_answers(client_of, rag):
+@pytest.mark.parametrize("count", [12, pytest.param(32, marks=pytest.mark.soak)])
+def test_many_clients_get_what_bare_generate_answers(client_of, rag, count):
     draw, want = random.Random(1), {}
-    asked = [draw.sample(DOCUMENTS, draw.randint(1, 3)) for _ in range(32)]
+    asked = [draw.sample(DOCUMENTS, draw.randint(1, 3)) for _ in range(count)]
     for documents in asked:
         text = rag.generate(spoken(documents), policy="full", **GREEDY).text
         want[tuple(documents)] = text
@@ -126,7 +127,7 @@ def test_many_clients_get_what_bare_generate_answers(client_of, rag):
     def ask(pair):
         return pair[0].post(CHAT, json=body(*pair[1])).json()["choices"][0]["message"]["content"]
 
-    with ThreadPoolExecutor(32) as pool:
+    with ThreadPoolExecutor(count) as pool:
         got = list(pool.map(ask, zip(clients, asked, strict=True)))
     assert got == [want[tuple(documents)] for documents in asked]
     requests = [rag.submit(spoken(documents), **GREEDY) for documents in asked]

@@ -1,5 +1,6 @@
 """Disk tiers that are closed at the end, processes that a test starts, and services that fail."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,22 +22,31 @@ def opened():
         yield lambda *args, **options: stack.enter_context(closing(store_kit.opened(*args, **options)))
 
 
+@pytest.fixture(scope="session")
+def zygote():
+    """A process that has imported torch, and forks those that tests start."""
+    command = [sys.executable, HERE / "zygote.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
 @pytest.fixture
-def said_by():
+def said_by(zygote, tmp_path_factory):
     """What a script, or a program, in a process of its own writes; it must end well."""
 
-    def run(program, *arguments, seconds=900):
-        command = [sys.executable, *([program] if isinstance(program, Path) else ["-c", program])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-        done = subprocess.run(
-            [*map(str, command), *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def run(program, *arguments):
+        folder = tmp_path_factory.mktemp("said")
+        if not isinstance(program, Path):
+            (folder / "program.py").write_text(program)
+            program = folder / "program.py"
+        zygote.stdin.write(json.dumps([str(program), [*map(str, arguments)], str(folder / "said")]) + "\n")
+        zygote.stdin.flush()
+        assert zygote.stdout.readline() == "0\n", (folder / "said.err").read_text()
+        return (folder / "said.out").read_text()
 
     return run
 

@@ -12,7 +12,7 @@ from filelock import FileLock
 from faults import Faults, injected
 from ragcachekit import StoreConfig
 from ragcachekit.errors import StoreError
-from ragcachekit.store import disk
+from ragcachekit.store import disk, disk_folder
 from ragcachekit.store.disk import default_disk_bytes
 from ragcachekit.store.tiered import open_store
 from store_kit import KEY, agrees_with_files, contents, entry_size, file_of, filled, holds, key_of, kv_of
@@ -291,6 +291,7 @@ def test_a_stopped_process_is_named(tmp_path, monkeypatch, opened):
     filled(path)
     store = opened(path)
     monkeypatch.setattr(disk, "SECONDS_TO_OPEN", 0.0)
+    monkeypatch.setattr(disk_folder, "SECONDS_TO_LOCK", 0.1)
     with FileLock(path / "lock", mode=0o600, is_singleton=False):
         with pytest.raises(StoreError, match="is a process stopped"):
             opened(path)

@@ -106,4 +106,4 @@ for one in (loader, tiered, worker, bulk, tree):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_forked_child_gets_a_clear_error_and_opens_anew(tmp_path, said_by):
-    said_by(FORK, tmp_path, seconds=120)
+    said_by(FORK, tmp_path)

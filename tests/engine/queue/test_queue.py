@@ -34,16 +34,20 @@ PROMPTS = [PROMPT, EXACT, OTHER, Prompt([text(30, 12)]), Prompt([chunk(25, 3), t
 LONG_ANSWER = {**ASKED, "max_new_tokens": 40}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("policy", ["full", "lego:4", "prefix"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "policy", "batch"),
+    [
+        *(("llama", "full", 1), ("gemma3", "full", 3), ("gemma3", "lego:4", 1), ("llama", "lego:4", 3)),
+        ("llama", "prefix", 3),
+    ],
+)
 def test_answers_are_those_of_generate_under_random_arrivals(name, policy, batch):
     tree = TreeConfig(host_bytes=1 << 24) if policy == "prefix" else None
     options = {"policy": policy, "tree": tree, "queue": QueueConfig(max_batch=batch)}
     draw = random.Random(f"{name}{policy}{batch}")
     with warmed(name, *PROMPTS, **options) as rag:
         rag.after_answer.cold = "never"
-        asked = [(p, {**ASKED, "max_new_tokens": draw.randint(1, 12)}) for p in PROMPTS * 3]
+        asked = [(p, {**ASKED, "max_new_tokens": draw.randint(1, 12)}) for p in PROMPTS * 2]
         draw.shuffle(asked)
         want = [rag.generate(prompt, **options).token_ids for prompt, options in asked]
         requests = []

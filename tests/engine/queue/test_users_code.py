@@ -16,7 +16,7 @@ from ragcachekit.errors import EngineError
 ASKED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rag():
     with warmed("llama", PROMPT, EXACT, policy="reuse") as rag:
         rag.after_answer.cold = "never"
@@ -80,7 +80,9 @@ USERS_CODE = {
 ERRORS = [asyncio.CancelledError("its own"), SystemExit(3), KeyboardInterrupt("its own")]
 
 
-CASES = [(where, error) for where in USERS_CODE for error in ERRORS]
+EVERY = "put of a later token", "processor in the batch", "criterion"
+CASES = [(where, error) for where in EVERY for error in ERRORS]
+CASES += zip([where for where in USERS_CODE if where not in EVERY], [*ERRORS, ERRORS[0]], strict=True)
 CASES += [("put of a later token", LookupError("full"))]
 
 
@@ -94,8 +96,8 @@ def raiser(error):
 @pytest.mark.parametrize(("where", "error"), CASES)
 def test_it_is_the_error_of_its_own_request_alone(rag, where, error):
     names = ("default", "other", "default", "other", "default", "third")
-    want = [rag.generate(PROMPT, namespace=name, **ASKED).token_ids for name in names]
-    done = rag.queue.stats().done
+    want = {name: rag.generate(PROMPT, namespace=name, **ASKED).token_ids for name in names}
+    before = rag.queue.stats()
     requests = [rag.submit(PROMPT, namespace=name, **ASKED) for name in names[:2]]
     with held(rag):
         requests += [rag.submit(PROMPT, namespace=name, **ASKED) for name in names[2:4]]
@@ -104,10 +106,10 @@ def test_it_is_the_error_of_its_own_request_alone(rag, where, error):
     with pytest.raises(type(error)) as caught:
         bad.result(LONG)
     assert caught.value is error
-    assert [request.result(LONG).token_ids for request in requests] == want
+    assert [request.result(LONG).token_ids for request in requests] == [want[name] for name in names]
     assert rag.queue.drain(LONG)
     stats = rag.queue.stats()
-    assert (stats.failed, stats.done) == (1, done + 6)
+    assert (stats.failed, stats.done) == (before.failed + 1, before.done + 6)
     assert not rag.queue.runner.runs
     assert not rag.queue.runner.decoder.active
 
