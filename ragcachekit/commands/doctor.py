@@ -48,14 +48,15 @@ def doctor(
 
 def run(prompt: PromptLike, documents: Iterable[object], model: str | None = None) -> Diagnosis:
     """Diagnose a prompt with the tokenizer and chat template of ``model``; without it, a text alone."""
+    documents = list(documents)
+    if not documents:
+        raise RagCacheError("there are no documents; give what the retriever returned with --documents")
+    if model is None and not isinstance(prompt, str):
+        raise RagCacheError("chat messages need a chat template; give --model")
     from ragcachekit.engine.inspection import diagnose, text_of
     from ragcachekit.prompt.parser import PromptParser
 
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
-    if not texts:
-        raise RagCacheError("there are no documents; give what the retriever returned with --documents")
-    if model is None and not isinstance(prompt, str):
-        raise RagCacheError("chat messages need a chat template; give --model")
     return diagnose(PromptParser(None if model is None else load_tokenizer(model)), prompt, texts)
 
 

@@ -5,6 +5,7 @@ Only the tokenizer is loaded: the log is replayed over the ids of the chunks tha
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter, OrderedDict
@@ -20,6 +21,7 @@ from ragcachekit.commands.ask import CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
 from ragcachekit.commands.grades import why_prefix
 from ragcachekit.commands.workspace import OwnFiles, load_checked, load_tokenizer
+from ragcachekit.types import DEFAULT_ENCODER, parse_encoder
 
 if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from ragcachekit.commands.report import BenchReport
 
 RECOMPUTED = 0.1  # of the stored rows, at most, by the default policy
+PRECOMPUTED = 1 + parse_encoder(DEFAULT_ENCODER)[1]  # forwards over every chunk of the corpus
 MIN_SHARE = 0.1  # of the prompt tokens that must come from the cache for it to be worth its memory
 SHARES = (0.1, 0.25, 0.5, 1.0)  # sizes of the cache that are replayed, of the KV that the log uses
 SUMMARY, SIZES = "summary", "sizes"  # parts of the report
@@ -75,6 +78,11 @@ def estimate(
         since = found["break_even"]
         fewer = "never fewer" if since is None else f"fewer from question {since} on"
         rows["prefill"] = f"{found['cost']:.0%} of the rows without a cache, over the whole log; {fewer}"
+    if "precompute_tokens" in found:
+        rows["precompute"] = (
+            f"computes {found['precompute_tokens']} tokens, as many as {found['precompute_questions']} such "
+            "questions save"
+        )
     show(pairs(rows))
     show(report.part(SIZES).table("Prompt tokens from the cache, by its size (least recently used go first)"))
     typer.echo(found["verdict"])
@@ -126,6 +134,11 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
         for room in (max(round(share * used), least) for share in SHARES)
     ]
     found, ahead = rows[-1]["tokens_found"], rows[-1]["after_precompute"]
+    ahead_tokens = 0
+    if snapshots is None:
+        ids = tokenizer(corpus.texts, add_special_tokens=False, verbose=False).input_ids
+        ahead_tokens = PRECOMPUTED * sum(map(len, ids))
+    questions = math.ceil(ahead_tokens * len(log) / ((1 - RECOMPUTED) * ahead * total)) if ahead else 0
     summary: dict[str, Any] = {
         "part": SUMMARY,
         "questions": len(log),
@@ -139,11 +152,13 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
         "kv_of": "chunks" if snapshots is None else "beginnings",
         "kv_bytes_used": used * token_bytes,
         "helps": max(found, ahead) >= MIN_SHARE,
-        "verdict": _verdict(found, ahead, snapshots is not None),
+        "verdict": _verdict(found, ahead, questions, snapshots is not None),
     }
     if snapshots is None:
         shares = balance(prompts, sizes, tokens, RECOMPUTED)
         summary |= {"cost": shares[-1], "break_even": break_even(shares)}
+        if questions:
+            summary |= {"precompute_tokens": ahead_tokens, "precompute_questions": questions}
     return BenchReport("estimate", settings.model, 0, (summary, *rows))
 
 
@@ -267,7 +282,7 @@ def snapshot_bytes(model: str) -> tuple[int, int]:
     return layout.token_bytes, layout.state_bytes
 
 
-def _verdict(found: float, ahead: float, is_prefix: bool) -> str:
+def _verdict(found: float, ahead: float, questions: int, is_prefix: bool) -> str:
     shares = f"{found:.0%} of the prompt tokens would come from the cache, {ahead:.0%} after precompute"
     if max(found, ahead) < MIN_SHARE:
         return f"it will not help you: {shares}"
@@ -275,5 +290,7 @@ def _verdict(found: float, ahead: float, is_prefix: bool) -> str:
         first = "" if found >= MIN_SHARE else " if you run precompute --log first"
         return f"it will save you time{first}: {shares}, as exact beginnings; answers stay the same"
     if found < MIN_SHARE:
-        return f"it saves time only if you run precompute first: {shares}"
+        return (
+            f"it saves time only if you run precompute first, and then from question {questions} on: {shares}"
+        )
     return f"it will save you time: {shares}; what answers lose by it: ragcachekit calibrate"

@@ -12,6 +12,7 @@ import typer
 
 from ragcachekit.commands.corpus import check_corpus
 from ragcachekit.commands.workspace import CacheFolder, explained
+from ragcachekit.config import QUANTISATIONS
 from ragcachekit.errors import RagCacheError
 from ragcachekit.types import encoder_name
 
@@ -33,7 +34,8 @@ def _model(name: str) -> str:
         raise RagCacheError("which model? Give --model with the folder of a Hugging Face model or a hub id")
     if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in MODEL_FILES):
         raise RagCacheError(
-            f"cannot load the model: {name} is no model folder; give one with a {MODEL_FILES[0]}, or a hub id"
+            f"cannot load the model: {name} is no model folder; give the folder of a Hugging Face model or a "
+            "hub id"
         )
     return _known_model(name) or name
 
@@ -58,8 +60,13 @@ def _policies(param: typer.CallbackParam, text: str | None) -> str | None:
 
 
 def _encoders(text: str | None) -> str | None:
+    if text is not None and not names(text):
+        raise ValueError("give at least one encoder, for example standalone")
     for name in names(text):
-        encoder_name(name.partition("+")[0])
+        plain, _, kind = name.partition("+")
+        encoder_name(plain)
+        if kind:
+            check_known("roundings", [kind], QUANTISATIONS)
     return text
 
 

@@ -68,24 +68,24 @@ def serve(
         ApiKeys(keys, Tenant("", namespace))
     if disk_gb is not None and cache is None:
         raise RagCacheError("--disk-gb needs --cache, the folder that keeps KV on disk")
-    quiet_loading()
-    from ragcachekit.server import ServerConfig, create_app
-    from ragcachekit.server.app import serve as serve_app
-
-    folder = None if cache is None else CacheFolder.at(cache)
-    config = ServerConfig(
-        model_name or Path(model).name,
-        keys,
-        folder.path / "contexts" if folder else None,
-        timeout=timeout,
-        max_body_bytes=max_body_mb << 20,
-    )
-    store = StoreConfig(
-        host_bytes=int(host_gb * 1e9),
-        disk_path=folder.kv if folder else None,
-        disk_bytes=None if disk_gb is None else int(disk_gb * 1e9),
-    )
     with _bound(host, port) as bound:
+        quiet_loading()
+        from ragcachekit.server import ServerConfig, create_app
+        from ragcachekit.server.app import serve as serve_app
+
+        folder = None if cache is None else CacheFolder.at(cache)
+        config = ServerConfig(
+            model_name or Path(model).name,
+            keys,
+            folder.path / "contexts" if folder else None,
+            timeout=timeout,
+            max_body_bytes=max_body_mb << 20,
+        )
+        store = StoreConfig(
+            host_bytes=int(host_gb * 1e9),
+            disk_path=folder.kv if folder else None,
+            disk_bytes=None if disk_gb is None else int(disk_gb * 1e9),
+        )
         rag = open_engine(
             model,
             device=device,

@@ -104,9 +104,16 @@ def test_chunks_that_never_come_back_are_not_helped(estimate, chunks):
 def test_all_of_a_corpus_once_is_helped_by_precompute_only(estimate, chunks):
     names = [f"{c.source}#{c.number}" for c in chunks]
     log = [{"question": f"Question {n}?", "chunks": names[n : n + 8]} for n in range(0, len(names) - 7, 8)]
-    result, summary, _ = estimate(log)
+    result, summary, sizes = estimate(log)
     assert summary["helps"]
-    assert "only if you run precompute first" in result.stdout
+    (saved,) = {0.9 * row["after_precompute"] for row in sizes}  # of the prompts' tokens
+    computed, questions = summary["precompute_tokens"], summary["precompute_questions"]
+    tokenizer = load_tokenizer(READER)
+    assert computed == 3 * sum(len(tokenizer(c.text, add_special_tokens=False).input_ids) for c in chunks)
+    assert questions > len(log)  # three forwards, and every chunk is used once
+    assert questions == pytest.approx(computed / (saved * summary["prompt_tokens"]), rel=0.1)
+    assert f"only if you run precompute first, and then from question {questions} on" in result.stdout
+    assert f"computes {computed} tokens, as many as {questions} such questions save" in result.stdout
 
 
 def test_no_embedding_where_the_log_names_all_chunks(estimate, chunks, monkeypatch):

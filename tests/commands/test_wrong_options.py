@@ -62,6 +62,10 @@ LIGHT = [
     (*USES["ask"], "--model", READER, "--cache", "LOG", "it is a file); choose another --cache"),
     ("serve", "--model", READER, "--cache", "LOG", "it is a file); choose another --cache"),
     ("serve", "--model", READER, "--host", "0.0.0.0", "--keys"),
+    ("serve", "--model", READER, "--host", "1.2.3.4", "--no-keys", "choose another --port"),
+    (*USES["fidelity"], "--encoders", "standalone+int3", "unknown roundings int3; known: int8, fp8"),
+    (*USES["fidelity"], "--encoders", ",", "give at least one encoder"),
+    ("doctor", "LOG", "there are no documents; give"),
     ("doctor", "EMPTY/prompt", "EMPTY/prompt cannot be read as text"),
     ("cache", "stats", "--cache", "EMPTY/none", "does not exist"),
 ]  # fmt: skip

@@ -77,7 +77,7 @@ def is_up(url):
 def test_an_address_in_use_is_said_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = str(used.getsockname()[1])
-        result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere", "--port", port])
+        result = CliRunner().invoke(cli, ["serve", "--model", "sample", "--port", port])
     assert result.exit_code == 2
     assert "choose another --port" in result.stderr
 
@@ -88,11 +88,11 @@ def test_an_address_in_use_is_said_before_the_model_is_loaded():
         (["--host", "0.0.0.0"], "--keys FILE"),
         (["--keys", "/nowhere/keys.json"], "cannot read the API keys"),
         (["--disk-gb", "1"], "needs --cache"),
-        (["--port", "0"], "/nowhere is neither"),
+        (["--port", "0", "--model", "/nowhere"], "/nowhere is neither"),
     ],
 )
 def test_bad_options_are_one_line(options, message):
-    result = CliRunner().invoke(cli, ["serve", "--model", "/nowhere", *options])
+    result = CliRunner().invoke(cli, ["serve", "--model", "sample", *options])
     assert result.exit_code == 2
     assert message in result.stderr
 
