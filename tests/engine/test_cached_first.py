@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from itertools import permutations
 
 import pytest
@@ -207,28 +206,30 @@ class TestIsolation:
         assert rag.stats() == before
 
     def test_while_other_threads_ask_and_forget(self, rag):
-        texts, ends = [ONE, TWO, THREE, FOUR], time.monotonic() + 0.8
+        texts, ended, looks = [ONE, TWO, THREE, FOUR], threading.Event(), [0] * 3
         errors = []
 
-        def look():
+        def look(who):
             try:
-                while time.monotonic() < ends:
+                while not ended.is_set():
                     assert sorted(rag.cached_first(texts)) == [0, 1, 2, 3]
+                    looks[who] += 1
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=look) for _ in range(3)]
+        threads = [threading.Thread(target=look, args=(who,)) for who in range(3)]
         for thread in threads:
             thread.start()
-        number = 0
-        while time.monotonic() < ends:
-            ask(rag, texts[number % 4 :] + texts[: number % 4])
-            rag.forget(texts=[texts[number % 3]])
-            number += 1
+        try:
+            for number in range(12):
+                ask(rag, texts[number % 4 :] + texts[: number % 4])
+                rag.forget(texts=[texts[number % 3]])
+        finally:
+            ended.set()
         for thread in threads:
             thread.join()
         assert errors == []
-        assert number > 3
+        assert min(looks) > 3
 
 
 class TestNote:
