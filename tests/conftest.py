@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import os
 import signal
@@ -26,7 +25,6 @@ gc.disable()  # while everything is imported
 def pytest_collection_finish() -> None:
     """Have no collection walk the million objects of imported modules and collected tests again."""
     gc.freeze()
-    atexit.register(gc.unfreeze)
     gc.enable()
 
 

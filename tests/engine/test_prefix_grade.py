@@ -47,9 +47,10 @@ def test_a_repeated_beginning_is_reused_exactly(name):
 
 
 @every
-def test_dialogues_with_evictions_restarts_and_forgets_give_the_bare_models_tokens(name, tmp_path):
-    talks, hits, rounds = Dialogues(2), 0, 20 if name in ("qwen3_5", "gpt2") else 12
-    options = {"store": StoreConfig(host_bytes=400_000, disk_path=tmp_path, disk_bytes=4_000_000)}
+@pytest.mark.parametrize("rounds", [10, pytest.param(20, marks=pytest.mark.soak)])
+def test_dialogues_with_evictions_restarts_and_forgets_give_the_bare_models_tokens(name, tmp_path, rounds):
+    talks, hits = Dialogues(2), 0
+    options = {"store": StoreConfig(host_bytes=20_000 * rounds, disk_path=tmp_path, disk_bytes=4_000_000)}
     rag = rag_of(name, **options)
     for number in range(rounds):
         prompt = talks.any()

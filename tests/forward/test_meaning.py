@@ -35,16 +35,14 @@ def kept_columns(model, policy, encoder):
     return kept
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+WAYS = [("lego:5", "standalone"), ("lego0", "sinks:4"), ("lego:5", "system")]
+"""For every family; that all rows of a chunk are kept depends on none."""
+
+
 @pytest.mark.parametrize(
-    ("policy", "encoder"),
-    [
-        ("reuse", "standalone"),
-        ("lego:5", "standalone"),
-        ("lego0", "sinks:4"),
-        ("lego:5", "system"),
-        ("reuse", "system"),
-    ],
+    ("name", "policy", "encoder"),
+    [(name, *way) for name in FAMILIES for way in WAYS]
+    + [(name, "reuse", by) for name in ("llama", "gemma3", "gpt-oss") for by in ("standalone", "system")],
 )
 def test_linked_forward_is_the_row_by_row_computation(name, policy, encoder):
     model = oracle(name, len(IDS))

@@ -43,14 +43,15 @@ def tables(pairs, m, interleaved, offset):
     )
 
 
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    ("dims", "by", "pairs", "m", "interleaved", "offset"),
+    ("dtype", "dims", "by", "pairs", "m", "interleaved", "offset"),
     [
-        ((32, 32), 1, 16, 1.0, False, 0),
-        ((32, 24), 1, 16, 1.3, True, 0),
-        ((40, 16), 1, 8, 1.0, False, 20),
-        ((48, 16), 0, 8, 1.0, True, 0),
+        *((dtype, (32, 32), 1, 16, 1.0, False, 0) for dtype in TYPES),
+        (torch.float32, (32, 24), 1, 16, 1.3, True, 0),
+        (torch.bfloat16, (32, 24), 1, 16, 1.3, True, 0),
+        (torch.float32, (40, 16), 1, 8, 1.0, False, 20),
+        (torch.float32, (48, 16), 0, 8, 1.0, True, 0),
+        (torch.float16, (48, 16), 0, 8, 1.0, True, 0),
     ],
 )
 def test_a_row_moves_by_the_mean_of_its_groups_moves(dtype, dims, by, pairs, m, interleaved, offset):

@@ -138,8 +138,9 @@ class TestQuery:
         chosen, _ = choose(wrapped(name), described(name), plan)
         assert picked(chosen) == sorted(first + rest)
 
-    @pytest.mark.parametrize("known", ["all", "some", "none"])
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(
+        ("name", "known"), [("llama", "all"), ("llama", "none"), *((name, "some") for name in NAMES)]
+    )
     def test_impact_is_attention_of_the_last_rows_times_sensitivity(self, name, known):
         def moved(kv):
             drawn = torch.Generator().manual_seed(kv.tokens)
