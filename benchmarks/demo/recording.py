@@ -38,7 +38,8 @@ def write_recording(sides: SideBySide, path: Path) -> None:
         parts.append(_text(x + 5, 62, NAMES[side], "name"))
         ends = [*(state[0] for state in shown[1:]), seconds]
         for (start, status, answer), end in zip(shown, ends, strict=True):
-            parts.append(f"<g>{_visible(start / seconds, end / seconds, seconds)}\n")
+            hidden = "" if end == seconds else ' visibility="hidden"'  # where nothing plays, the end is shown
+            parts.append(f"<g{hidden}>{_visible(start / seconds, end / seconds, seconds)}\n")
             parts.append(_text(x + 5, 62 + LINE, status, "status"))
             parts += _lines(x + 5, 62 + 2 * LINE, answer)
             parts.append("</g>\n")

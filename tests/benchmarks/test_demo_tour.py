@@ -77,6 +77,7 @@ def test_the_question_on_the_terminal_and_in_the_recording(tmp_path):
     shown_last = [" ".join(one.itertext()).split() for one in groups]
     assert ["first", "token", "after", "0.0", "s", "Because", "of", "this"] in shown_last
     assert shown_last[-1] == ["first", "token", "after", "0.0", "s", "Of", "that"]
+    assert [one.get("visibility") for one in groups].count(None) == 2, "the end of each side"
     times = [one.find("{*}animate").get("keyTimes").split(";")[1] for one in groups]
     assert times == sorted(times)
     assert "Why [this]?" in waiting
