@@ -19,6 +19,7 @@ COMMANDS = {
     "fidelity": "fidelity:fidelity",
     "contexts": "contexts:contexts",
     "frontier": "frontier:frontier",
+    "stream": "stream:stream",
     "craft-in-prompt": "selection.craft_in_prompt:craft_in_prompt",
     "families": "families.check:families",
     "novel-questions": "novel_questions:novel_questions",
