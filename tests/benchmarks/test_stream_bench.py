@@ -1,4 +1,4 @@
-"""``python -m benchmarks stream``: what a new user's questions cost, beside the bare model's and the estimate."""
+"""``python -m benchmarks stream``: what a new user's questions cost, beside the bare model."""
 
 import json
 from itertools import pairwise
