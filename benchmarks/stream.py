@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -26,8 +27,11 @@ from ragcachekit.commands.questions import bare_ids
 from ragcachekit.commands.report import BenchReport, table
 from ragcachekit.commands.workspace import load_checked
 
-WORDS, LEAST_WORDS, PER_PROMPT = 170, 100, 4
-"""Of a passage, at most and at least; passages in a prompt."""
+MIN_WORDS, MAX_WORDS = 100, 170
+"""Of a passage."""
+
+PER_PROMPT = 4
+"""Passages in a prompt."""
 
 
 def stream(
@@ -47,12 +51,12 @@ def stream(
     quiet_loading()
     texts = pieces(passages(dataset))[:chunks]
     if len(texts) < PER_PROMPT:
-        raise ValueError(f"{dataset} has {len(texts)} passages of {LEAST_WORDS} words or more; take another")
+        raise ValueError(f"{dataset} has {len(texts)} passages of {MIN_WORDS} words or more; take another")
     lm, tokenizer = load_checked(model, None, "auto")
     drawn = list(draws(len(texts), questions, zipf, seed))
     sizes = {text: len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts}
     rows, ours, bare, lengths = list[dict[str, Any]](), 0.0, 0.0, list[int]()
-    with RagCache(lm, tokenizer) as rag:
+    with TemporaryDirectory() as folder, RagCache(lm, tokenizer, cache_dir=folder) as rag:
         for number, (places, asked) in enumerate(tqdm(drawn, unit="question"), 1):
             found = [texts[place] for place in places]
             prompt = messages(found, number, asked)
@@ -83,8 +87,8 @@ def stream(
 def pieces(texts: Sequence[str]) -> list[str]:
     """The texts in pieces of at most 170 words; short ones are left out."""
     split = (text.split() for text in texts)
-    cut = (words[at : at + WORDS] for words in split for at in range(0, len(words), WORDS))
-    return list(dict.fromkeys(" ".join(words) for words in cut if len(words) > LEAST_WORDS))
+    cut = (words[at : at + MAX_WORDS] for words in split for at in range(0, len(words), MAX_WORDS))
+    return list(dict.fromkeys(" ".join(words) for words in cut if len(words) > MIN_WORDS))
 
 
 def draws(count: int, questions: int, zipf: float, seed: int) -> Iterator[tuple[list[int], int]]:

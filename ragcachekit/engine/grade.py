@@ -67,17 +67,16 @@ def check_generates(model: Any) -> None:
 def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
     """The grade of a model that generates, by checks on the model itself.
 
-    That a model can be linked, and whether it decodes requests together, is noted in a small file in
-    ``folder``, for the next time; an unreadable or unwritable one only costs another check.
+    That a model passed, for linking and for decoding requests together, is noted in a small file in
+    ``folder``, for the next time; an unreadable or unwritable one only costs another check. A failure is not
+    noted: it may have been a lack of memory.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
     record = folder / "admitted" / f"{fingerprint}.json"
     with suppress(OSError, ValueError):
-        noted = parse_json(read_regular(record))
-        if isinstance(noted, dict) and noted == {**versions, "alone": noted.get("alone")}:
-            alone = noted["alone"]
+        if parse_json(read_regular(record)) == versions:
             install(model)
-            return Grade("linked", describe_rope(model), KVLayout.of(model), alone=alone and str(alone))
+            return Grade("linked", describe_rope(model), KVLayout.of(model), alone=None)
     try:
         rope = describe_rope(model)
         log.info("admitted %s: %s", type(model).__name__, admit(model, rope))
@@ -87,11 +86,12 @@ def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
         log.warning("%s could not be checked for linking", type(model).__name__, exc_info=True)
         return _prefix_grade(model, str(error) or type(error).__name__)
     alone = why_not_together(model)
-    try:
-        make_folder(record.parent)
-        record.write_text(json.dumps({**versions, "alone": alone}))
-    except OSError as error:
-        log.warning("could not note that the model passed its check: %s", error)
+    if alone is None:
+        try:
+            make_folder(record.parent)
+            record.write_text(json.dumps(versions))
+        except OSError as error:
+            log.warning("could not note that the model passed its check: %s", error)
     return Grade("linked", rope, KVLayout.of(model), alone=alone)
 
 

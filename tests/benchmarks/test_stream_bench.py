@@ -6,13 +6,16 @@ from itertools import pairwise
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.stream import PER_PROMPT, WORDS, draws, pieces
+from benchmarks.stream import MAX_WORDS, PER_PROMPT, draws, pieces
 from benchmarks.world.reader_folder import READER
 
 
 def test_passages_are_cut_and_popular_ones_return():
     texts = [" ".join(f"{number}x{word}" for word in range(400)) for number in range(3)]
-    assert [len(piece.split()) for piece in pieces([*texts, texts[0], "too short"])] == [WORDS, WORDS] * 3
+    assert [len(piece.split()) for piece in pieces([*texts, texts[0], "too short"])] == [
+        MAX_WORDS,
+        MAX_WORDS,
+    ] * 3
     first, uniform = (list(draws(50, 200, zipf, 0)) for zipf in (1.0, 0.0))
     assert all(len(set(places)) == PER_PROMPT for places, _ in first)
     often = [sum(places.count(0) for places, _ in drawn) for drawn in (first, uniform)]

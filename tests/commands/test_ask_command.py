@@ -172,7 +172,7 @@ def test_a_missing_model_or_corpus_says_what_to_do(command, ask, corpus, tmp_pat
         result = ask("Why?", model=model)
         assert result.exit_code == 2
         assert "cannot load the model" in result.output
-        assert "a hub id" in result.output
+        assert "give the folder of a Hugging Face model or a hub id" in result.output
     result = command("ask", "--corpus", corpus, "Why?")
     assert result.exit_code == 2
     assert "Give --model with the folder" in result.output

@@ -195,6 +195,18 @@ def test_an_old_or_damaged_record_costs_a_check(monkeypatch, tmp_path, content):
     assert len(checks) == 2
 
 
+def test_a_model_that_decodes_alone_is_checked_again(monkeypatch, tmp_path):
+    """The reason may have been a lack of memory: the record would keep it for ever."""
+    monkeypatch.setattr(grade, "why_not_together", lambda _: "out of memory")
+    with RagCache(build("llama"), cache_dir=tmp_path) as rag:
+        assert "in a batch: out of memory" in str(rag.generate(PROMPT, **ASKED).report.link.notes)
+    assert not list(tmp_path.rglob("admitted/*"))
+    monkeypatch.undo()
+    with RagCache(build("llama"), cache_dir=tmp_path) as rag:
+        assert not rag.generate(PROMPT, **ASKED).report.link.notes
+    assert len(list(tmp_path.rglob("admitted/*"))) == 1
+
+
 class Document:
     page_content = "The river Spree flows in Berlin."
 
