@@ -37,7 +37,7 @@ from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
-from ragcachekit.types import Chunk, Prompt, Text
+from ragcachekit.types import DEFAULT_POLICY, Chunk, Prompt, Text
 
 NO_TIER = "none"
 SYSTEM_TOKENS = 24
@@ -62,7 +62,7 @@ class TtftSettings:
     prompt_tokens: Sequence[int] = (2048,)
     chunk_tokens: int = 490
     question_tokens: int = 64
-    policies: Sequence[str] = ("full", "lego:16", "reuse")
+    policies: Sequence[str] = ("full", DEFAULT_POLICY, "reuse")
     encoder: str | None = None
     dtypes: Sequence[str] = ("float32",)
     runs: int = 5
