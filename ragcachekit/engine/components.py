@@ -227,12 +227,12 @@ class EngineComponents:
             self.background,
             self.active.wait_for_none,
         )
-        self.policy_to_encode(settings.namespace, known=True)  # warns now of what there is to warn of
+        self.policy_to_encode(settings.namespace)  # warns now of what there is to warn of
 
-    def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
-        """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""
+    def policy_to_encode(self, namespace: str) -> SelectionPolicy:
+        """The default policy, as chunks are encoded for it."""
         if isinstance(self.policy, Auto):
-            return self.auto.to_encode(namespace, known)
+            return self.auto.resolve(namespace).policy
         if isinstance(self.policy, Budget):
             return self.budgets.resolve(self.policy, namespace).policy
         return self.policy

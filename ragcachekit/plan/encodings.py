@@ -11,7 +11,14 @@ from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncodi
 from ragcachekit.model.kv import SENSITIVITY, KVLayout, context_number, contexts_of, misfit
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.load_planner import LoadPlanner
-from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
+from ragcachekit.plan.variants import (
+    EXACT_WEIGHT,
+    IN_PROMPT,
+    PLAIN_WEIGHT,
+    VariantPool,
+    is_average,
+    weight_at,
+)
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
@@ -41,7 +48,7 @@ class Wanted:
     exact: bool  # at ``start``
     before: tuple[str, ...] = ()  # ids of all preceding segments, texts too, in order
     average: KVKey | None = None  # of the chunk's mean KV after any chunks
-    plain: KVKey | None = None  # of its KV after the system text alone
+    others: tuple[KVKey, ...] = ()  # of its KV after the system text alone, and after none
     in_place: KVKey | None = None  # of the rows that this prompt computes if it must
     whole: Wanted | None = None  # of a chunk that is in the prompt in part: all of it, which is encoded
     first: int = 0  # number of its first row that serves here
@@ -125,7 +132,10 @@ class Encodings:
 
     def encoding(self, ids: Ids, system: Ids = ()) -> tuple[Encoding, tuple[Ids, ...]]:
         """The encoding of a chunk that is not at position 0, and the token ids of its context."""
-        return self._encoding(ids, None, system, (system,) if system else ())
+        encoding, context = self._encoding(ids, None, system, (system,) if system else ())
+        if self.averages and not context:  # one context of a mean, as the text before it is not known
+            return AverageEncoding(self.name, joint=self._joint), ((),)
+        return encoding, context
 
     def key(
         self,
@@ -164,12 +174,15 @@ class Encodings:
         if not (self.averages and start):
             return want
         after = before[0] if system else chunk_id(system, key.namespace)
-        want = replace(want, average=replace(key, encoding=self.name, context=(after,)))
+        average = replace(key, encoding=self.name, context=(after,))
+        want = replace(want, average=average)
+        if system:
+            others = [replace(average, context=(chunk_id((), key.namespace),))]
+            if isinstance(encoding, AverageEncoding):
+                others.insert(0, replace(key, encoding="system", context=(after,)))
+            want = replace(want, others=tuple(others))
         if exact:
             return want
-        if isinstance(encoding, AverageEncoding):
-            plain = replace(key, encoding=system_encoding(system).name, context=(after,) if system else ())
-            want = replace(want, plain=plain)
         # The system text stays first, even if it is empty.
         own = (after, *(before[1:] if system else before))
         return replace(want, in_place=replace(key, encoding=self.name, context=own))
@@ -344,7 +357,8 @@ def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
     if isinstance(want.encoding, InPromptEncoding):
         return [want.key, *(fit.key for fit in pool.ranked(want.key, want.before)), *whole]
     mean = None if want.average is None else pool.average(want.average)
-    return [key for key in (want.key, mean, want.plain) if key is not None] + whole
+    others = (pool.average(key) if is_average(key) else key for key in want.others)
+    return [key for key in (want.key, mean, *others) if key is not None] + whole
 
 
 def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
@@ -376,9 +390,11 @@ def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
         pool.discard(mean)
     if entry is not None:
         return replace(entry, contexts=0)
-    if want.plain is not None and (found := fetch.get(want.plain, tokens)) is not None:
-        own = want.in_place is not None
-        return Entry(want.plain, found, renew=not own, contexts=0 if own else None)
+    own = want.exact or want.in_place is not None
+    for other in want.others:
+        key = pool.average(other) if is_average(other) else other
+        if key is not None and (found := fetch.get(key, tokens)) is not None:
+            return Entry(key, found, renew=not own, contexts=0 if own else None)
     return None
 
 

@@ -27,7 +27,7 @@ from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
-from ragcachekit.types import DEFAULT_NEIGHBOURS, Ids, KVKey, whole_id
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_NEIGHBOURS, Ids, KVKey, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +89,10 @@ class LastPrompts:
 class Planner:
     """Plans prompts, and names the entries of chunks, for one model and one store.
 
-    ``encoder`` None is the policy's own. ``neighbours`` are sources by namespace; with ``same_source`` a
-    chunk is encoded only after chunks of its own source. ``fetch`` makes the look-ups of one prompt; by
-    default they read ``store``. Unless the model ``is_linked``, only beginnings of prompts are looked up.
+    ``encoder`` None is the policy's own, or the default one. ``neighbours`` are sources by namespace; with
+    ``same_source`` a chunk is encoded only after chunks of its own source. ``fetch`` makes the look-ups of
+    one prompt; by default they read ``store``. Unless the model ``is_linked``, only beginnings of prompts are
+    looked up.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Planner:
         )
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder, self._layout = fingerprint, encoder, layout
-        self._is_linked = is_linked
+        self._is_linked, self._default = is_linked, "system" if rope.depends_on_length else DEFAULT_ENCODER
         self._pairs_chunks = encoder is None or encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
@@ -137,7 +138,7 @@ class Planner:
             raise ValueError(
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
-        name = policy.encoder or self._encoder or "standalone"
+        name = policy.encoder or self._encoder or self._default
         if name == IN_PROMPT and self.companions.same_source:
             raise ValueError(
                 "the encoder 'in-prompt' keeps chunks as they were after any other chunks, which "
@@ -260,8 +261,9 @@ class Planner:
     ) -> list[Missing]:
         """What to encode for each text, stored or not, for work that began at ``epoch``.
 
-        ``system`` is by default the last one used in the namespace. ValueError for an empty chunk, one longer
-        than the model's context, or a ``system`` that is needed and not known.
+        ``system`` is by default the last one used in the namespace; before any, ``average:n`` encodes without
+        one. ValueError for an empty chunk, one longer than the model's context, or a ``system`` that another
+        encoder needs and that is not known.
         """
         chunks = [self._parser.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
@@ -269,6 +271,8 @@ class Planner:
         before: Ids | None = ()
         if encodings.needs_system:
             before = self.last_prompts.last(namespace) if system is None else self._parser.system_ids(system)
+        if before is None and encodings.averages:
+            before = ()
         if before is None:
             raise ValueError(
                 f"the encoder {encodings.name!r} needs system=, the text before the prompt's first chunk"
