@@ -272,7 +272,10 @@ def miss_reason(request: PromptRequest) -> str:
         return f"policy {request.policy.name} computes everything"
     known = request.prefix_match
     if known is not None and known.match.path:
-        return "first request with this beginning, or it was evicted"
+        unknown = (
+            "" if any(one.is_chunk for one in request.segments) else "; no chunk is marked or registered"
+        )
+        return f"first request with this beginning, or it was evicted{unknown}"
     if known is None and not request.wanted:
         return "there is no tree (TreeConfig), so only chunks are reused, and it has none"
     if known is None:
