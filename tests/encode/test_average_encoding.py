@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -138,7 +139,9 @@ class TestNames:
         assert second.encoding.name == "average:3"
         assert first.average.encoding == "average:3"
         assert first.average.context == (chunk_id(SYSTEM, "space"),)
-        assert second.plain == first.key
+        nothing = replace(second.average, context=(chunk_id((), "space"),))
+        assert second.others == (first.key, nothing)
+        assert first.others == (nothing,)
         assert second.in_place.context == (chunk_id(SYSTEM, "space"), chunk_id(CHUNK, "space"))
         assert second.key.context == tuple(chunk_id(ids, "space") for ids in (SYSTEM, A, B, C))
 
@@ -148,14 +151,14 @@ class TestNames:
         assert first.encoding.name == "standalone"
         assert first.average is None
         assert second.key.context[0] == chunk_id((), "space")
-        assert second.plain == first.key
+        assert second.others == ()
         assert second.in_place.context == (chunk_id((), "space"), chunk_id(CHUNK, "space"))
 
     def test_without_neighbours_it_is_the_plain_entry(self):
         _, _, second = self.wanted(A, B)
         assert second.encoding.name == "system"
         assert not second.exact
-        assert second.plain is None
+        assert second.others == (replace(second.average, context=(chunk_id((), "space"),)),)
 
     def test_neighbours_that_do_not_fit_are_left_out(self):
         long = tuple(range(described("llama").context))

@@ -249,6 +249,7 @@ def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Pat
     output = command(
         *("calibrate", "--model", READER, "--corpus", corpus, "--chunk-tokens", 60, "--probes", 8),
         *("--policies", "lego:2000", "--namespace", "probed", "--budget", "0.001"),
+        *("--encoder", "standalone"),
         *("--json", tmp_path / "c.json"),
         folder=folder,
     )
