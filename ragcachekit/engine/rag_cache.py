@@ -416,8 +416,9 @@ class RagCache:
     ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
 
-        ``kept`` of what is returned are the ids of those whose KV is stored: all, unless they do not fit into
-        the store, which is logged as a warning too.
+        In this namespace's prompts, an id stands for its text: ``Chunk(id=...)``. ``kept`` of what is
+        returned are the ids of those whose KV is stored: all, unless they do not fit into the store, which is
+        logged as a warning too.
 
         Where the :attr:`grade` is ``prefix``, chunks have no KV of their own: they are registered, and the
         beginning of ``prompt`` is computed, or ``system`` with the first chunk.
