@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from ragcachekit.observers import model_name
-from ragcachekit.policies.registry import open_policy
 
 __all__ = ["GenerationSettings", "NotPickled", "check_engine", "model_name", "refuse_cache"]
 
@@ -43,13 +42,6 @@ class GenerationSettings(BaseModel):
                 "generate_kwargs={...}, the number of tokens is max_tokens"
             )
         return values
-
-    @field_validator("policy")
-    @classmethod
-    def _check_policy(cls, policy: str | None) -> str | None:
-        if policy is not None:
-            open_policy(policy)
-        return policy
 
     def call_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.submit``: these settings, overridden for one call."""

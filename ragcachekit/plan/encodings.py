@@ -11,14 +11,7 @@ from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncodi
 from ragcachekit.model.kv import SENSITIVITY, KVLayout, context_number, contexts_of, misfit
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.load_planner import LoadPlanner
-from ragcachekit.plan.variants import (
-    EXACT_WEIGHT,
-    IN_PROMPT,
-    PLAIN_WEIGHT,
-    VariantPool,
-    is_average,
-    weight_at,
-)
+from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
@@ -48,7 +41,7 @@ class Wanted:
     exact: bool  # at ``start``
     before: tuple[str, ...] = ()  # ids of all preceding segments, texts too, in order
     average: KVKey | None = None  # of the chunk's mean KV after any chunks
-    others: tuple[KVKey, ...] = ()  # of its KV after the system text alone, and after none
+    plain: KVKey | None = None  # of its KV after the system text alone
     in_place: KVKey | None = None  # of the rows that this prompt computes if it must
     whole: Wanted | None = None  # of a chunk that is in the prompt in part: all of it, which is encoded
     first: int = 0  # number of its first row that serves here
@@ -174,15 +167,12 @@ class Encodings:
         if not (self.averages and start):
             return want
         after = before[0] if system else chunk_id(system, key.namespace)
-        average = replace(key, encoding=self.name, context=(after,))
-        want = replace(want, average=average)
-        if system:
-            others = [replace(average, context=(chunk_id((), key.namespace),))]
-            if isinstance(encoding, AverageEncoding):
-                others.insert(0, replace(key, encoding="system", context=(after,)))
-            want = replace(want, others=tuple(others))
+        want = replace(want, average=replace(key, encoding=self.name, context=(after,)))
         if exact:
             return want
+        if isinstance(encoding, AverageEncoding):
+            plain = replace(key, encoding=system_encoding(system).name, context=(after,) if system else ())
+            want = replace(want, plain=plain)
         # The system text stays first, even if it is empty.
         own = (after, *(before[1:] if system else before))
         return replace(want, in_place=replace(key, encoding=self.name, context=own))
@@ -356,9 +346,8 @@ def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
     whole = keys_for(want.whole, pool) if want.whole is not None else []
     if isinstance(want.encoding, InPromptEncoding):
         return [want.key, *(fit.key for fit in pool.ranked(want.key, want.before)), *whole]
-    mean = None if want.average is None else pool.average(want.average)
-    others = (pool.average(key) if is_average(key) else key for key in want.others)
-    return [key for key in (want.key, mean, *others) if key is not None] + whole
+    mean = None if want.average is None else pool.average(want.average) or pool.latest(want.average)
+    return [key for key in (want.key, mean, want.plain) if key is not None] + whole
 
 
 def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
@@ -391,8 +380,7 @@ def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     if entry is not None:
         return replace(entry, contexts=0)
     own = want.exact or want.in_place is not None
-    for other in want.others:
-        key = pool.average(other) if is_average(other) else other
+    for key in (want.plain, None if want.average is None else pool.latest(want.average)):
         if key is not None and (found := fetch.get(key, tokens)) is not None:
             return Entry(key, found, renew=not own, contexts=0 if own else None)
     return None

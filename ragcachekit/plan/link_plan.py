@@ -57,6 +57,7 @@ class PromptRequest:
     fallback: str | None = None  # reason for a prefill in full
     epoch: int = 0  # number of forgets when the prompt came
     observes: bool = False  # rows that it computes are kept, so a chunk whose mean needs more may be computed
+    settles: bool = False  # the system text changes with the prompts: what is stored after others is enough
     waited_ms: float = 0.0  # by earlier plans, in vain
     texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
 
@@ -317,7 +318,7 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     fetch = request.fetch
     fetch.lose(lost)
     found = [find_entry(want, fetch, variants) if request.may_reuse(want) else None for want in wanted]
-    observes = request.observes and not isinstance(request.policy, LayerwisePolicy)
+    observes = request.observes and not request.settles and not isinstance(request.policy, LayerwisePolicy)
     again = _to_observe(wanted, found) if observes else None
     if again is not None:
         found[again] = None

@@ -195,6 +195,7 @@ class Planner:
             notes=(*parsed.notes, *notes),
             fallback=fallback,
             epoch=epoch,
+            settles=self.last_prompts.changing(namespace),
             texts=parsed.texts,
         )
 

@@ -29,14 +29,7 @@ from ragcachekit.quality.check import (
     choice,
     means,
 )
-from ragcachekit.quality.records import (
-    STANDALONE,
-    TuneReport,
-    TuneRow,
-    choice_path,
-    read_choice,
-    write_record,
-)
+from ragcachekit.quality.records import TuneReport, TuneRow, choice_path, read_choice, write_record
 from ragcachekit.quality.savings import Savings
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import BackgroundWorker
@@ -46,8 +39,6 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 64  # namespaces whose check may wait
 MAX_TOKENS = 1 << 20  # of all kept prompts; beyond, those of the namespace that was idle longest go
-
-CHANGING = "auto: the text before the first chunk changes with the prompts, so chunks are encoded alone"
 
 
 @dataclass
@@ -108,8 +99,10 @@ class AutoPolicies:
             self.used.add(namespace)
             if known.report is not None:  # the text may be forgotten after many other namespaces
                 self._planner.last_prompts.suggest(namespace, known.report.system)
-            pair, notes = self._pair(namespace, known)
-        return ResolvedPolicy(self._policies[pair], f"auto -> {pair}", notes)
+            pair, changing = next(iter(self._policies)), self._planner.last_prompts.changing(namespace)
+            if known.report is not None and (self._encoder is not None or not changing):
+                pair = known.report.pair  # over means where the text before the chunks changes
+        return ResolvedPolicy(self._policies[pair], f"auto -> {pair}")
 
     def record(self, namespace: str) -> TuneReport | None:
         """What was measured for the namespace, if anything was."""
@@ -185,15 +178,6 @@ class AutoPolicies:
     def _path(self, namespace: str) -> Path:
         scope = self._encoder or ("neighbours" if self._planner.companions else "")
         return choice_path(self._folder, self._fingerprint, namespace, scope)
-
-    def _pair(self, namespace: str, known: _Namespace) -> tuple[PolicyAndEncoder, tuple[str, ...]]:
-        default, report = next(iter(self._policies)), known.report
-        changing = self._encoder is None and self._planner.last_prompts.changing(namespace)
-        if not changing:
-            return default if report is None else report.pair, ()
-        alone = report.standalone if report is not None else None
-        alone = alone or next((pair for pair in self._policies if pair.encoder == STANDALONE), default)
-        return alone, (CHANGING,)
 
     def _check_in_background(self, namespace: str) -> None:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -139,9 +138,7 @@ class TestNames:
         assert second.encoding.name == "average:3"
         assert first.average.encoding == "average:3"
         assert first.average.context == (chunk_id(SYSTEM, "space"),)
-        nothing = replace(second.average, context=(chunk_id((), "space"),))
-        assert second.others == (first.key, nothing)
-        assert first.others == (nothing,)
+        assert second.plain == first.key
         assert second.in_place.context == (chunk_id(SYSTEM, "space"), chunk_id(CHUNK, "space"))
         assert second.key.context == tuple(chunk_id(ids, "space") for ids in (SYSTEM, A, B, C))
 
@@ -151,14 +148,14 @@ class TestNames:
         assert first.encoding.name == "standalone"
         assert first.average is None
         assert second.key.context[0] == chunk_id((), "space")
-        assert second.others == ()
+        assert second.plain == first.key
         assert second.in_place.context == (chunk_id((), "space"), chunk_id(CHUNK, "space"))
 
     def test_without_neighbours_it_is_the_plain_entry(self):
         _, _, second = self.wanted(A, B)
         assert second.encoding.name == "system"
         assert not second.exact
-        assert second.others == (replace(second.average, context=(chunk_id((), "space"),)),)
+        assert second.plain is None
 
     def test_neighbours_that_do_not_fit_are_left_out(self):
         long = tuple(range(described("llama").context))
@@ -176,6 +173,12 @@ def test_stored_means_are_found_whatever_is_behind_them():
         averages.add_average(one)
     assert averages.average(key("s")) == key("s", "a", "b")
     assert averages.average(key("t")) is None
+    assert averages.latest(key("t")) == key("s", "a", "b")
+    assert averages.latest(key("t", chunk="y")) is None
+    averages.add_average(key("t"))
+    assert averages.latest(key("s")) == key("t")
+    averages.discard(key("t"))
+    assert averages.latest(key("s")) is None
     assert averages.average(key("s", chunk="y")) is None
     averages.forget("other")
     averages.forget("space", frozenset(["c"]))
