@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from ragcachekit.observers import model_name
 
@@ -31,6 +31,8 @@ class GenerationSettings(BaseModel):
     stop: list[str] | None = None
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    _speculation: Any = PrivateAttr(None)
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +44,25 @@ class GenerationSettings(BaseModel):
                 "generate_kwargs={...}, the number of tokens is max_tokens"
             )
         return values
+
+    def speculating(self, speculation: Any) -> Self:
+        """A copy whose prompts go to a :class:`~ragcachekit.engine.speculation.Speculation`."""
+        model = self.model_copy()
+        model._speculation = speculation
+        return model
+
+    @property
+    def _engine(self) -> Any:
+        """What prompts are submitted to."""
+        engine: Any = self
+        return engine.rag if self._speculation is None else self._speculation
+
+    def _report(self, answer: Any) -> dict[str, Any]:
+        """The report of an answer, and of the search for its documents if that was speculative."""
+        report: dict[str, Any] = answer.report.to_dict()
+        if self._speculation is not None:
+            report["speculation"] = self._speculation.report()
+        return report
 
     def call_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.submit``: these settings, overridden for one call."""

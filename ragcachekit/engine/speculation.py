@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ragcachekit.engine.request import Request
+from ragcachekit.errors import Cancelled
 from ragcachekit.prompt.parser import PromptLike
 from ragcachekit.types import check_deadline, positive
 
@@ -53,7 +54,7 @@ class SpeculativePipeline:
     """
 
     def __init__(self, rag: RagCache, *, max_waiting: int = 1) -> None:
-        self._rag, self._max_waiting = rag, positive("max_waiting", max_waiting)
+        self.rag, self._max_waiting = rag, positive("max_waiting", max_waiting)
         self._lock = Lock()
         self._right: list[float] = []  # share of right lists, by stage
         self._seen = Counter[int]()  # searches that had the stage
@@ -90,51 +91,134 @@ class SpeculativePipeline:
         """
         if options.get("streamer") is not None:
             raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
-        check_deadline(deadline)
-        end = time.monotonic() + (inf if deadline is None else deadline)
-        prompts: list[PromptLike] = []
-        submitted: list[int] = []  # the stages at which a prompt was submitted
-        request: Request | None = None
-
-        def submit(asked: PromptLike, wait: bool | float) -> Request:
-            left = None if deadline is None else max(0.0, end - time.monotonic())
-            return self._rag.submit(asked, deadline=left, wait=wait, **options)
-
+        speculation, asked = self.begin(deadline=deadline, **options), None
         try:
-            for stage, documents in enumerate(stages):
-                prompts.append(prompt(documents))
-                if request is not None and prompts[-1] != prompts[-2]:
-                    request.cancel()
-                    request = None
-                if request is None and self._is_worth_it(stage):
-                    with suppress(Exception):  # of the last prompt it is raised in the end
-                        request = submit(prompts[-1], False)
-                        submitted.append(stage)
-            if not prompts:
+            for documents in stages:
+                speculation.offer(asked := prompt(documents))
+            if asked is None:
                 raise ValueError("the search had no stage; its last one has to give the final documents")
-            final = request or submit(prompts[-1], wait)
+            return speculation.submit(asked, wait=wait, **options)
         except BaseException:
-            if request is not None:
-                request.cancel()
+            speculation.close()
             raise
-        early = [stage for stage in submitted if stage < len(prompts) - 1]
-        self._learn(prompts, len(early), request is not None and submitted[-1] in early)
-        return final
 
-    def _is_worth_it(self, stage: int) -> bool:
+    def begin(self, *, deadline: float | None = None, **options: Any) -> Speculation:
+        """One search, whose stages are offered by the caller; arguments as of ``rag.submit``."""
+        check_deadline(deadline)
+        options.pop("wait", None)  # for room: a provisional prompt does not
+        return Speculation(self, deadline, options)
+
+    def is_worth_it(self, stage: int) -> bool:
+        """Whether to submit what is found at a stage."""
         likely = stage >= len(self._right) or self._right[stage] >= MIN_RIGHT
-        return likely and self._rag.queue.waiting < self._max_waiting
+        return likely and self.rag.queue.waiting < self._max_waiting
 
-    def _learn(self, prompts: Sequence[PromptLike], provisional: int, was_right: bool) -> None:
+    def learn(self, right: Sequence[bool], provisional: int, was_right: bool) -> None:
         """Note at which stages the prompt was that of the last one; the latest searches count most."""
-        *earlier, last = prompts
         with self._lock:
-            self._right += [0.0] * (len(earlier) - len(self._right))
-            self._seen.update(range(len(earlier)))
-            for stage, asked in enumerate(earlier):
+            self._right += [0.0] * (len(right) - len(self._right))
+            self._seen.update(range(len(right)))
+            for stage, same in enumerate(right):
                 weight = max(_NEWEST, 1 / self._seen[stage])
-                self._right[stage] += weight * ((asked == last) - self._right[stage])
+                self._right[stage] += weight * (same - self._right[stage])
             done = self.stats
             self.stats = PipelineStats(
                 done.searches + 1, done.provisional + provisional, done.right + was_right
             )
+
+
+class Speculation:
+    """One search of a :class:`SpeculativePipeline`, and the request of its newest documents.
+
+    It stands for the engine where the final prompt is submitted: the first :meth:`submit` returns the request
+    that runs already if prompt and options are the same. The deadline counts from the beginning.
+    """
+
+    def __init__(
+        self, pipeline: SpeculativePipeline, deadline: float | None, options: dict[str, Any]
+    ) -> None:
+        self._pipeline, self._rag, self._options = pipeline, pipeline.rag, options
+        self._end = time.monotonic() + (inf if deadline is None else deadline)
+        self._prompts: list[PromptLike] = []
+        self._submitted: list[int] = []  # the stages at which a prompt was submitted
+        self._request: Request | None = None
+        self._has_ended = self._is_closed = self._was_right = False
+        self.search: Literal["cached", "staged", "not staged"] = "cached"
+
+    @property
+    def queue(self) -> Any:
+        """The engine's."""
+        return self._rag.queue
+
+    def offer(self, prompt: PromptLike) -> None:
+        """Submit the prompt of a stage, unless it is unlikely to be the last one.
+
+        An error of the engine is no error here: the last prompt is submitted again. Cancelled once closed.
+        """
+        if self._is_closed:
+            raise Cancelled("nobody waits for this search any more")
+        self.search, stage = "staged", len(self._prompts)
+        self._prompts.append(prompt)
+        if self._request is not None and prompt != self._prompts[-2]:
+            self._request.cancel()
+            self._request = None
+        if self._request is None and self._pipeline.is_worth_it(stage):
+            with suppress(Exception):
+                self._request = self._rag.submit(prompt, deadline=self._left(), **self._options)
+                self._submitted.append(stage)
+        self._cancel_if_closed()
+
+    def submit(
+        self,
+        prompt: PromptLike,
+        *,
+        deadline: float | None = None,
+        wait: bool | float = False,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Request:
+        """The request of the final documents' prompt; from the second call on, any prompt's.
+
+        Arguments and errors as of ``rag.submit``. A provisional request that failed is submitted again.
+        """
+        if self._has_ended:
+            return self._rag.submit(prompt, deadline=deadline, wait=wait, streamer=streamer, **options)
+        self._has_ended, request, early = True, self._request, self._early
+        is_last = self._prompts[-1:] == [prompt] and options == self._options
+        if request is not None and is_last and not request.failed():
+            self._was_right = self._submitted[-1] in early
+        else:
+            if request is not None:
+                request.cancel()
+            more = {} if streamer is None else {"streamer": streamer}
+            request = self._rag.submit(prompt, deadline=self._left(), wait=wait, **more, **options)
+            self._request = request
+        self._cancel_if_closed()
+        if self._prompts:
+            self._pipeline.learn([one == prompt for one in self._prompts[:-1]], len(early), self._was_right)
+        return request
+
+    def close(self) -> None:
+        """Cancel the request, if it is not done, and what is offered from now on."""
+        self._is_closed = True
+        self._cancel_if_closed()
+
+    def report(self) -> dict[str, Any]:
+        """How the documents were found, in how many stages, and what was submitted before the last one."""
+        return {
+            "search": self.search,
+            "stages": len(self._prompts),
+            "provisional": len(self._early),
+            "right": self._was_right,
+        }
+
+    @property
+    def _early(self) -> list[int]:
+        return [stage for stage in self._submitted if stage < len(self._prompts) - 1]
+
+    def _left(self) -> float | None:
+        return None if self._end == inf else max(0.0, self._end - time.monotonic())
+
+    def _cancel_if_closed(self) -> None:
+        if self._is_closed and self._request is not None:
+            self._request.cancel()

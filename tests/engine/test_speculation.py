@@ -20,6 +20,9 @@ class FakeRequest:
     def cancel(self):
         self.cancelled = True
 
+    def failed(self):
+        return False
+
 
 class FakeRag:
     """Takes every prompt but those in ``refused``; at most one provisional request may be alive."""
