@@ -9,7 +9,14 @@ from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from ragcachekit.observers import model_name
 
-__all__ = ["GenerationSettings", "NotPickled", "check_engine", "model_name", "refuse_cache"]
+__all__ = [
+    "GenerationSettings",
+    "NotPickled",
+    "check_engine",
+    "check_speculation",
+    "model_name",
+    "refuse_cache",
+]
 
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
@@ -53,16 +60,12 @@ class GenerationSettings(BaseModel):
 
     @property
     def _engine(self) -> Any:
-        """What prompts are submitted to."""
-        engine: Any = self
-        return engine.rag if self._speculation is None else self._speculation
+        model: Any = self
+        return self._speculation or model.rag
 
     def _report(self, answer: Any) -> dict[str, Any]:
-        """The report of an answer, and of the search for its documents if that was speculative."""
-        report: dict[str, Any] = answer.report.to_dict()
-        if self._speculation is not None:
-            report["speculation"] = self._speculation.report()
-        return report
+        speculation = self._speculation
+        return answer.report.to_dict() | ({"speculation": speculation.report()} if speculation else {})
 
     def call_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.submit``: these settings, overridden for one call."""
@@ -102,3 +105,15 @@ def check_engine(owner: str, engine: object) -> None:
     """ValueError if ``engine`` is no :class:`ragcachekit.RagCache`, nor something like one."""
     if not all(callable(getattr(engine, name, None)) for name in ("submit", "register", "count_tokens")):
         raise ValueError(f"{owner} needs rag=RagCache(...), got {engine!r}")
+
+
+def check_speculation(owner: str, retriever: tuple[Any, type], llm: tuple[Any, type]) -> None:
+    """Error unless retriever and model are of these classes and on one engine."""
+    for name, (given, kind) in (("retriever", retriever), ("llm", llm)):
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"{owner} needs a {kind.__name__} as its {name}, got {type(given).__name__}: wrap your own "
+                "retriever; bind arguments, and put parsers and fallbacks, after it"
+            )
+    if retriever[0].query_cache.rag is not llm[0].rag:
+        raise ValueError(f"{owner} needs one engine: give the same rag= to the retriever and the llm")

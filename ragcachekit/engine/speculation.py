@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ragcachekit.engine.request import Request
 from ragcachekit.errors import Cancelled
@@ -23,6 +23,7 @@ _Document = TypeVar("_Document")
 
 MIN_RIGHT = 0.25
 """Share of right lists at a stage below which nothing is submitted there."""
+_OF_ONE_CALL = ("deadline", "wait", "streamer")  # which decide nothing about the answer
 _NEWEST = 0.25  # least weight of the newest search in that share; a mean until the fourth
 
 
@@ -65,47 +66,34 @@ class SpeculativePipeline:
         stages: Iterable[Sequence[_Document]],
         prompt: Callable[[Sequence[_Document]], PromptLike],
         *,
-        deadline: float | None = None,
         wait: bool | float = False,
         **options: Any,
     ) -> Request:
         """Run the search in this thread and return the request of its last documents.
 
-        Parameters
-        ----------
-        stages : iterable of sequences
-            Provisional results, the last one final: ``index.search_stages(...)`` of a
-            :class:`~ragcachekit.DocumentIndex`. An error of the search ends the provisional request.
-        prompt : callable
-            Makes the prompt of a stage's documents. Two stages are the same where their prompts are equal.
-        deadline, wait, **options
-            As of ``rag.submit``; ``wait`` is for the last prompt alone. No ``streamer``, as what it was given
-            could not be taken back: use the request's ``stream()``.
+        ``stages`` are provisional results, the last one final: ``index.search_stages(...)`` of a
+        :class:`~ragcachekit.DocumentIndex`; its errors end the provisional request. ``prompt`` makes the
+        prompt of a stage's documents; two stages are the same where their prompts are equal. The others are
+        as of ``rag.submit``, with its errors; ``wait`` is for the last prompt alone.
 
-        Raises
-        ------
-        ValueError
-            For a search without any stage, or a ``streamer``.
-        QueueFull
-            If there is no room for the last prompt; and the other errors of ``rag.submit``.
+        ValueError for a search without any stage, or a ``streamer``, as what it was given could not be taken
+        back: use the request's ``stream()``.
         """
         if options.get("streamer") is not None:
             raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
-        speculation, asked = self.begin(deadline=deadline, **options), None
-        try:
+        asked: PromptLike | None = None
+        with self.begin(**options) as speculation:
             for documents in stages:
                 speculation.offer(asked := prompt(documents))
             if asked is None:
                 raise ValueError("the search had no stage; its last one has to give the final documents")
             return speculation.submit(asked, wait=wait, **options)
-        except BaseException:
-            speculation.close()
-            raise
 
-    def begin(self, *, deadline: float | None = None, **options: Any) -> Speculation:
-        """One search, whose stages are offered by the caller; arguments as of ``rag.submit``."""
+    def begin(
+        self, *, deadline: float | None = None, wait: bool | float = False, **options: Any
+    ) -> Speculation:
+        """A search whose stages the caller offers; arguments as of ``rag.submit``."""
         check_deadline(deadline)
-        options.pop("wait", None)  # for room: a provisional prompt does not
         return Speculation(self, deadline, options)
 
     def is_worth_it(self, stage: int) -> bool:
@@ -130,72 +118,82 @@ class SpeculativePipeline:
 class Speculation:
     """One search of a :class:`SpeculativePipeline`, and the request of its newest documents.
 
-    It stands for the engine where the final prompt is submitted: the first :meth:`submit` returns the request
-    that runs already if prompt and options are the same. The deadline counts from the beginning.
+    It stands for the engine where the final prompt is submitted. A deadline counts from the beginning of the
+    search. As a context, an error closes it.
     """
 
     def __init__(
         self, pipeline: SpeculativePipeline, deadline: float | None, options: dict[str, Any]
     ) -> None:
         self._pipeline, self._rag, self._options = pipeline, pipeline.rag, options
+        self.queue = pipeline.rag.queue
         self._end = time.monotonic() + (inf if deadline is None else deadline)
         self._prompts: list[PromptLike] = []
         self._submitted: list[int] = []  # the stages at which a prompt was submitted
         self._request: Request | None = None
-        self._has_ended = self._is_closed = self._was_right = False
-        self.search: Literal["cached", "staged", "not staged"] = "cached"
+        self._has_ended = self._is_closed = False
+        self._report = {"search": "cached", "stages": 0, "provisional": 0, "right": False}
 
-    @property
-    def queue(self) -> Any:
-        """The engine's."""
-        return self._rag.queue
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self.close()
+
+    def watch(
+        self, prompt: Callable[[tuple[Any, ...]], PromptLike]
+    ) -> Callable[[tuple[Any, ...] | None], None]:
+        """A function that offers the prompts of documents; None is a search without stages.
+
+        No prompt is an error: that of the final documents is made again.
+        """
+
+        def on_stage(documents: tuple[Any, ...] | None) -> None:
+            self._report["search"] = "not staged" if documents is None else "staged"
+            if documents is not None:
+                with suppress(Exception):
+                    self.offer(prompt(documents))
+
+        return on_stage
 
     def offer(self, prompt: PromptLike) -> None:
-        """Submit the prompt of a stage, unless it is unlikely to be the last one.
-
-        An error of the engine is no error here: the last prompt is submitted again. Cancelled once closed.
-        """
+        """Submit the prompt of a stage, unless it is unlikely to be right. Cancelled once closed."""
         if self._is_closed:
             raise Cancelled("nobody waits for this search any more")
-        self.search, stage = "staged", len(self._prompts)
+        stage = len(self._prompts)
         self._prompts.append(prompt)
         if self._request is not None and prompt != self._prompts[-2]:
             self._request.cancel()
             self._request = None
         if self._request is None and self._pipeline.is_worth_it(stage):
-            with suppress(Exception):
+            with suppress(Exception):  # of the last prompt it is raised in the end
                 self._request = self._rag.submit(prompt, deadline=self._left(), **self._options)
                 self._submitted.append(stage)
         self._cancel_if_closed()
 
-    def submit(
-        self,
-        prompt: PromptLike,
-        *,
-        deadline: float | None = None,
-        wait: bool | float = False,
-        streamer: Any = None,
-        **options: Any,
-    ) -> Request:
-        """The request of the final documents' prompt; from the second call on, any prompt's.
+    def submit(self, prompt: PromptLike, **how: Any) -> Request:
+        """The request of the last documents' prompt; from the second call on, that of any prompt.
 
         Arguments and errors as of ``rag.submit``. A provisional request that failed is submitted again.
         """
         if self._has_ended:
-            return self._rag.submit(prompt, deadline=deadline, wait=wait, streamer=streamer, **options)
-        self._has_ended, request, early = True, self._request, self._early
+            return self._rag.submit(prompt, **how)
+        self._has_ended, request, stages = True, self._request, len(self._prompts)
+        early = [stage for stage in self._submitted if stage < stages - 1]
+        options = {name: value for name, value in how.items() if name not in _OF_ONE_CALL}
         is_last = self._prompts[-1:] == [prompt] and options == self._options
+        right = False
         if request is not None and is_last and not request.failed():
-            self._was_right = self._submitted[-1] in early
+            right = self._submitted[-1] in early
         else:
             if request is not None:
                 request.cancel()
-            more = {} if streamer is None else {"streamer": streamer}
-            request = self._rag.submit(prompt, deadline=self._left(), wait=wait, **more, **options)
-            self._request = request
+            request = self._request = self._rag.submit(prompt, **how | {"deadline": self._left()})
         self._cancel_if_closed()
-        if self._prompts:
-            self._pipeline.learn([one == prompt for one in self._prompts[:-1]], len(early), self._was_right)
+        self._report |= {"stages": stages, "provisional": len(early), "right": right}
+        if stages:
+            self._pipeline.learn([one == prompt for one in self._prompts[:-1]], len(early), right)
         return request
 
     def close(self) -> None:
@@ -204,17 +202,11 @@ class Speculation:
         self._cancel_if_closed()
 
     def report(self) -> dict[str, Any]:
-        """How the documents were found, in how many stages, and what was submitted before the last one."""
-        return {
-            "search": self.search,
-            "stages": len(self._prompts),
-            "provisional": len(self._early),
-            "right": self._was_right,
-        }
+        """Whether the search was "staged", "not staged" or needless ("cached"), its stages, its requests.
 
-    @property
-    def _early(self) -> list[int]:
-        return [stage for stage in self._submitted if stage < len(self._prompts) - 1]
+        ``provisional`` were submitted before the last stage; ``right``: one of them is the answer's.
+        """
+        return dict(self._report)
 
     def _left(self) -> float | None:
         return None if self._end == inf else max(0.0, self._end - time.monotonic())

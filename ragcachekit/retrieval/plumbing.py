@@ -189,8 +189,8 @@ class Call(Generic[Document]):
     ``search`` gets the embedding, or None where that cannot be used. ``own`` is the search in an index of
     one's own. ``in_thread`` awaits a function in another thread; None in synchronous calls.
 
-    ``on_stage`` is called with the documents at each stage of the search in an index of one's own, registered
-    and in order as the final ones will be; or with None before a search that has no stages.
+    ``on_stage`` is called with the documents of each stage of the search in an index of one's own, or with
+    None before a search without stages.
     """
 
     namespace: str
@@ -306,9 +306,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         lookup, result = None, None
         if partition is not None and embedding is not None:
             lookup = await self._aside(call, self._ask, call, embedding, partition)
-        if partition is None and embedding is not None and call.own is not None and call.on_stage is not None:
-            documents = await _in_thread(call, self._search_watched, call, embedding, epoch)
-        elif lookup is None:
+        if lookup is None:
             documents = tuple(await _searched(call, None))
         else:
             result = lookup.result
@@ -369,23 +367,17 @@ class RetrieverCache(CachedRetrieval[Document]):
         kept = self._keep(call, lookup, [(one.record.id, one) for one in candidates])
         return self._ordered(own, kept, lookup.embedding)
 
-    def _search_watched(self, call: Call[Document], embedding: ArrayLike, epoch: int) -> tuple[Document, ...]:
-        """Search an index of one's own in stages, and keep nothing."""
-        own: Any = call.own
-        return self._nearest(own, own.search(embedding, self._watcher(call, epoch)), embedding)
-
     def _watcher(self, call: Call[Document], epoch: int) -> Callable[[Sequence[Hit]], object] | None:
-        """Gives the documents of a stage to the caller, if that looks on."""
-        own: Any = call.own
-        if (on_stage := call.on_stage) is None:
+        """Gives the documents of a stage to the caller, registered and in order as the last ones will be."""
+        own, on_stage = call.own, call.on_stage
+        if own is None or on_stage is None:
             return None
 
         def offer(hits: Sequence[Hit]) -> None:
             documents = tuple(self._framework.document(*hit, own.index.metric) for hit in hits[: own.k])
             self._register(call.namespace, documents, epoch)
-            if self.order == "cached":
-                documents = self._cached_first(call.namespace, documents)
-            on_stage(documents)
+            is_found = self.order == "found"
+            on_stage(documents if is_found else self._cached_first(call.namespace, documents))
 
         return offer
 
@@ -394,13 +386,8 @@ class RetrieverCache(CachedRetrieval[Document]):
     ) -> Retrieved[Document]:
         """A result of candidates, as the documents that the question gets."""
         candidates: Any = result.documents
-        return replace(result, documents=self._nearest(own, candidates, embedding))
-
-    def _nearest(
-        self, own: OwnSearch, candidates: Sequence[Candidate], embedding: ArrayLike
-    ) -> tuple[Document, ...]:
         nearest, metric = own.nearest(candidates, embedding), own.index.metric
-        return tuple([self._framework.document(*one, metric) for one in nearest])
+        return replace(result, documents=tuple([self._framework.document(*one, metric) for one in nearest]))
 
     def _keep(
         self, call: Call[Document], lookup: Lookup[Document], pairs: Sequence[tuple[Any, Any]]
@@ -431,14 +418,14 @@ class RetrieverCache(CachedRetrieval[Document]):
         except Exception:
             log.warning("could not register the retrieved chunks with the engine", exc_info=True)
 
-    def _cached_first(self, namespace: str, documents: Sequence[Document]) -> tuple[Document, ...]:
+    def _cached_first(self, namespace: str, documents: tuple[Document, ...]) -> tuple[Document, ...]:
         """The documents in the engine's order; as found if that fails."""
         texts = list(map(self._framework.text, documents))
         try:
             order = self.rag.cached_first(texts, namespace=namespace)
         except Exception:
             log.warning("the retrieved chunks are in the order found", exc_info=True)
-            return tuple(documents)
+            return documents
         return tuple(documents[number] for number in order)
 
     def _not_embedded(self) -> None:
