@@ -1,4 +1,4 @@
-"""The part of ``python -m benchmarks speculation --chain`` that asks through LangChain, over our own index."""
+"""``python -m benchmarks speculation --chain``: questions through LangChain, over our own graph index."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Timing:
 
     @property
     def exposed(self) -> float:
-        """What comes on top of the prefill: the search and what the chain does, as far as one waits for it."""
+        """What one waits for beside the prefill: the search, and what the chain does."""
         return self.ttft - self.prefill
 
 

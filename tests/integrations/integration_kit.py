@@ -42,7 +42,7 @@ class Calls(list):
 
 
 class AtTheEnd:
-    """A filter that accepts everything, and calls ``work`` where it meets the document that was added last."""
+    """A filter that accepts everything; calls ``work`` at the document that was added last."""
 
     def __init__(self, work):
         self.work = work
