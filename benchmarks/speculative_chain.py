@@ -35,7 +35,8 @@ class Known(Embeddings):
     """The embeddings of a workload's questions."""
 
     def __init__(self, workload: Workload) -> None:
-        self._rows = dict(zip(workload.texts, workload.questions.tolist(), strict=True))
+        rows: list[list[float]] = workload.questions.tolist()
+        self._rows = dict(zip(workload.texts, rows, strict=True))
 
     def embed_query(self, text: str) -> list[float]:
         return self._rows[text]
@@ -78,7 +79,7 @@ def chain_rows(
     A vector's document is one of ``texts``, which are all cached beforehand.
     """
     embeddings = Known(workload)
-    graph = {"links": LINKS, "ef_construction": EF_CONSTRUCTION, "ef_search": ef_search}
+    graph: dict[str, Any] = {"links": LINKS, "ef_construction": EF_CONSTRUCTION, "ef_search": ef_search}
     store = RagCacheVectorStore(embeddings, index="faiss-hnsw", **graph)
     numbers = range(len(workload.chunks))
     store.index.add(list(numbers), workload.chunks, [texts[one % len(texts)] for one in numbers])

@@ -64,8 +64,8 @@ class GenerationSettings(BaseModel):
         return self._speculation or model.rag
 
     def _report(self, answer: Any) -> dict[str, Any]:
-        speculation = self._speculation
-        return answer.report.to_dict() | ({"speculation": speculation.report()} if speculation else {})
+        report: dict[str, Any] = answer.report.to_dict()
+        return report | ({"speculation": self._speculation.report()} if self._speculation else {})
 
     def call_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.submit``: these settings, overridden for one call."""

@@ -8,11 +8,10 @@ from operator import itemgetter
 from typing import Any
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages import AIMessage
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig, RunnablePassthrough, ensure_config
 from langchain_core.runnables.base import coerce_to_runnable
-from langchain_core.runnables.config import patch_config
 
 from langchain_ragcachekit.chat import ChatRagCache
 from langchain_ragcachekit.llm import together
@@ -25,8 +24,8 @@ from ragcachekit.frameworks import check_speculation
 class SpeculativeRag(Runnable[Any, AIMessage]):
     """Retriever, prompt and model, which starts to answer before the search has ended.
 
-    Answers as ``{"context": retriever | format_docs, "question": ...} | prompt | llm`` does. The prompt of the
-    documents of each stage of the search is submitted, and cancelled when they change (RAGCache, section
+    Answers as ``{"context": retriever | format_docs, "question": ...} | prompt | llm`` does. At each stage of
+    the search, the prompt of its documents is submitted, and cancelled when they change (RAGCache, section
     5.3). A question in the query cache needs neither. Other stores than :class:`RagCacheVectorStore` have no
     stages. ``response_metadata["ragcachekit"]["speculation"]`` tells.
 
@@ -71,16 +70,14 @@ class SpeculativeRag(Runnable[Any, AIMessage]):
         with self._asking(input, config, kwargs) as (chain, values):
             return await chain.ainvoke(values, config)
 
-    def stream(
-        self, input: Any, config: RunnableConfig | None = None, **kwargs: Any
-    ) -> Iterator[AIMessageChunk]:
+    def stream(self, input: Any, config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[AIMessage]:
         """Answer piece by piece; ending early cancels the request."""
         with self._asking(input, config, kwargs) as (chain, values):
             yield from chain.stream(values, config)
 
     async def astream(
         self, input: Any, config: RunnableConfig | None = None, **kwargs: Any
-    ) -> AsyncIterator[AIMessageChunk]:
+    ) -> AsyncIterator[AIMessage]:
         """:meth:`stream`, awaited."""
         with self._asking(input, config, kwargs) as (chain, values):
             async for chunk in chain.astream(values, config):
@@ -96,10 +93,10 @@ class SpeculativeRag(Runnable[Any, AIMessage]):
     @contextmanager
     def _asking(
         self, input: Any, config: RunnableConfig | None, kwargs: dict[str, Any]
-    ) -> Iterator[tuple[Runnable[Any, Any], dict[str, Any]]]:
+    ) -> Iterator[tuple[Runnable[Any, AIMessage], dict[str, Any]]]:
         """The chain of one question and its input; what it left running is cancelled."""
         values = input if isinstance(input, dict) else {self._question: input}
-        silent = patch_config(ensure_config(config), callbacks=[])
+        silent: RunnableConfig = {**ensure_config(config), "callbacks": []}
 
         def prompt_of(documents: tuple[Document, ...]) -> Any:
             context = self._format.invoke(list(documents), silent)

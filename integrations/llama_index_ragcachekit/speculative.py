@@ -65,7 +65,8 @@ class SpeculativeQueryEngine(RetrieverQueryEngine):
 
     def _asking(self, query_bundle: QueryBundle, speculation: Speculation) -> RetrieverQueryEngine:
         """The plain engine of one question."""
-        retriever, synthesizer = self._retriever, self._response_synthesizer
+        retriever: Any = self._retriever
+        synthesizer: Any = self._response_synthesizer
 
         def prompt_of(nodes: tuple[NodeWithScore, ...]) -> Any:
             kept = self._apply_node_postprocessors(list(nodes), query_bundle)
