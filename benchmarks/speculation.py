@@ -162,7 +162,10 @@ class Asker:
             ended.append(time.perf_counter())
             request = self.engine.submit(prompt(found), **OPTIONS)
         else:
-            request = pipeline.submit(staged(), prompt, **OPTIONS)
+            with pipeline.begin(**OPTIONS) as speculation:
+                for ids in staged():
+                    speculation.offer(asked := prompt(ids))
+                request = speculation.submit(asked, **OPTIONS)
         answer, submitted = request.result(), self.engine.started(request)
         first = max(ended[0], submitted + answer.report.ttft_ms / 1e3)
         times = (ended[0] - submitted_at, min(submitted, ended[0]) - submitted_at, first - submitted_at)

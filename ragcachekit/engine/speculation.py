@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from ragcachekit.engine.request import Request
 from ragcachekit.errors import Cancelled
@@ -18,8 +18,6 @@ from ragcachekit.types import check_deadline, positive
 
 if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
-
-_Document = TypeVar("_Document")
 
 MIN_RIGHT = 0.25
 """Share of right lists at a stage below which nothing is submitted there."""
@@ -40,7 +38,7 @@ class SpeculativePipeline:
     """Submits the prompts of a staged search's provisional results; the last stage decides. Thread safe.
 
     A provisional request is cancelled when the next stage changes its prompt; what it has encoded stays. If
-    its prompt is that of the last stage, it is the request that is returned, running or done.
+    its prompt is the final one, it is the request that is returned, running or done.
 
     Every search shows at which stages the list was already final. Stages where that is rare are not
     submitted: a wrong prefill on the processor that searches would slow the search down. ``stats`` counts
@@ -50,8 +48,10 @@ class SpeculativePipeline:
     Examples
     --------
     >>> pipeline = SpeculativePipeline(rag)  # doctest: +SKIP
-    >>> request = pipeline.submit(index.search_stages(vector, 5), make_prompt)  # doctest: +SKIP
-    >>> request.result().text  # doctest: +SKIP
+    >>> with pipeline.begin() as speculation:  # doctest: +SKIP
+    ...     for hits in index.search_stages(vector, 5):
+    ...         speculation.offer(prompt := make_prompt(hits))
+    ...     request = speculation.submit(prompt)
     """
 
     def __init__(self, rag: RagCache, *, max_waiting: int = 1) -> None:
@@ -61,39 +61,17 @@ class SpeculativePipeline:
         self._seen = Counter[int]()  # searches that had the stage
         self.stats = PipelineStats()
 
-    def submit(
-        self,
-        stages: Iterable[Sequence[_Document]],
-        prompt: Callable[[Sequence[_Document]], PromptLike],
-        *,
-        wait: bool | float = False,
-        **options: Any,
-    ) -> Request:
-        """Run the search in this thread and return the request of its last documents.
-
-        ``stages`` are provisional results, the last one final: ``index.search_stages(...)`` of a
-        :class:`~ragcachekit.DocumentIndex`; its errors end the provisional request. ``prompt`` makes the
-        prompt of a stage's documents; two stages are the same where their prompts are equal. The others are
-        as of ``rag.submit``, with its errors; ``wait`` is for the last prompt alone.
-
-        ValueError for a search without any stage, or a ``streamer``, as what it was given could not be taken
-        back: use the request's ``stream()``.
-        """
-        if options.get("streamer") is not None:
-            raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
-        asked: PromptLike | None = None
-        with self.begin(**options) as speculation:
-            for documents in stages:
-                speculation.offer(asked := prompt(documents))
-            if asked is None:
-                raise ValueError("the search had no stage; its last one has to give the final documents")
-            return speculation.submit(asked, wait=wait, **options)
-
     def begin(
         self, *, deadline: float | None = None, wait: bool | float = False, **options: Any
     ) -> Speculation:
-        """A search whose stages the caller offers; arguments as of ``rag.submit``."""
+        """One search, whose stages the caller offers. Arguments are those of its final ``rag.submit``.
+
+        ValueError for a ``streamer``, as what it was given could not be taken back: use the request's
+        ``stream()``.
+        """
         check_deadline(deadline)
+        if options.get("streamer") is not None:
+            raise ValueError("provisional answers may be wrong: take the text from the request's stream()")
         return Speculation(self, deadline, options)
 
     def is_worth_it(self, stage: int) -> bool:
@@ -119,7 +97,7 @@ class Speculation:
     """One search of a :class:`SpeculativePipeline`, and the request of its newest documents.
 
     It stands for the engine where the final prompt is submitted. A deadline counts from the beginning of the
-    search. As a context, an error closes it.
+    search. An error inside of its ``with`` closes it. Two stages are the same where their prompts are equal.
     """
 
     def __init__(

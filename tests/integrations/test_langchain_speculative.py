@@ -39,9 +39,9 @@ def speculation_of(message):
     return message.response_metadata["ragcachekit"]["speculation"]
 
 
-@pytest.mark.parametrize("order", ["found", "cached"])
-async def test_every_way_to_ask_gives_the_answers_of_the_plain_chain(ask, order):
-    chain, expected, retriever = ask(order=order)
+@pytest.mark.parametrize(("order", "policy"), [("found", "full"), ("cached", "prefix")])
+async def test_every_way_to_ask_gives_the_answers_of_the_plain_chain(ask, order, policy):
+    chain, expected, retriever = ask(order=order, policy=policy)
     text = chain | StrOutputParser()
 
     async def streamed(question):
@@ -90,7 +90,7 @@ def test_a_provisional_answer_that_failed_is_asked_for_again(ask, rag):
     is_over.clear()
     message = chain.invoke(QUESTIONS[0])
     assert message.content == expected
-    assert stats().failed == 1
+    assert stats().failed > 0
     assert not speculation_of(message)["right"]
 
 
