@@ -9,14 +9,7 @@ from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from ragcachekit.observers import model_name
 
-__all__ = [
-    "GenerationSettings",
-    "NotPickled",
-    "check_engine",
-    "check_speculation",
-    "model_name",
-    "refuse_cache",
-]
+__all__ = ["GenerationSettings", "NotPickled", "check_engine", "check_pair", "model_name", "refuse_cache"]
 
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
@@ -107,7 +100,7 @@ def check_engine(owner: str, engine: object) -> None:
         raise ValueError(f"{owner} needs rag=RagCache(...), got {engine!r}")
 
 
-def check_speculation(owner: str, retriever: tuple[Any, type], llm: tuple[Any, type]) -> None:
+def check_pair(owner: str, retriever: tuple[Any, type], llm: tuple[Any, type]) -> None:
     """Error unless retriever and model are of these classes and on one engine."""
     for name, (given, kind) in (("retriever", retriever), ("llm", llm)):
         if not isinstance(given, kind):

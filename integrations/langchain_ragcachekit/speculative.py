@@ -18,7 +18,7 @@ from langchain_ragcachekit.llm import together
 from langchain_ragcachekit.messages import format_docs as joined_texts
 from langchain_ragcachekit.retriever import ON_STAGE, RagCacheRetriever
 from ragcachekit import CancelScope, SpeculativePipeline
-from ragcachekit.frameworks import check_speculation
+from ragcachekit.frameworks import check_pair
 
 
 class SpeculativeRag(Runnable[Any, AIMessage]):
@@ -51,7 +51,7 @@ class SpeculativeRag(Runnable[Any, AIMessage]):
         context_key: str = "context",
         max_waiting: int = 1,
     ) -> None:
-        check_speculation("SpeculativeRag", (retriever, RagCacheRetriever), (llm, ChatRagCache))
+        check_pair("SpeculativeRag", (retriever, RagCacheRetriever), (llm, ChatRagCache))
         keys = {question_key, context_key}
         if isinstance(prompt, BasePromptTemplate) and (lacking := keys - {*prompt.input_variables}):
             raise ValueError(f"the prompt lacks {sorted(lacking)}; see question_key= and context_key=")

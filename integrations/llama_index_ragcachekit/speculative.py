@@ -14,9 +14,8 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_ragcachekit.llm import RagCacheLLM
 from llama_index_ragcachekit.retriever import RagCacheRetriever
 from llama_index_ragcachekit.synthesis import RagCacheSynthesizer
-from ragcachekit import SpeculativePipeline
-from ragcachekit.engine.speculation import Speculation
-from ragcachekit.frameworks import check_speculation
+from ragcachekit import Speculation, SpeculativePipeline
+from ragcachekit.frameworks import check_pair
 
 
 class SpeculativeQueryEngine(RetrieverQueryEngine):
@@ -46,7 +45,7 @@ class SpeculativeQueryEngine(RetrieverQueryEngine):
             given = type(response_synthesizer).__name__
             raise TypeError(f"SpeculativeQueryEngine needs RagCacheSynthesizer(llm), got {given}")
         self._llm = llm = response_synthesizer.llm
-        check_speculation("SpeculativeQueryEngine", (retriever, RagCacheRetriever), (llm, RagCacheLLM))
+        check_pair("SpeculativeQueryEngine", (retriever, RagCacheRetriever), (llm, RagCacheLLM))
         super().__init__(retriever, response_synthesizer, node_postprocessors, callback_manager)
         self.pipeline = SpeculativePipeline(llm.rag, max_waiting=max_waiting)
 

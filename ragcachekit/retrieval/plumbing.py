@@ -363,23 +363,17 @@ class RetrieverCache(CachedRetrieval[Document]):
     def _search_own(self, call: Call[Document], lookup: Lookup[Document], epoch: int) -> Retrieved[Document]:
         """Search an index of one's own, and keep the candidates."""
         own: Any = call.own
-        candidates = own.search(lookup.embedding, self._watcher(call, epoch))
-        kept = self._keep(call, lookup, [(one.record.id, one) for one in candidates])
-        return self._ordered(own, kept, lookup.embedding)
 
-    def _watcher(self, call: Call[Document], epoch: int) -> Callable[[Sequence[Hit]], object] | None:
-        """Gives the documents of a stage to the caller, registered and in order as the last ones will be."""
-        own, on_stage = call.own, call.on_stage
-        if own is None or on_stage is None:
-            return None
-
-        def offer(hits: Sequence[Hit]) -> None:
+        def offer(hits: Sequence[Hit]) -> None:  # registered and in order as the last ones will be
             documents = tuple(self._framework.document(*hit, own.index.metric) for hit in hits[: own.k])
             self._register(call.namespace, documents, epoch)
-            is_found = self.order == "found"
+            is_found, on_stage = self.order == "found", call.on_stage
+            assert on_stage is not None
             on_stage(documents if is_found else self._cached_first(call.namespace, documents))
 
-        return offer
+        candidates = own.search(lookup.embedding, call.on_stage and offer)
+        kept = self._keep(call, lookup, [(one.record.id, one) for one in candidates])
+        return self._ordered(own, kept, lookup.embedding)
 
     def _ordered(
         self, own: OwnSearch, result: Retrieved[Document], embedding: ArrayLike
