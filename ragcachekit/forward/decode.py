@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,7 +23,6 @@ GROWTH = 256
 MIN_SHARED = 32
 """Rows that are shared at least: attention over a part of its own costs about as much as over so many."""
 
-
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What torch's attention runs on a CPU; it returns the log-sum-exp, too."""
 
@@ -41,22 +38,14 @@ class Part(NamedTuple):
         """Rows of every layer."""
         return self.keys[0].shape[1]
 
-    def drop(self, count: int) -> None:
-        """Let go of the first rows, layer by layer."""
-        for sides in self:
-            for index, side in enumerate(sides):
-                sides[index] = _copied(side[:, count:])
+    def copied(self, start: int, stop: int) -> Part:
+        """Some of its rows in memory of their own."""
+        return Part(*([_moved(side[:, start:stop], stop - start) for side in sides] for sides in self))
 
-    def cut(self, count: int) -> Part:
-        """The first rows in memory of their own; the others stay."""
-        first = Part(*([_copied(side[:, :count]) for side in sides] for sides in self))
-        self.drop(count)
-        return first
-
-    def equal(self, first: int, other: Part, count: int) -> int:
-        """How many of ``count`` rows from ``first`` on equal those that begin ``other``, in all layers."""
+    def equal(self, other: Part, count: int) -> int:
+        """How many of the first ``count`` rows are those of ``other``, in all layers."""
         for ours, theirs in zip(chain(*self), chain(*other), strict=True):
-            one, same = ours[:, first : first + count], theirs[:, :count]
+            one, same = ours[:, :count], theirs[:, :count]
             if not torch.equal(one, same):
                 count = int((one != same).any(2).any(0).int().argmax())
         return count
@@ -75,8 +64,8 @@ class RequestKV:
         self.own = Part([], [])
         room = rows + min(new, GROWTH)
         for layer in cache.layers:
-            self.own.keys.append(_moved(layer.keys[0], rows, room))
-            self.own.values.append(_moved(layer.values[0], rows, room))
+            self.own.keys.append(_moved(layer.keys[0, :, :rows], room))
+            self.own.values.append(_moved(layer.values[0, :, :rows], room))
             layer.keys = layer.values = None
 
     @property
@@ -91,7 +80,7 @@ class RequestKV:
         if rows == self.own.rows:
             for sides in self.own:
                 for index, old in enumerate(sides):
-                    sides[index] = _moved(old, rows, rows + GROWTH)
+                    sides[index] = _moved(old, rows + GROWTH)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the row after the last one, ``[kv_heads, 1, head_dim]``; ``rows`` counts it later."""
@@ -106,62 +95,40 @@ class RequestKV:
         """
         for start, stop, part in other.parts:
             rows = min(stop, most) - start
-            count = self.own.equal(0, part, rows) if rows >= MIN_SHARED else 0
+            count = self.own.equal(part, rows) if rows >= MIN_SHARED and start == self.start else 0
             if count < MIN_SHARED:
                 break
-            self.own.drop(count)
+            first, own = part, self.own.copied(count, self.own.rows)
             if part is other.own:
-                first = part.cut(count)
+                first, rest = part.copied(0, count), part.copied(count, part.rows)
+                other.own, other.start = rest, other.start + count
                 other.shared.append(first)
-                other.start += count
             elif count < part.rows:
-                first = part.cut(count)
+                first, rest = part.copied(0, count), part.copied(count, part.rows)
                 for one in every:
-                    one.shared = [new for old in one.shared for new in ([first] * (old is part) + [old])]
-            else:
-                first = part
+                    one.shared = [
+                        new for old in one.shared for new in ([first, rest] if old is part else [old])
+                    ]
+            self.own, self.start = own, self.start + count
             self.shared.append(first)
-            self.start += count
-            if start + count < stop:
-                break
 
     def as_cache(self) -> Any:
-        """An object whose ``layers`` have the written rows, ``[1, kv_heads, rows, head_dim]``."""
-        return SimpleNamespace(layers=[WrittenRows(self, layer) for layer in range(len(self.own.keys))])
+        """``layers`` with the written rows, ``[1, kv_heads, rows, head_dim]``: views, or copies if shared."""
+        layers, rows = [], self.rows - self.start
+        for number in range(len(self.own.keys)):
+            keys, values = (sides[number][None, :, :rows] for sides in self.own)
+            if self.shared:
+                keys = torch.cat([*(part.keys[number][None] for part in self.shared), keys], 2)
+                values = torch.cat([*(part.values[number][None] for part in self.shared), values], 2)
+            layers.append(SimpleNamespace(keys=keys, values=values))
+        return SimpleNamespace(layers=layers)
 
 
-class WrittenRows:
-    """A layer's rows so far, ``[1, kv_heads, rows, head_dim]``: views, or a copy if some are shared."""
-
-    def __init__(self, request: RequestKV, layer: int) -> None:
-        self._parts = [
-            (part.keys[layer][:, : stop - start], part.values[layer][:, : stop - start])
-            for start, stop, part in request.parts
-        ]
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """Of all parts."""
-        return _joined([keys for keys, _ in self._parts])
-
-    @cached_property
-    def values(self) -> Tensor:
-        """Of all parts."""
-        return _joined([values for _, values in self._parts])
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts), 1))[None]
-
-
-def _moved(side: Tensor, rows: int, room: int) -> Tensor:
+def _moved(side: Tensor, room: int) -> Tensor:
+    """Rows in a buffer with room for as many."""
     out = side.new_empty(side.shape[0], room, side.shape[2])
-    out[:, :rows] = side[:, :rows]
+    out[:, : side.shape[1]] = side
     return out
-
-
-def _copied(side: Tensor) -> Tensor:
-    return side.clone(memory_format=torch.contiguous_format)
 
 
 class BatchRows(NamedTuple):
@@ -198,8 +165,8 @@ class BatchRows(NamedTuple):
         Parts are merged by their log-sum-exp. A shared one is read once, for all requests that see the same
         of its rows.
         """
-        own, readers = list[tuple[Tensor, Tensor]](), defaultdict[tuple[int, int], list[int]](list)
-        seen = dict[tuple[int, int], tuple[Tensor, Tensor]]()
+        own = list[tuple[Tensor, Tensor]]()
+        readers = dict[tuple[int, int], tuple[Tensor, Tensor, list[int]]]()
         for item, request in enumerate(self.requests):
             first = 0 if options.window is None else max(0, request.rows + 1 - options.window)
             for start, stop, part in request.parts:
@@ -208,15 +175,13 @@ class BatchRows(NamedTuple):
                 if part is request.own:
                     own.append(_attend_part(query[item : item + 1], keys, values, options))
                 elif low < rows:
-                    readers[id(part), low].append(item)
-                    seen[id(part), low] = keys, values
+                    readers.setdefault((id(part), low), (keys, values, []))[2].append(item)
         wide = torch.promote_types(query.dtype, torch.float32)
         out, total = (torch.cat(parts).to(wide) for parts in zip(*own, strict=True))
         if options.sinks is not None:  # which take attention, and give nothing
             both = torch.logaddexp(total, options.sinks.to(total))
             out, total = out * (total - both).exp()[..., None], both
-        for which, items in readers.items():
-            keys, values = seen[which]
+        for keys, values, items in readers.values():
             more, extra = _attend_part(query[items], keys, values, options)
             before, both = total[items], torch.logaddexp(total[items], extra)
             weighed = more * (extra - both).exp()[..., None]

@@ -132,6 +132,9 @@ class TestRoom:
         assert one.tokens == len(ids(PROMPT)) + 20 == 93
         assert decoder.has_room(107)
         assert not decoder.has_room(108)
+        begin(decoder, rag, PROMPT, max_new_tokens=20)  # shares all 73 rows
+        assert decoder.has_room(87)
+        assert not decoder.has_room(88)
 
 
 class TestOptions:
