@@ -23,6 +23,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward import decode
+from ragcachekit.model.kv import KVLayout
 from ragcachekit.types import DEFAULT_POLICY
 
 WAYS = {"own": sys.maxsize, "shared": decode.MIN_SHARED}
@@ -72,8 +73,8 @@ def shared_kv(
             expected = [rag.generate(prompt, **alone).token_ids for prompt in prompts]
             for count in counts:
                 rows += _measured(rag, prompts[:count], expected, max_new_tokens, runs)
-            tokens = len(rag.prepare(prompts[0]).token_ids) + max_new_tokens
-            size = limit * int(rows[0]["kv_mb"] * MB) * tokens // (tokens - 1)
+            tokens = max(len(rag.prepare(prompt).token_ids) for prompt in prompts) + max_new_tokens
+            size = limit * tokens * KVLayout.of(rag.model).token_bytes
         with opened(size) as rag:
             _warm(rag, prompts[0])
             measured = _measured(rag, prompts, expected, max_new_tokens, runs)
