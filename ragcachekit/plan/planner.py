@@ -203,6 +203,8 @@ class Planner:
 
         Only chunks after the match in the tree are looked up in the store (FusionRAG 4.1, alternative path).
         """
+        if request.retries and self._tree is not None:
+            self._tree.check_gpu()
         if not self.unchanged():
             return replace(request, fallback=MODEL_CHANGED)
         if not request.reads_cache:

@@ -1,24 +1,20 @@
-"""Stores of the user's own: what they raise, and time that they take, reaches no request."""
+"""Stores of the user's own: what they raise, and the time that they take, reaches no request."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from threading import Lock
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, Pair, StoreStats, concerns
+from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, StoreStats, concerns
 from ragcachekit.store.entry import EntryDamaged
-from ragcachekit.store.remote import FORGET_DEADLINES, DeadlineExecutor, Unconfirmed, reported
-from ragcachekit.threads import refuse_after_fork
+from ragcachekit.store.remote import DeadlineExecutor, Forgetting
+from ragcachekit.threads import Job, attempt
 from ragcachekit.types import KVKey
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -33,37 +29,27 @@ def guarded(store: KVStore, deadline: float) -> KVStore:
     return store if own else GuardedStore(store, deadline)
 
 
-@dataclass(eq=False)
-class _Write:
-    """A put, which may go on after its caller has given up; what was forgotten meanwhile."""
-
-    key: KVKey
-    given_up: bool = False
-    forgotten: list[tuple[str, frozenset[str] | None]] = field(default_factory=list)
-
-
 class GuardedStore(KVStore):
     """Calls the methods of ``store`` in threads, for up to ``deadline`` seconds each.
 
     What raises, is late or returns something else than a :class:`KVStore` should is a miss or a refused put,
     and counts as one of the ``failures``. :class:`DeadlineExecutor` says when the store is not asked.
-    ``forget`` takes up to ten deadlines and then raises StoreError; until it succeeds, its entries are
-    misses. So is an entry that was put under another key, and it is dropped. ``in_memory`` may not block: it
-    is called directly.
+    ``forget`` takes up to ten deadlines, and raises StoreError if it fails or a put goes on after its own;
+    until it succeeds, its entries are misses. So is an entry that was put under another key, and it is
+    dropped. ``in_memory`` may not block: it is called directly.
     """
 
     def __init__(self, store: KVStore, deadline: float) -> None:
         self._store, self._name = store, type(store).__name__
-        self.shared, self.remote = store.shared, store.remote
         self._executor = DeadlineExecutor(self._name, deadline)
-        self._unconfirmed = Unconfirmed()
-        self._writes: set[_Write] = set()  # that have begun
-        self._lock = Lock()  # around them
+        # Asked in any case, after whatever failures.
+        self._forgets = Forgetting(self._name, DeadlineExecutor(f"{self._name}-forget", deadline))
         self._records: tuple[StoreStats, ...] = ()
-        refuse_after_fork(self)
+        self._late: dict[Job, KVKey] = {}  # puts that were given up
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        return self._ask(key, lambda: self._checked(key, self._store.get(key, weight)), None)  # type: ignore[return-value]
+        found = self._ask(key, lambda: self._checked(key, self._store.get(key, weight)), None)
+        return found if isinstance(found, Found) else None
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         return self._ask(key, lambda: self._checked(key, self._store.open(key, weight)), None)
@@ -75,54 +61,43 @@ class GuardedStore(KVStore):
         return self._ask(key, lambda: bool(key in self._store), False)
 
     def in_memory(self, key: KVKey) -> bool:
-        try:
-            return bool(self._store.in_memory(key))
-        except Exception:
-            log.warning("a store failed to report what is in memory", exc_info=True)
-            return False
+        return bool(attempt(self._store.in_memory, key))
 
-    def admit(self, key: KVKey, kv: ChunkKV) -> tuple[bool, Evicted]:
+    def put(self, key: KVKey, kv: ChunkKV) -> bool:
         digest = torch.frombuffer(bytearray.fromhex(key.digest()), dtype=torch.uint8)
-        kv, write = kv.unpacked(), _Write(key)
-        refused: tuple[bool, Evicted] = False, ()
-        kv = replace(kv, sums={**kv.sums, DIGEST: digest})
-
-        def put() -> tuple[bool, Evicted]:
-            with self._lock:
-                if write.given_up:
-                    return refused
-                self._writes.add(write)
-            try:
-                kept, evicted = self._store.admit(key, kv)
-                return bool(kept), evicted
-            finally:
-                self._end(write)
-
-        try:
-            return self._ask(key, put, refused)
-        finally:
-            with self._lock:
-                write.given_up = True
+        kv = kv.unpacked()
+        kv = ChunkKV.checked(kv.keys, kv.values, kv.start, {**kv.sums, DIGEST: digest}, kv.quantised)
+        job = Job(lambda: self._store.put(key, kv))
+        kept = not self._forgets.hides(key) and bool(self._executor.run(job, False))
+        late = {**self._late, job: key} if job.given_up else self._late
+        self._late = {job: key for job, key in late.items() if job.begun and not job.done}
+        return kept
 
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
         self._executor.run(lambda: self._store.discard(key, damaged=damaged), None)
 
     def keys(self, *, in_memory: bool = False) -> Iterator[KVKey]:
-        every = self._executor.run(lambda: tuple(self._store.keys(in_memory=in_memory)), ())
-        return iter(every)
+        keys = self._executor.run(lambda: list(self._store.keys(in_memory=in_memory)), list[KVKey]())
+        return iter(keys)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        return self._forget(self._store.forget, namespace, chunk_ids)
+        late = [job for job, key in self._late.items() if concerns(key, namespace, chunk_ids)]
+        running = any(not job.done for job in late)
 
-    def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
-        return self._forget(self._store.drop, namespace, chunk_ids)
+        def forget() -> int:
+            dropped = self._store.forget(namespace, chunk_ids)
+            if running:
+                raise StoreError("a put of it has not ended")
+            return dropped
+
+        return self._forgets.run(forget, namespace, chunk_ids)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """The store's own records, or its last ones, with the failures in the last of them."""
         self._records = self._executor.run(lambda: tuple(self._store.stats()), self._records)
-        *others, last = self._records or (StoreStats(self._name, 0, 0, 0, 0, 0, 0, 0, 0),)
         if not self._executor.failures:
             return self._records
+        *others, last = self._records or (StoreStats(self._name, 0, 0, 0, 0, 0, 0, 0, 0),)
         return (*others, replace(last, failures=last.failures + self._executor.failures))
 
     def close(self) -> None:
@@ -130,10 +105,7 @@ class GuardedStore(KVStore):
         self._executor.close()
 
     def _ask(self, key: KVKey, ask: Callable[[], T], default: T) -> T:
-        """What ``ask`` returns; the default for a forgotten entry, or one that is still being written."""
-        if key in self._unconfirmed or any(w.given_up and w.key == key for w in list(self._writes)):
-            return default
-        return self._executor.run(ask, default)
+        return default if self._forgets.hides(key) else self._executor.run(ask, default)
 
     def _checked(self, key: KVKey, opened: object) -> Found | LayerSource | None:
         if opened is None:
@@ -145,49 +117,17 @@ class GuardedStore(KVStore):
         if put_under is not None and bytes(put_under.tolist()).hex() != key.digest():
             self._store.discard(key)
             raise EntryDamaged("it returned the entry of another key")
-        if isinstance(kv, ChunkKV):
-            return Found(kv, str(opened.tier))  # type: ignore[attr-defined]
-        source, shapes = kv, kv.shapes
+        return opened if isinstance(opened, Found) else self._source(key, kv)
 
+    def _source(self, key: KVKey, source: LayerSource) -> LayerSource:
         def layer(number: int) -> Pair:
             keys, values = source.layer(number)
-            if ((keys.dtype, tuple(keys.shape)), (values.dtype, tuple(values.shape))) != shapes[number]:
+            if ((keys.dtype, tuple(keys.shape)), (values.dtype, tuple(values.shape))) != source.shapes[
+                number
+            ]:
                 self._store.discard(key)
                 raise EntryDamaged(f"layer {number} has another shape than it was opened with")
             return keys, values
 
-        def finished(whole: ChunkKV) -> None:
-            self._executor.run(lambda: source.finished(whole), None)
-
-        # The loader closes it with its lock held.
-        return replace(
-            source, layer=layer, finished=finished, close=lambda: self._executor.start(source.close)
-        )
-
-    def _end(self, write: _Write) -> None:
-        """Forget again what was forgotten while it was written, and show its entry from then on."""
-        while True:
-            with self._lock:
-                if not write.forgotten:
-                    self._writes.discard(write)
-                    return
-                forgotten = write.forgotten.pop()
-            self._store.forget(*forgotten)
-
-    def _forget(
-        self, forget: Callable[[str, frozenset[str] | None], T], space: str, ids: frozenset[str] | None
-    ) -> T:
-        self._unconfirmed.add(space, ids)
-        with self._lock:
-            for write in self._writes:
-                if concerns(write.key, space, ids):
-                    write.forgotten.append((space, ids))
-        done, failures = list[T](), list[str]()
-        with reported(failures):
-            self._executor.run(
-                lambda: done.append(forget(space, ids)), None, FORGET_DEADLINES * self._executor.deadline
-            )
-        if not done:
-            raise StoreError(f"the store may hold what was to be forgotten; forget again: {failures}")
-        self._unconfirmed.confirm(space, ids)
-        return done[0]
+        # It is closed while the loader's lock is held.
+        return replace(source, layer=layer, close=lambda: self._executor.start(source.close))

@@ -70,7 +70,7 @@ class DeadlineExecutor:
         refuse_after_fork(self)
         self._pool = DaemonPool(f"ragcachekit-{name}", THREADS)
 
-    def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
+    def run(self, operation: Callable[[], T] | Job, default: T, deadline: float | None = None) -> T:
         """What ``operation`` returns, or ``default`` if it raises, is late or is refused."""
         deadline = deadline or self.deadline
         if self._pool.closed.is_set():
@@ -78,7 +78,7 @@ class DeadlineExecutor:
         if not self._may_try():
             self._report("not asked after too many failures")
             return default
-        job, failure = Job(operation), "interrupted"
+        job, failure = operation if isinstance(operation, Job) else Job(operation), "interrupted"
         try:
             if not self._pool.submit(job):
                 failure = "every thread hangs"
@@ -207,33 +207,53 @@ def key_of_sealed(head: bytes, size: int) -> KVKey:
     return header.key
 
 
-class Unconfirmed:
-    """Forgets that a medium has not confirmed yet, and a ``count`` of all. Thread safe."""
+class Forgetting:
+    """Forgets on a medium: what one is about is hidden until it is confirmed. Thread safe.
 
-    def __init__(self) -> None:
+    ``count`` is their number, ``name`` that of the medium.
+    """
+
+    def __init__(self, name: str, executor: DeadlineExecutor) -> None:
         self.count = 0
-        self._forgets: list[tuple[str, frozenset[str] | None]] = []
-        self._lock = Lock()
+        self._name, self._executor = name, executor
+        self._unconfirmed: list[tuple[str, frozenset[str] | None]] = []
+        self._lock = Lock()  # around changes of both
         refuse_after_fork(self)
 
-    def add(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
-        """Hide what is to be forgotten."""
-        with self._lock:
-            if (namespace, chunk_ids) not in self._forgets:
-                self._forgets.append((namespace, chunk_ids))
-            self.count += 1  # last: a put that reads the new count finds the entry hidden
+    def hides(self, key: KVKey) -> bool:
+        """Whether a forget of the entry is not confirmed."""
+        return any(concerns(key, *forget) for forget in self._unconfirmed)
 
-    def confirm(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
-        """It was forgotten; without ids all of the namespace was."""
+    def run(self, forget: Callable[[], T], namespace: str, chunk_ids: frozenset[str] | None) -> T:
+        """What ``forget`` returns; StoreError if it raises or is late: then some entries may be left."""
+        self._hide(namespace, chunk_ids)  # before: what is being saved is refused, or deleted
+        done, failed = list[T](), ["no answer in time"]
+
+        def call() -> None:
+            try:
+                done.append(forget())
+            except Exception as error:
+                failed[:] = [f"{type(error).__name__}: {error}"]
+
+        self._executor.run(call, None, FORGET_DEADLINES * self._executor.deadline)
+        if not done:
+            self._hide(namespace, chunk_ids)  # another forget may have been confirmed meanwhile
+            raise StoreError(
+                f"the {self._name} tier may hold what was to be forgotten; forget again: {failed[0]}"
+            )
         with self._lock:
-            self._forgets = [
+            self._unconfirmed = [
                 (space, ids)
-                for space, ids in self._forgets
+                for space, ids in self._unconfirmed
                 if space != namespace or (chunk_ids is not None and ids != chunk_ids)
             ]
+        return done[0]
 
-    def __contains__(self, key: KVKey) -> bool:
-        return any(concerns(key, *forget) for forget in self._forgets)
+    def _hide(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        with self._lock:
+            if (namespace, chunk_ids) not in self._unconfirmed:
+                self._unconfirmed.append((namespace, chunk_ids))
+            self.count += 1  # last: a put that reads the new count finds the entry hidden
 
 
 class Usage(NamedTuple):
@@ -278,7 +298,7 @@ class RemoteStore(KVStore):
         self._max_entry, self._budget = max_entry, budget
         self._counters = Counters(tier)
         self._closed = False
-        self._unconfirmed = Unconfirmed()
+        self._forgets = Forgetting(tier, self._executor)
         self._executor.run(self.connect, None, FORGET_DEADLINES * deadline)
 
     def connect(self) -> None:
@@ -328,7 +348,7 @@ class RemoteStore(KVStore):
         or the service does not answer in time: then it may arrive later. TypeError for KV of a dtype without
         a safetensors name.
         """
-        forgets, parts = self._unconfirmed.count, encode_entry(key, kv)
+        forgets, parts = self._forgets.count, encode_entry(key, kv)
         if self._closed or (self._max_entry is not None and kv.nbytes > self._max_entry):
             return False
         evicted = None
@@ -336,7 +356,7 @@ class RemoteStore(KVStore):
 
             def save() -> int | None:
                 blob = self._seal.sealed(key.digest(), parts)
-                return self.write_blob(key, blob, lambda: self._unconfirmed.count == forgets)
+                return self.write_blob(key, blob, lambda: self._forgets.count == forgets)
 
             evicted = self._executor.run(save, None)
         self._counters.count(*(("failed_writes",) if evicted is None else ("evictions", evicted)))
@@ -354,23 +374,8 @@ class RemoteStore(KVStore):
         """Drop entries; StoreError if the service does not confirm it: then some may be left."""
         if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
-        self._unconfirmed.add(namespace, chunk_ids)  # before: what is being saved is refused, or deleted
-        dropped: set[str] = set()
-
-        def forget() -> str:
-            try:
-                self.forget_blobs(namespace, chunk_ids, dropped)
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
-            return ""
-
-        failure = self._executor.run(forget, "no answer in time", FORGET_DEADLINES * self._executor.deadline)
-        if failure:
-            self._unconfirmed.add(namespace, chunk_ids)  # another forget may have been confirmed meanwhile
-            raise StoreError(
-                f"the {self._tier} tier may hold what was to be forgotten; forget again: {failure}"
-            )
-        self._unconfirmed.confirm(namespace, chunk_ids)
+        dropped = set[str]()
+        self._forgets.run(lambda: self.forget_blobs(namespace, chunk_ids, dropped), namespace, chunk_ids)
         return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -388,7 +393,7 @@ class RemoteStore(KVStore):
 
     def _is_served(self, key: KVKey) -> bool:
         """Whether the store is open and no forget of the entry is unconfirmed."""
-        return not self._closed and key not in self._unconfirmed
+        return not self._closed and not self._forgets.hides(key)
 
     def _may_fit(self, nbytes: int) -> bool:
         if self._budget is None or nbytes <= self._budget:
