@@ -40,10 +40,10 @@ class SpeculativePipeline:
     A provisional request is cancelled when the next stage changes its prompt; what it has encoded stays. If
     its prompt is that of the last stage, it is the request that is returned, running or done.
 
-    Every search shows at which stages the list was right already. Where that is rare, from the first search
-    on, nothing is submitted: a wrong prefill on the processor that searches would make the search slower.
-    ``stats`` counts what was submitted and right. Nothing provisional is submitted while ``max_waiting``
-    requests wait in the queue.
+    Every search shows at which stages the list was already final. Stages where that is rare are not
+    submitted: a wrong prefill on the processor that searches would slow the search down. ``stats`` counts
+    what was submitted and right. Nothing provisional is submitted while ``max_waiting`` requests wait in the
+    queue.
 
     Examples
     --------

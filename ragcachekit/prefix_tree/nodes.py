@@ -362,9 +362,11 @@ class Levels:
                     node not in self.gpu and not self._take(self.gpu, node, self._copy(node))
                 ):
                     break
-            for node in nodes if self.host is not None and self.gpu is not None else ():
-                if node not in self.host and (
-                    node.uses < HOT_USES or not self._take(self.host, node, self._copy(node))
+            host = self.host if self.gpu is not None else None
+            for node in nodes:
+                if host is None or (
+                    node not in host
+                    and (node.uses < HOT_USES or not self._take(host, node, self._copy(node)))
                 ):
                     break
         finally:

@@ -110,16 +110,17 @@ class GuardedStore(KVStore):
     def _checked(self, key: KVKey, opened: object) -> Found | LayerSource | None:
         if opened is None:
             return None
-        kv = opened.kv if isinstance(opened, Found) else opened
-        if not isinstance(kv, ChunkKV | LayerSource):
-            raise TypeError(f"it returned a {type(kv).__name__}, not None, Found or LayerSource")
-        put_under = kv.sums.get(DIGEST)
+        found = opened.kv if isinstance(opened, Found) else opened
+        if not isinstance(found, ChunkKV | LayerSource):
+            raise TypeError(f"it returned a {type(found).__name__}, not None, Found or LayerSource")
+        put_under = found.sums.get(DIGEST)
         if put_under is not None and bytes(put_under.tolist()).hex() != key.digest():
             self._store.discard(key)
             raise EntryDamaged("it returned the entry of another key")
-        return opened if isinstance(opened, Found) else self._source(key, kv)
+        if isinstance(found, ChunkKV):
+            return opened if isinstance(opened, Found) else Found(found, self._name)
+        source = found
 
-    def _source(self, key: KVKey, source: LayerSource) -> LayerSource:
         def layer(number: int) -> Pair:
             keys, values = source.layer(number)
             if ((keys.dtype, tuple(keys.shape)), (values.dtype, tuple(values.shape))) != source.shapes[

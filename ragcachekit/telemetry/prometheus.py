@@ -39,7 +39,7 @@ class PrometheusObserver(Observer):
     registry : prometheus_client.CollectorRegistry, optional
         Default is a new one, with the metrics of this process. A registry takes one engine at a time.
     namespaces : bool
-        Whether token counters have the label ``namespace``; each namespace is four time series more.
+        Whether token counters have the label ``namespace``; each namespace adds five time series.
 
     Raises
     ------
