@@ -116,9 +116,6 @@ class Job:
         self.error: BaseException | None = None
 
 
-def _nothing() -> None: ...
-
-
 class DaemonPool:
     """Threads that start when there is a job, and end when idle or with the process.
 
@@ -223,7 +220,7 @@ class DaemonPool:
                 result = job.work()
             except BaseException as error:
                 raised = error
-            job.work = _nothing  # it may hold KV, which nobody needs once the job is done
+            del job.work  # it may hold KV, which nobody needs once the job is done
             with self._changed:  # a job is either done or given up
                 job.result, job.error, job.done = result, raised, True
                 self._running.pop(me, None)

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from langchain_ragcachekit import RagCacheLLM as LangChainLLM
 from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from queue_kit import LONG, until
-from ragcachekit import LoadConfig, RagCache, agenerate
+from ragcachekit import LoadConfig, RagCache, TreeConfig, agenerate
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -242,7 +242,8 @@ def test_of_a_batch_the_rest_is_linked(mine, expected):
 
 
 def test_a_forget_that_may_leave_something_is_an_error_and_hides_that(mine, expected):
-    with opened(mine, SHORT, cold="never") as rag:
+    """All others have forgotten."""
+    with opened(mine, SHORT, cold="now", tree=TreeConfig()) as rag:
         mine.act = lambda method: mine.hang(method) if method == "put" else None
         rag.encode([ONE], system=SYSTEM)
         with pytest.raises(StoreError, match="forget again: StoreError: a put of it has not ended"):
@@ -250,11 +251,14 @@ def test_a_forget_that_may_leave_something_is_an_error_and_hides_that(mine, expe
         mine.released.set()
         until(lambda: mine.entries)
         assert rag.generate(PROMPT, **ASKED).report.link.reused_tokens == 0
+        assert rag.stats()[-1].entries
         mine.act = lambda method: failing(method) if method == "forget" else None
         with pytest.raises(StoreError, match="forget again: OSError"):
             rag.forget(texts=[ONE])
+        assert not rag.stats()[-1].entries
         mine.act = lambda method: None
         assert rag.forget(texts=[ONE]) == 1
+        assert not [key for key in mine.entries if key.encoding != "prefix"]
 
 
 def test_a_tree_whose_gpu_is_lost_goes_on_on_the_host(mine, expected):
