@@ -411,8 +411,8 @@ class RagCache:
     ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
 
-        The result's attribute ``kept`` has the ids whose KV is stored. If not all fit into the store, a
-        warning is logged.
+        In prompts of the namespace, an id stands for its text: ``Chunk(id=...)``. The result's attribute
+        ``kept`` has the ids whose KV is stored. If not all fit into the store, a warning is logged.
 
         Where the :attr:`grade` is ``prefix``, chunks have no KV of their own: they are registered, and the
         beginning of ``prompt`` is computed, or ``system`` with the first chunk.
