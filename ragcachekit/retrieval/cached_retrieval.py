@@ -86,10 +86,10 @@ class CachedRetrieval(Generic[Document]):
     Documents are stored with the entry of their search and dropped with it: never more than
     ``capacity * k``. No document crosses a partition.
 
-    Errors of lookup and insert are logged, and the search answers. So it does where the cache cannot use
-    the embedding (zeros, NaN, another width). The search runs outside all locks. What it found is not
-    inserted if :meth:`invalidate` or the like ran meanwhile, nor if it found nothing (mostly an index that is
-    not filled yet).
+    If a lookup or an insert fails, or the cache cannot use the embedding (zeros, NaN, another width), the
+    search answers; errors are logged. The search runs outside all locks. What it found is not inserted if
+    :meth:`invalidate` or the like ran meanwhile, nor if it found nothing (mostly an index that is not filled
+    yet).
 
     Parameters
     ----------

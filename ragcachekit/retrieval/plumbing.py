@@ -11,7 +11,6 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import numpy as np
@@ -25,7 +24,7 @@ from ragcachekit.retrieval.cached_retrieval import (
     Retrieved,
 )
 from ragcachekit.retrieval.distances import as_rows
-from ragcachekit.retrieval.documents import DocumentIndex, Record
+from ragcachekit.retrieval.documents import DocumentIndex, Hit, Record
 from ragcachekit.retrieval.index import distances
 from ragcachekit.retrieval.near_misses import Guard
 from ragcachekit.retrieval.partition import (
@@ -62,6 +61,8 @@ Order = Literal["found", "cached"]
 
 FACTOR = 4
 """Candidates per document that is asked for, in an index of one's own."""
+STAGES = 8
+"""Of a search in an index of one's own that is watched."""
 
 _MODEL_SETTINGS = (
     *("model_name", "model", "model_id", "deployment", "repo_id", "dimensions", "truncate_dim"),
@@ -151,10 +152,18 @@ class OwnSearch:
     k: int
     where: Any
 
-    def search(self, embedding: ArrayLike) -> list[Candidate]:
-        """The nearest candidates; fewer if there are no more."""
+    def search(
+        self, embedding: ArrayLike, on_stage: Callable[[list[Hit]], object] | None = None
+    ) -> list[Candidate]:
+        """The nearest candidates; fewer if there are no more. ``on_stage`` gets the hits of every stage."""
+        count, hits = FACTOR * self.k, list[Hit]()
         while True:
-            records = [hit.record for hit in self.index.search(embedding, FACTOR * self.k, self.where)]
+            if on_stage is None:
+                hits = self.index.search(embedding, count, self.where)
+            else:
+                for hits in self.index.search_stages(embedding, count, STAGES, self.where):
+                    on_stage(hits)
+            records = [hit.record for hit in hits]
             try:
                 vectors = self.index.vectors([record.id for record in records])
             except RetrievalError:  # one of them was deleted meanwhile
@@ -179,6 +188,9 @@ class Call(Generic[Document]):
     ``partition`` is called before and after the search. ``embed`` and ``search`` may return awaitables;
     ``search`` gets the embedding, or None where that cannot be used. ``own`` is the search in an index of
     one's own. ``in_thread`` awaits a function in another thread; None in synchronous calls.
+
+    ``on_stage`` is called with the documents of each stage of the search in an index of one's own, or with
+    None before a search without stages.
     """
 
     namespace: str
@@ -188,6 +200,7 @@ class Call(Generic[Document]):
     search: Callable[[Any], Iterable[Document] | Awaitable[Iterable[Document]]]
     own: OwnSearch | None = None
     in_thread: Callable[..., Awaitable[Any]] | None = None
+    on_stage: Callable[[tuple[Document, ...] | None], object] | None = None
 
 
 class RetrieverCache(CachedRetrieval[Document]):
@@ -227,7 +240,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         keys = ProximityCache(capacity, tolerance, metric, eviction)
         super().__init__(keys, text_of, guard=guard, ttl=ttl)
         self._reads_files = index is not None and index.path is not None
-        self._framework, self._engine, self.order = framework, rag, order
+        self._framework, self.rag, self.order = framework, rag, order
         self._custom, self._present_version = partition, version or (lambda: None)
         if rag is not None:
             rag.add_query_cache(self)
@@ -240,7 +253,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     def namespace_of(self, namespace: str | None) -> str:
         """Tenant and corpus of the results: what is given, else the engine's, else ``"default"``."""
-        return namespace or getattr(self._engine, "namespace", None) or "default"
+        return namespace or getattr(self.rag, "namespace", None) or "default"
 
     def partition(
         self,
@@ -294,20 +307,18 @@ class RetrieverCache(CachedRetrieval[Document]):
         if partition is not None and embedding is not None:
             lookup = await self._aside(call, self._ask, call, embedding, partition)
         if lookup is None:
-            documents = tuple(await _awaited(call.search(None)))
+            documents = tuple(await _searched(call, None))
         else:
             result = lookup.result
             if not result.hit and call.own is not None and not result.note:
-                work = self._search_own, call, lookup
-                result = await call.in_thread(*work) if call.in_thread else work[0](*work[1:])
+                result = await _in_thread(call, self._search_own, call, lookup, epoch)
             elif not result.hit:
-                found = tuple(await _awaited(call.search(None if result.note else embedding)))
+                found = tuple(await _searched(call, None if result.note else embedding))
                 result = self._keep(call, lookup, [(self._framework.id(one), one) for one in found])
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
         if self.order == "cached":
-            ordered = partial(self._cached_first, call.namespace, documents)
-            documents = await call.in_thread(ordered) if call.in_thread else ordered()
+            documents = await _in_thread(call, self._cached_first, call.namespace, documents)
         return documents, result
 
     def invalidate(
@@ -328,10 +339,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
-        if call.in_thread is not None and self._reads_files:
-            result: T = await call.in_thread(work, *arguments)
-            return result
-        return work(*arguments)
+        return await _in_thread(call, work, *arguments) if self._reads_files else work(*arguments)
 
     async def _embedding(self, call: Call[Document]) -> Any:
         try:
@@ -352,10 +360,19 @@ class RetrieverCache(CachedRetrieval[Document]):
             return lookup
         return lookup._replace(result=self._ordered(call.own, lookup.result, row))
 
-    def _search_own(self, call: Call[Document], lookup: Lookup[Document]) -> Retrieved[Document]:
+    def _search_own(self, call: Call[Document], lookup: Lookup[Document], epoch: int) -> Retrieved[Document]:
         """Search an index of one's own, and keep the candidates."""
         own: Any = call.own
-        kept = self._keep(call, lookup, [(one.record.id, one) for one in own.search(lookup.embedding)])
+
+        def offer(hits: Sequence[Hit]) -> None:  # registered and in order as the last ones will be
+            documents = tuple(self._framework.document(*hit, own.index.metric) for hit in hits[: own.k])
+            self._register(call.namespace, documents, epoch)
+            is_found, on_stage = self.order == "found", call.on_stage
+            assert on_stage is not None
+            on_stage(documents if is_found else self._cached_first(call.namespace, documents))
+
+        candidates = own.search(lookup.embedding, call.on_stage and offer)
+        kept = self._keep(call, lookup, [(one.record.id, one) for one in candidates])
         return self._ordered(own, kept, lookup.embedding)
 
     def _ordered(
@@ -381,28 +398,28 @@ class RetrieverCache(CachedRetrieval[Document]):
         """
         text_of, source_of = self._framework.text, self._framework.source
         pairs = [(text, source_of(one)) for one in documents if (text := text_of(one)).strip()]
-        if self._engine is None or not pairs:
+        if self.rag is None or not pairs:
             return
         texts, sources = map(list, zip(*pairs, strict=True))
 
         def register() -> None:
             known = {"sources": sources} if any(sources) else {}
-            self._engine.register(texts, namespace=namespace, **known)
-            self._engine.prefetch(texts, namespace=namespace)  # loads while the prompt is made
+            self.rag.register(texts, namespace=namespace, **known)
+            self.rag.prefetch(texts, namespace=namespace)  # loads while the prompt is made
 
         try:
             self.while_current(epoch, register)
         except Exception:
             log.warning("could not register the retrieved chunks with the engine", exc_info=True)
 
-    def _cached_first(self, namespace: str, documents: Sequence[Document]) -> tuple[Document, ...]:
+    def _cached_first(self, namespace: str, documents: tuple[Document, ...]) -> tuple[Document, ...]:
         """The documents in the engine's order; as found if that fails."""
         texts = list(map(self._framework.text, documents))
         try:
-            order = self._engine.cached_first(texts, namespace=namespace)
+            order = self.rag.cached_first(texts, namespace=namespace)
         except Exception:
             log.warning("the retrieved chunks are in the order found", exc_info=True)
-            return tuple(documents)
+            return documents
         return tuple(documents[number] for number in order)
 
     def _not_embedded(self) -> None:
@@ -426,6 +443,22 @@ def name_of(embedder: object) -> str:
         f"{name}={value}" for name, value in named.items() if isinstance(value, str | int | dict)
     )
     return f"{type(embedder).__module__}.{type(embedder).__qualname__}:{shown}"
+
+
+async def _in_thread(call: Call[Any], work: Callable[..., T], *arguments: Any) -> T:
+    """Call in a thread where the call is asynchronous."""
+    if call.in_thread is None:
+        return work(*arguments)
+    result: T = await call.in_thread(work, *arguments)
+    return result
+
+
+async def _searched(call: Call[Document], embedding: Any) -> Iterable[Document]:
+    """What a search without stages finds."""
+    if call.on_stage is not None:
+        call.on_stage(None)
+    found: Iterable[Document] = await _awaited(call.search(embedding))
+    return found
 
 
 async def _awaited(value: Any) -> Any:
