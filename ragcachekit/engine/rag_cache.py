@@ -291,9 +291,7 @@ class RagCache:
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        request = self.prepare(prompt, **options)
-        with self.components.active:
-            linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        linked, plan = self._linked(self.prepare(prompt, **options))
         if (loads := self.components.loads) is not None:
             loads.follow(plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
@@ -309,9 +307,7 @@ class RagCache:
         >>> rich.print(rag.inspect(prompt))                        # doctest: +SKIP
         """
         decode = partial(self.components.parser.tokens.decode, special=True)
-        request = self.prepare(prompt, namespace=namespace, policy=policy)
-        with self.components.active:
-            _, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        _, plan = self._linked(self.prepare(prompt, namespace=namespace, policy=policy))
         return prompt_view(plan, decode)
 
     def diagnose(
@@ -627,6 +623,17 @@ class RagCache:
         if self._process != os.getpid():
             raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
+
+    def _linked(self, request: PromptRequest) -> tuple[LinkedPrompt, LinkPlan]:
+        """Link a request in this thread; what cannot be linked is computed in full."""
+        link = partial(link_ahead, self.model, self.components.rope)
+        with self.components.active:
+            try:
+                return link(self.plan(request), self.replan)
+            except Exception as error:
+                if not request.reads_cache:
+                    raise
+                return link(self.plan(request.after_failure(error)))
 
     def _request(
         self, prompt: PromptRequest, options: dict[str, Any], stop: Sequence[str], **call: Any
