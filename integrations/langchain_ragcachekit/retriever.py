@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from langchain_core.callbacks import (
@@ -28,19 +29,20 @@ from langchain_ragcachekit.search import (
     DEFAULT_K,
     LANGCHAIN,
     Search,
-    metric_of,
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (
     Call,
+    IndexSettings,
     Order,
     Partition,
     Retrieved,
     RetrieverCache,
     RetrieverSettings,
     finished,
+    metric_of,
 )
 
 HIT_EVENT = "ragcachekit_query_hit"
@@ -77,7 +79,7 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    rag, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition, order
+    rag, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition, order, path
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -99,6 +101,7 @@ class RagCacheRetriever(BaseRetriever):
         default=None, exclude=True, repr=False
     )
     order: Order = "found"
+    path: str | os.PathLike[str] | None = None
     _retrieval: RetrieverCache[Document] = PrivateAttr()
 
     @classmethod
@@ -127,18 +130,18 @@ class RagCacheRetriever(BaseRetriever):
         k: int = DEFAULT_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
-        **settings: Unpack[RetrieverSettings],
+        **settings: Unpack[IndexSettings],
     ) -> Self:
         """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
 
         With a ``path``, documents that are there already are not embedded again, and an empty list opens
         what is there. ``retriever.vectorstore`` adds and deletes. Results are put in order anew for each
-        question, and found again until the index changes.
+        question, and found again until the index changes, with a ``path`` by later processes, too.
         """
         store = RagCacheVectorStore(
             embeddings, index=index, path=path, metric=index_metric, **(index_options or {})
         )
-        retriever = cls.wrap(store, k=k, **settings)
+        retriever = cls.wrap(store, k=k, path=None if path is None else Path(path) / "questions", **settings)
         store.add_documents(documents)
         return retriever
 
@@ -181,6 +184,7 @@ class RagCacheRetriever(BaseRetriever):
             self._retrieval = RetrieverCache(LANGCHAIN, index=index, **settings)
         except TypeError as error:
             raise ValueError(str(error)) from error
+        self._retrieval.watch(self.retriever)
         return self
 
     @property
@@ -235,14 +239,14 @@ class RagCacheRetriever(BaseRetriever):
         return Call(
             self._namespace,
             query,
-            lambda: self._partition(search),
+            partial(self._partition, search),
             lambda: embed(query),
             partial(search.run, is_async=is_async),
             search.own,
             partial(run_in_executor, None) if is_async else None,
         )
 
-    def _partition(self, search: Search) -> Partition | None:
+    def _partition(self, search: Search, lasting: bool = False) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
@@ -260,6 +264,7 @@ class RagCacheRetriever(BaseRetriever):
             own=search.own,
             configurable=configurable,
             question=(search.query, search.config),
+            lasting=lasting,
         )
 
 

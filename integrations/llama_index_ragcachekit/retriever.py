@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from llama_index.core import StorageContext, VectorStoreIndex
@@ -29,12 +30,14 @@ from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (
     Call,
+    IndexSettings,
     OwnSearch,
     Partition,
     Retrieved,
     RetrieverCache,
     RetrieverSettings,
     finished,
+    metric_of,
     name_of,
 )
 
@@ -112,7 +115,11 @@ class RagCacheRetriever(BaseRetriever):
         self._exact = settings.get("tolerance", 0) == 0
         given: Any = dict(settings)
         namespace = given.pop("namespace", None)
-        self.query_cache = RetrieverCache(LLAMA_INDEX, index=own_index_of(retriever), **given)
+        index, store = own_index_of(retriever), getattr(retriever, "_vector_store", None)
+        if index is None and store is not None and given.get("metric") is None:
+            given["metric"] = metric_of(store)
+        self.query_cache = RetrieverCache(LLAMA_INDEX, index=index, **given)
+        self.query_cache.watch(retriever)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
@@ -129,13 +136,13 @@ class RagCacheRetriever(BaseRetriever):
         k: int = DEFAULT_SIMILARITY_TOP_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
-        **settings: Unpack[RetrieverSettings],
+        **settings: Unpack[IndexSettings],
     ) -> Self:
         """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
 
         With a ``path``, nodes that are there already are not embedded again, and an empty list opens
         what is there. ``retriever.index`` inserts and deletes. Results are put in order anew for each
-        question, and found again until the index changes.
+        question, and found again until the index changes, with a ``path`` by later processes, too.
         """
         model = embed_model or Settings.embed_model
         store = RagCacheVectorStore(
@@ -143,7 +150,8 @@ class RagCacheRetriever(BaseRetriever):
         )
         context = StorageContext.from_defaults(vector_store=store)
         over = VectorStoreIndex([], storage_context=context, embed_model=model)
-        retriever = cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
+        kept = None if path is None else Path(path) / "questions"
+        retriever = cls(over.as_retriever(similarity_top_k=k), embed_model=model, path=kept, **settings)
         over.insert_nodes(store.changed(nodes))
         return retriever
 
@@ -174,7 +182,7 @@ class RagCacheRetriever(BaseRetriever):
         return Call(
             self._namespace,
             asked_by(bundle),
-            lambda: self._partition(bundle, own),
+            partial(self._partition, bundle, own),
             lambda: embed(bundle.embedding_strs) if bundle.embedding is None else bundle.embedding,
             lambda embedding: search(self._inner_bundle(bundle, embedding)),
             own,
@@ -189,7 +197,9 @@ class RagCacheRetriever(BaseRetriever):
             inner.embedding = embedding
         return inner
 
-    def _partition(self, bundle: QueryBundle, own: OwnSearch | None) -> Partition | None:
+    def _partition(
+        self, bundle: QueryBundle, own: OwnSearch | None, lasting: bool = False
+    ) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
         if own is not None:
             filters: Any = getattr(self._retriever, "_filters", None)
@@ -200,7 +210,7 @@ class RagCacheRetriever(BaseRetriever):
                 asked = (bundle.query_str, bundle.custom_embedding_strs)
             arguments = (_others(bundle), self._embed_model, asked)
         return self.query_cache.partition(
-            self._namespace, k, self._retriever, arguments, own=own, question=(bundle,)
+            self._namespace, k, self._retriever, arguments, own=own, question=(bundle,), lasting=lasting
         )
 
 

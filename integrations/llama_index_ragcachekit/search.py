@@ -13,13 +13,14 @@ from llama_index.core.indices.base import BaseIndex
 from llama_index.core.retrievers import BaseRetriever, VectorIndexRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.storage.docstore import BaseDocumentStore
+from llama_index.core.storage.docstore.utils import doc_to_json, json_to_doc
 from llama_index.core.storage.index_store.types import BaseIndexStore
 from llama_index.core.storage.kvstore.types import BaseKVStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryMode
 
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node, as_predicate, similarity
 from ragcachekit import DocumentIndex
-from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch
+from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch, state_of
 
 RULES = KeyRules(
     libraries=frozenset(
@@ -32,6 +33,7 @@ RULES = KeyRules(
     retrievers=(BaseRetriever,),
     models=(BaseEmbedding, BaseLLM),
     ignored=(CallbackManager, BaseCallbackHandler),
+    state=state_of,
 )
 
 
@@ -79,4 +81,6 @@ LLAMA_INDEX = Framework[NodeWithScore](
     lambda item: text_of(item.node),
     lambda item: item.node.ref_doc_id,
     _found,
+    lambda item: {"node": doc_to_json(item.node), "score": item.score},
+    lambda value: NodeWithScore(node=json_to_doc(value["node"]), score=value["score"]),
 )

@@ -7,9 +7,13 @@ same; then the texts are registered with the engine.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
@@ -21,7 +25,6 @@ from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.cached_retrieval import (
     CachedRetrieval,
     Lookup,
-    ResultId,
     Retrieved,
 )
 from ragcachekit.retrieval.distances import as_rows
@@ -35,13 +38,17 @@ from ragcachekit.retrieval.partition import (
     NotKeyable,
     Partition,
     is_bypassed,
+    name_of,
 )
 from ragcachekit.retrieval.proximity import ProximityCache
+from ragcachekit.retrieval.saved import Group, ResultId, SavedQuestions
+from ragcachekit.retrieval.stores import metric_of, state_of
 from ragcachekit.types import positive
 
 __all__ = [
     "Call",
     "Framework",
+    "IndexSettings",
     "KeyRules",
     "Order",
     "OwnSearch",
@@ -50,7 +57,9 @@ __all__ = [
     "RetrieverCache",
     "RetrieverSettings",
     "finished",
+    "metric_of",
     "name_of",
+    "state_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -63,16 +72,11 @@ Order = Literal["found", "cached"]
 FACTOR = 4
 """Candidates per document that is asked for, in an index of one's own."""
 
-_MODEL_SETTINGS = (
-    *("model_name", "model", "model_id", "deployment", "repo_id", "dimensions", "truncate_dim"),
-    *("encode_kwargs", "normalize", "query_instruction", "text_instruction", "embed_instruction"),
-)
-"""Attributes of embedding models, in both frameworks, that name the model or change its vectors."""
 _ENGINE = ("register", "prefetch", "add_query_cache")
 
 
-class RetrieverSettings(TypedDict, total=False):
-    """Settings of a caching retriever.
+class IndexSettings(TypedDict, total=False):
+    """Settings of a caching retriever over an index of its own.
 
     Attributes
     ----------
@@ -85,7 +89,8 @@ class RetrieverSettings(TypedDict, total=False):
         question where the search does not go by vector. Calibrate anything else.
     capacity, metric, eviction
         As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default. ``metric`` is that of
-        the index or store that is searched, where it says one, else ``cosine``.
+        the index or store that is searched. Where that is not known, it is ``cosine``, and with a tolerance
+        the log says so.
     ttl : float or None
         Seconds after which a result expires.
     guard : bool or callable
@@ -117,12 +122,25 @@ class RetrieverSettings(TypedDict, total=False):
     order: Order
 
 
+class RetrieverSettings(IndexSettings, total=False):
+    """Settings of a caching retriever.
+
+    Attributes
+    ----------
+    path : path or None
+        A folder that keeps cached questions for the next process. They are used again while the stores have
+        the same count, version or content; those of stores without need ``ttl`` or ``version``.
+    """
+
+    path: str | os.PathLike[str] | None
+
+
 @dataclass(frozen=True)
 class Framework(Generic[Document]):
     """What a framework's documents are like.
 
     ``source`` names what a document is a chunk of. ``document`` makes one of what an index of one's own
-    holds, its distance from the question, and the metric.
+    holds, its distance from the question, and the metric. ``to_json`` and ``from_json`` save documents.
     """
 
     rules: KeyRules
@@ -130,6 +148,8 @@ class Framework(Generic[Document]):
     text: Callable[[Document], str]
     source: Callable[[Document], str | None]
     document: Callable[[Record, float, str], Document]
+    to_json: Callable[[Document], object]
+    from_json: Callable[[Any], Document]
 
 
 class Candidate(NamedTuple):
@@ -176,14 +196,15 @@ class OwnSearch:
 class Call(Generic[Document]):
     """One question to a retriever.
 
-    ``partition`` is called before and after the search. ``embed`` and ``search`` may return awaitables;
+    ``partition`` is called before and after the search; with ``lasting=True`` it names the same for other
+    processes. ``embed`` and ``search`` may return awaitables;
     ``search`` gets the embedding, or None where that cannot be used. ``own`` is the search in an index of
     one's own. ``in_thread`` awaits a function in another thread; None in synchronous calls.
     """
 
     namespace: str
     question: str
-    partition: Callable[[], Partition | None]
+    partition: Callable[..., Partition | None]
     embed: Callable[[], Any]
     search: Callable[[Any], Iterable[Document] | Awaitable[Iterable[Document]]]
     own: OwnSearch | None = None
@@ -212,6 +233,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
         order: Order = "found",
+        path: str | os.PathLike[str] | None = None,
     ) -> None:
         if order not in ("found", "cached"):
             raise ValueError(f"order must be 'found' or 'cached', got {order!r}")
@@ -223,10 +245,17 @@ class RetrieverCache(CachedRetrieval[Document]):
         def text_of(found: Any) -> str:
             return found.record.text if isinstance(found, Candidate) else framework.text(found)
 
-        metric = metric or ("cosine" if index is None else index.metric)
-        keys = ProximityCache(capacity, tolerance, metric, eviction)
-        super().__init__(keys, text_of, guard=guard, ttl=ttl)
-        self._reads_files = index is not None and index.path is not None
+        metric = metric or (None if index is None else index.metric)
+        self.metric = metric or "cosine"
+        keys = ProximityCache(capacity, tolerance, self.metric, eviction)
+        if metric is None and tolerance:
+            log.warning(
+                "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
+            )
+        saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
+        super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
+        self._reads_files = path is not None or (index is not None and index.path is not None)
+        self._index, self._is_fresh = index, ttl is not None or version is not None
         self._framework, self._engine, self.order = framework, rag, order
         self._custom, self._present_version = partition, version or (lambda: None)
         if rag is not None:
@@ -242,6 +271,13 @@ class RetrieverCache(CachedRetrieval[Document]):
         """Tenant and corpus of the results: what is given, else the engine's, else ``"default"``."""
         return namespace or getattr(self._engine, "namespace", None) or "default"
 
+    def watch(self, retriever: object) -> None:
+        """Erase saved questions when an index among the fields of a retriever changes."""
+        if self._saved is None:
+            return
+        with suppress(Exception):  # of the user's code: then nothing is cached
+            KeyReader(self._framework.rules, lasting=True, watcher=self._saved).versions(retriever)
+
     def partition(
         self,
         namespace: str,
@@ -252,33 +288,40 @@ class RetrieverCache(CachedRetrieval[Document]):
         own: OwnSearch | None = None,
         configurable: object = None,
         question: tuple[object, ...] = (),
+        lasting: bool = False,
     ) -> Partition | None:
         """What a question may use of the cache; None, and one line in the log, if it must not be cached.
 
         It holds the retriever's fields with the versions of its indexes, the ``arguments`` of the search, and
         ``configurable``, the values of its run that the retriever may read. What the setting ``partition``
-        returns for ``question`` stands in for the retriever and the run. ValueError or TypeError for a ``k``
-        that is no positive integer.
+        returns for ``question`` stands in for the retriever and the run. With ``lasting`` it is equal in
+        other processes. ValueError or TypeError for a ``k`` that is no positive integer.
         """
         positive("k", k)
         if is_bypassed():
             return None
-        reader, counts = KeyReader(self._framework.rules), None
+        reader = KeyReader(self._framework.rules, lasting=lasting, watcher=self._saved)
+        counts, rest = None, tuple[Any, ...]()
         try:
             if self._custom is not None and (counts := self._custom(*question)) is None:
                 return None
             asked = reader.key((arguments, self._present_version()))
-            if own is not None:
-                version = Identity(own.index), own.index.version
-                return Partition(namespace, k, asked, reader.key(counts), version)
-            if self._custom is None:
-                return Partition(namespace, k, asked, reader.key(retriever), reader.key(configurable))
-            return Partition(namespace, k, asked, reader.key(counts), reader.versions(retriever))
+            if own is not None and not lasting:
+                rest = reader.key(counts), (Identity(own.index), own.index.version)
+            elif self._custom is None:
+                rest = reader.key(retriever), reader.key(configurable)
+            else:
+                rest = reader.key(counts), reader.versions(retriever)
+            if lasting and not self._is_fresh and (not reader.states or None in reader.states):
+                raise NotKeyable("a store without a count or version; pass ttl= or version=")
+            return Partition(namespace, k, asked, *rest)
         except Exception as error:  # of the user's code, too; and other threads may change what is read
             why = str(error) if isinstance(error, NotKeyable) else repr(error)
+            what = "kept for the next process" if lasting else "cached"
+            hint = "" if lasting else "; pass partition= to name what counts"
             self._warn(
-                f"results of {type(retriever).__name__} are not cached, as what they depend on cannot be "
-                f"read ({why}); pass partition= to name what counts"
+                f"results of {type(retriever).__name__} are not {what}, as what they depend on cannot be "
+                f"read ({why}){hint}"
             )
             return None
 
@@ -302,7 +345,8 @@ class RetrieverCache(CachedRetrieval[Document]):
                 result = await call.in_thread(*work) if call.in_thread else work[0](*work[1:])
             elif not result.hit:
                 found = tuple(await _awaited(call.search(None if result.note else embedding)))
-                result = self._keep(call, lookup, [(self._framework.id(one), one) for one in found])
+                pairs = [(self._framework.id(one), one) for one in found]
+                result = await self._aside(call, self._keep, call, lookup, pairs)
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
         if self.order == "cached":
@@ -347,7 +391,12 @@ class RetrieverCache(CachedRetrieval[Document]):
             except (TypeError, ValueError):
                 self._not_embedded()
                 return None
+        group = None
+        if self._saved is not None and partition not in self._cache and (group := self._group(call)):
+            self.restore(partition, group, row.size)
         lookup = self.lookup(row, partition, question=call.question)
+        if self._saved is not None and not lookup.result.hit:
+            lookup = lookup._replace(group=group or self._group(call))
         if call.own is None or not lookup.result.hit:
             return lookup
         return lookup._replace(result=self._ordered(call.own, lookup.result, row))
@@ -370,9 +419,31 @@ class RetrieverCache(CachedRetrieval[Document]):
         self, call: Call[Document], lookup: Lookup[Document], pairs: Sequence[tuple[Any, Any]]
     ) -> Retrieved[Document]:
         """Insert what a search found, if the partition is the same after it."""
+        if lookup.group is not None and self._group(call) != lookup.group:
+            lookup = lookup._replace(group=None)
         if call.partition() == lookup.partition:
             return self.insert(lookup, pairs)
         return self.searched(lookup, [document for _, document in pairs])
+
+    def _group(self, call: Call[Document]) -> Group | None:
+        """The partition of a question as other processes name it; None where that is not known."""
+        epoch = 0 if self._saved is None else self._saved.epoch
+        named = call.partition(lasting=True)
+        return named and Group(hashlib.sha256(repr(named).encode()).hexdigest()[:32], epoch)
+
+    def _to_json(self, found: Any) -> object:
+        if isinstance(found, Candidate):
+            return found.record.id
+        value = json.loads(json.dumps(self._framework.to_json(found)))
+        if self._framework.from_json(value) != found:
+            raise ValueError("a document that is no JSON")
+        return value
+
+    def _read(self, value: Any) -> Any:
+        if self._index is None or isinstance(value, dict):
+            return self._framework.from_json(value)
+        (record,), (vector,) = self._index.get([value]), self._index.vectors([value])
+        return Candidate(record, vector)
 
     def _register(self, namespace: str, documents: Sequence[Document], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
@@ -417,15 +488,6 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         return end.value  # type: ignore[no-any-return]
     coroutine.close()
     raise RuntimeError("a synchronous retriever awaited something")
-
-
-def name_of(embedder: object) -> str:
-    """Identity of an embedding model, as far as its class and the name of its model tell."""
-    named = {name: getattr(embedder, name, None) for name in _MODEL_SETTINGS}
-    shown = ",".join(
-        f"{name}={value}" for name, value in named.items() if isinstance(value, str | int | dict)
-    )
-    return f"{type(embedder).__module__}.{type(embedder).__qualname__}:{shown}"
 
 
 async def _awaited(value: Any) -> Any:

@@ -108,6 +108,9 @@ class ProximityCache:
     def __len__(self) -> int:
         return len(self._order)
 
+    def __contains__(self, partition: object) -> bool:
+        return partition in self._partitions
+
     def lookup(
         self,
         embedding: ArrayLike,

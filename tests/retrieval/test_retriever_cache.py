@@ -41,7 +41,7 @@ class Engine:
 
 
 def made(engine: Engine | None = None, **settings: Any) -> RetrieverCache[str]:
-    plain = Framework[str](KeyRules(), str, str, lambda text: None, lambda record, *_: record.text)
+    plain = Framework[str](KeyRules(), str, str, lambda text: None, lambda record, *_: record.text, str, str)
     return RetrieverCache(plain, rag=engine, **settings)
 
 
