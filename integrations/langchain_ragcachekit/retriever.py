@@ -35,20 +35,19 @@ from langchain_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (
     Call,
-    IndexSettings,
     Order,
     Partition,
     Retrieved,
     RetrieverCache,
     RetrieverSettings,
     finished,
-    metric_of,
 )
 
 HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
 
 INTERNAL = "__pregel"  # prefix of LangGraph's own names among the configurable values of a run
+RANKING = ("k", "fetch_k", "lambda_mult", "score_threshold")  # search arguments that are no filter
 UNSTATED_K = 1  # of a partition where none was given
 CONFIG = "_run_config"
 """Keyword under which ``invoke`` passes its config on: LangChain gives a retriever only the callbacks."""
@@ -126,11 +125,10 @@ class RagCacheRetriever(BaseRetriever):
         embeddings: Embeddings,
         *,
         index: str = "faiss-flat",
-        path: str | os.PathLike[str] | None = None,
         k: int = DEFAULT_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
-        **settings: Unpack[IndexSettings],
+        **settings: Unpack[RetrieverSettings],
     ) -> Self:
         """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
 
@@ -138,10 +136,12 @@ class RagCacheRetriever(BaseRetriever):
         what is there. ``retriever.vectorstore`` adds and deletes. Results are put in order anew for each
         question, and found again until the index changes, with a ``path`` by later processes, too.
         """
+        path = settings.pop("path", None)
         store = RagCacheVectorStore(
             embeddings, index=index, path=path, metric=index_metric, **(index_options or {})
         )
-        retriever = cls.wrap(store, k=k, path=None if path is None else Path(path) / "questions", **settings)
+        settings["path"] = None if path is None else Path(path) / "questions"
+        retriever = cls.wrap(store, k=k, **settings)
         store.add_documents(documents)
         return retriever
 
@@ -171,8 +171,6 @@ class RagCacheRetriever(BaseRetriever):
         if self.embeddings is None and store is not None:
             self.embeddings = store.embeddings
         index = store.index if isinstance(store, RagCacheVectorStore) else None
-        if self.metric is None and index is None:
-            self.metric = metric_of(store)
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.partition is not None and not callable(self.partition):
@@ -181,11 +179,19 @@ class RagCacheRetriever(BaseRetriever):
             name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
         }
         try:
-            self._retrieval = RetrieverCache(LANGCHAIN, index=index, **settings)
+            self._retrieval = RetrieverCache(
+                LANGCHAIN, retriever=self.retriever, store=store, index=index, **settings
+            )
         except TypeError as error:
             raise ValueError(str(error)) from error
-        self._retrieval.watch(self.retriever)
+        if type(self.retriever) is VectorStoreRetriever and self.partition is None:
+            self._retrieval.follow(self.retriever, lambda: self._namespace, self._nearest)
         return self
+
+    def _nearest(self, text: str, most: int) -> list[Document]:
+        (vector,) = self.embeddings.embed_documents([text])
+        given = {n: one for n, one in self.retriever.search_kwargs.items() if n not in RANKING}
+        return self.retriever.vectorstore.similarity_search_by_vector(vector, k=most, **given)  # type: ignore[no-any-return]
 
     @property
     def _namespace(self) -> str:
@@ -234,19 +240,21 @@ class RagCacheRetriever(BaseRetriever):
         if isinstance(retriever, DynamicRunnable):
             retriever, config = retriever.prepare(given)
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
+        if overrides.keys() - {"k"}:
+            self._retrieval.unfollow()
         search = Search(retriever, self.embeddings, query, overrides, config, callbacks)
         embed = self.embeddings.aembed_query if is_async else self.embeddings.embed_query
         return Call(
             self._namespace,
             query,
-            partial(self._partition, search),
+            lambda: self._partition(search),
             lambda: embed(query),
             partial(search.run, is_async=is_async),
             search.own,
             partial(run_in_executor, None) if is_async else None,
         )
 
-    def _partition(self, search: Search, lasting: bool = False) -> Partition | None:
+    def _partition(self, search: Search) -> Partition | None:
         """The part of the query cache that the question may use; None if nothing may be cached."""
         configurable: dict[str, Any] = {}
         if type(search.retriever) is not VectorStoreRetriever:  # which reads none
@@ -264,7 +272,6 @@ class RagCacheRetriever(BaseRetriever):
             own=search.own,
             configurable=configurable,
             question=(search.query, search.config),
-            lasting=lasting,
         )
 
 

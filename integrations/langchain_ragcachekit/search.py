@@ -17,7 +17,7 @@ from langchain_core.stores import BaseStore
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from langchain_ragcachekit.vector_store import RagCacheVectorStore, as_document, as_where
-from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch, state_of
+from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch
 
 LIBRARIES = frozenset(
     {
@@ -38,7 +38,6 @@ RULES = KeyRules(
     models=(Embeddings, BaseLanguageModel),
     ignored=(BaseCallbackHandler, BaseCallbackManager),
     uncached=(RunnableWithFallbacks,),
-    state=state_of,
 )
 
 

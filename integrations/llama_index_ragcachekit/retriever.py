@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import partial
@@ -30,14 +29,12 @@ from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (
     Call,
-    IndexSettings,
     OwnSearch,
     Partition,
     Retrieved,
     RetrieverCache,
     RetrieverSettings,
     finished,
-    metric_of,
     name_of,
 )
 
@@ -116,14 +113,13 @@ class RagCacheRetriever(BaseRetriever):
         given: Any = dict(settings)
         namespace = given.pop("namespace", None)
         index, store = own_index_of(retriever), getattr(retriever, "_vector_store", None)
-        if index is None and store is not None and given.get("metric") is None:
-            given["metric"] = metric_of(store)
-        self.query_cache = RetrieverCache(LLAMA_INDEX, index=index, **given)
-        self.query_cache.watch(retriever)
+        self.query_cache = RetrieverCache(LLAMA_INDEX, retriever=retriever, store=store, index=index, **given)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
         self._namespace = self.query_cache.namespace_of(namespace)
+        if self._custom is None and is_by_embedding(retriever, self._embed_model):
+            self.query_cache.follow(retriever, lambda: self._namespace, self._nearest)
 
     @classmethod
     def from_nodes(
@@ -132,11 +128,10 @@ class RagCacheRetriever(BaseRetriever):
         embed_model: BaseEmbedding | None = None,
         *,
         index: str = "faiss-flat",
-        path: str | os.PathLike[str] | None = None,
         k: int = DEFAULT_SIMILARITY_TOP_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
-        **settings: Unpack[IndexSettings],
+        **settings: Unpack[RetrieverSettings],
     ) -> Self:
         """A retriever over an index of its own; see :class:`RagCacheVectorStore` for its arguments.
 
@@ -144,14 +139,14 @@ class RagCacheRetriever(BaseRetriever):
         what is there. ``retriever.index`` inserts and deletes. Results are put in order anew for each
         question, and found again until the index changes, with a ``path`` by later processes, too.
         """
-        model = embed_model or Settings.embed_model
+        model, path = embed_model or Settings.embed_model, settings.pop("path", None)
         store = RagCacheVectorStore(
             index=index, path=path, metric=index_metric, embedder=name_of(model), **(index_options or {})
         )
         context = StorageContext.from_defaults(vector_store=store)
         over = VectorStoreIndex([], storage_context=context, embed_model=model)
-        kept = None if path is None else Path(path) / "questions"
-        retriever = cls(over.as_retriever(similarity_top_k=k), embed_model=model, path=kept, **settings)
+        settings["path"] = None if path is None else Path(path) / "questions"
+        retriever = cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
         over.insert_nodes(store.changed(nodes))
         return retriever
 
@@ -165,6 +160,11 @@ class RagCacheRetriever(BaseRetriever):
         """What decides about results where this retriever is part of another one that is cached."""
         order = self.query_cache.order
         return self._retriever, self._embed_model, self._namespace, self._exact, self._custom, order
+
+    def _nearest(self, text: str, most: int) -> list[NodeWithScore]:
+        wider: Any = copy(self._retriever)
+        wider.similarity_top_k = most
+        return wider._retrieve(QueryBundle(text, embedding=self._embed_model.get_text_embedding(text)))  # type: ignore[no-any-return]
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return _handed_out(*finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))
@@ -182,7 +182,7 @@ class RagCacheRetriever(BaseRetriever):
         return Call(
             self._namespace,
             asked_by(bundle),
-            partial(self._partition, bundle, own),
+            lambda: self._partition(bundle, own),
             lambda: embed(bundle.embedding_strs) if bundle.embedding is None else bundle.embedding,
             lambda embedding: search(self._inner_bundle(bundle, embedding)),
             own,
@@ -197,9 +197,7 @@ class RagCacheRetriever(BaseRetriever):
             inner.embedding = embedding
         return inner
 
-    def _partition(
-        self, bundle: QueryBundle, own: OwnSearch | None, lasting: bool = False
-    ) -> Partition | None:
+    def _partition(self, bundle: QueryBundle, own: OwnSearch | None) -> Partition | None:
         """What the question may use of the query cache, read at every call; None if nothing may be cached."""
         if own is not None:
             filters: Any = getattr(self._retriever, "_filters", None)
@@ -210,7 +208,7 @@ class RagCacheRetriever(BaseRetriever):
                 asked = (bundle.query_str, bundle.custom_embedding_strs)
             arguments = (_others(bundle), self._embed_model, asked)
         return self.query_cache.partition(
-            self._namespace, k, self._retriever, arguments, own=own, question=(bundle,), lasting=lasting
+            self._namespace, k, self._retriever, arguments, own=own, question=(bundle,)
         )
 
 

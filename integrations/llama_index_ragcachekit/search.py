@@ -20,7 +20,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Vector
 
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore, as_node, as_predicate, similarity
 from ragcachekit import DocumentIndex
-from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch, state_of
+from ragcachekit.retrieval.plumbing import Framework, KeyRules, OwnSearch
 
 RULES = KeyRules(
     libraries=frozenset(
@@ -33,7 +33,6 @@ RULES = KeyRules(
     retrievers=(BaseRetriever,),
     models=(BaseEmbedding, BaseLLM),
     ignored=(CallbackManager, BaseCallbackHandler),
-    state=state_of,
 )
 
 

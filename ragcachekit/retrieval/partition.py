@@ -34,7 +34,6 @@ _MODEL_SETTINGS = (
     *("encode_kwargs", "normalize", "query_instruction", "text_instruction", "embed_instruction"),
 )
 """Attributes of embedding models, in both frameworks, that name the model or change its vectors."""
-_EMBEDS = ("embed_query", "get_query_embedding")  # methods of embedding models, in both frameworks
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
 _COPYING = ("__getstate__", "__copy__", "__deepcopy__")
@@ -91,11 +90,23 @@ class Identity:
         with suppress(TypeError):
             self._object = weakref.ref(value)  # one and the same for every call
 
+    @property
+    def value(self) -> Any:
+        """The object; None where it is deleted."""
+        return self._object() if isinstance(self._object, weakref.ref) else self._object
+
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and self._object is other._object
+
+
+class Version(NamedTuple):
+    """An index and the number of its changes in this process."""
+
+    of: Identity
+    number: int | None
 
 
 class NotKeyable(TypeError):
@@ -118,9 +129,6 @@ class KeyRules:
         Embedders and language models, keyed by identity.
     ignored, uncached : tuple of type
         Classes that change no result (callbacks); classes whose results depend on more than can be read.
-    state : callable
-        The state of an index as every process names it (a count, a version), a function that reads it from
-        the content in memory, or None where it has none.
     """
 
     libraries: frozenset[str] = frozenset()
@@ -129,7 +137,6 @@ class KeyRules:
     models: tuple[type, ...] = ()
     ignored: tuple[type, ...] = ()
     uncached: tuple[type, ...] = ()
-    state: Callable[[Any], object] = lambda _: None
 
     def is_library(self, kind: type) -> bool:
         """Whether the class belongs to one of the libraries."""
@@ -155,24 +162,11 @@ class KeyRules:
 
 
 class KeyReader:
-    """Makes keys of plain values, and of a framework's objects by their fields.
+    """Makes keys of plain values, and of a framework's objects by their fields."""
 
-    With ``lasting`` these are text that is equal in other processes: classes and embedding models count by
-    name, indexes by their state. Then ``states`` has that of each index read, and None for one without, and
-    ``watcher.clear()`` is called at each change of an index whose state may miss it.
-    """
-
-    def __init__(
-        self,
-        rules: KeyRules | None = None,
-        limit: int = MAX_VALUES,
-        *,
-        lasting: bool = False,
-        watcher: object = None,
-    ) -> None:
+    def __init__(self, rules: KeyRules | None = None, limit: int = MAX_VALUES) -> None:
         self._rules, self._limit = rules or KeyRules(), limit
         self._left, self._objects = limit, list[Hashable]()
-        self._lasting, self._watcher, self.states = lasting, watcher, list[object]()
 
     def key(self, value: Any) -> Hashable:
         """Something hashable, equal only for values of equal types and content; text for plain values.
@@ -192,9 +186,7 @@ class KeyReader:
         found, is_index = list[Hashable](), isinstance(value, self._rules.indexes)
         if is_index:
             parts = self._rules.parts_of(type(value))
-            version = changes_of(value)
-            one = self._state(value) if self._lasting else (Identity(value), version)
-            found.append((one, parts and self.key(parts(value))))
+            found.append((Version(Identity(value), changes_of(value)), parts and self.key(parts(value))))
         kinds = self._rules.indexes if is_index else (*self._rules.indexes, *self._rules.retrievers)
         for one in attributes(value).values() if depth else ():
             for item in one if isinstance(one, list | tuple) and not is_index else [one]:
@@ -219,8 +211,6 @@ class KeyReader:
         return f"{kind.__name__}[{','.join(sorted(items) if kind in (set, frozenset) else items)}]"
 
     def _add(self, one: Hashable) -> str:
-        if self._lasting:
-            return repr(class_name(one) if isinstance(one, type) else one)
         self._objects.append(one)
         return f"<{len(self._objects)}>"
 
@@ -232,7 +222,7 @@ class KeyReader:
             return self._add(kind) + self._write(parts(value))
         if not rules.is_own_code(value) and not isinstance(value, rules.uncached):
             if isinstance(value, (*_CODE, *rules.models)) or kind is object:
-                return self._add(self._lasting_name(value) if self._lasting else Identity(value))
+                return self._add(Identity(value))
             if isinstance(value, rules.ignored) and not isinstance(value, rules.retrievers):
                 return "ignored"
             if is_library and isinstance(value, enum.Enum):
@@ -241,23 +231,7 @@ class KeyReader:
             if is_library and hasattr(value, "__dict__") and not isinstance(value, plain):
                 fields = [self._field(kind, *item) for item in sorted(attributes(value).items())]
                 return f"{self._add(kind)}({','.join(fields)})"
-        raise NotKeyable(f"a {class_name(kind)} may depend on anything")
-
-    def _lasting_name(self, value: Any) -> str:
-        if isinstance(value, _CODE):
-            return class_name(value)
-        if any(hasattr(value, name) for name in _EMBEDS):
-            return name_of(value)
-        raise NotKeyable(f"a {class_name(type(value))} is known by this very object only")
-
-    def _state(self, index: object) -> str:
-        state = self._rules.state(index)
-        if callable(state):
-            state = vars(index)[_COUNTER].read(state)
-        else:
-            changes_of(index, self._watcher)
-        self.states.append(state)
-        return f"{class_name(type(index))} {self.states[-1]!r}"
+        raise NotKeyable(f"a {kind.__module__}.{kind.__qualname__} may depend on anything")
 
     def _field(self, kind: type, name: str, value: object) -> str:
         try:
@@ -269,7 +243,7 @@ class KeyReader:
         """An index by identity, version and settings; its documents are what the version counts."""
         version = changes_of(value)
         if version is None:
-            raise NotKeyable(f"changes of a {class_name(kind)} cannot be seen")
+            raise NotKeyable(f"changes of a {kind.__module__}.{kind.__qualname__} cannot be seen")
         written = [] if parts is None else [self._write(parts(value))]
         for name, one in sorted(attributes(value).items()) if parts is None else ():
             if isinstance(one, self._rules.indexes):
@@ -278,10 +252,36 @@ class KeyReader:
                 raise NotKeyable(f"{kind.__qualname__}.{name}: a function may depend on anything")
             else:
                 with suppress(NotKeyable):  # no setting, but its documents, a client, an embedder
-                    reader = KeyReader(limit=_MAX_SETTING, lasting=self._lasting)
-                    written.append(self._add((name, reader.key(one))))
-        known = self._state(value) if self._lasting else f"{self._add(Identity(value))}{version}"
-        return f"{known}({','.join(written)})"
+                    written.append(self._add((name, KeyReader(limit=_MAX_SETTING).key(one))))
+        return f"{self._add(Version(Identity(value), version))}({','.join(written)})"
+
+
+def lasting(key: object, state: Callable[[Any], object], watcher: object, states: list[object]) -> object:
+    """A key as other processes name it: classes and embedding models by name, indexes by their ``state``.
+
+    A ``state`` is what every process reads from an index (a count, a version), a function that reads all its
+    content, or None. It is added to ``states``. If it may miss a change, that calls ``watcher.clear()``.
+    NotKeyable for other objects.
+    """
+    if isinstance(key, Version):
+        index = key.of.value
+        found, changes = state(index), getattr(index, "__dict__", {}).get(_COUNTER)
+        if callable(found):
+            found = found() if changes is None else changes.read(found)
+        elif changes is not None:
+            changes.watchers.add(watcher)
+        states.append(found)
+        return class_name(type(index)), found
+    if isinstance(key, tuple):
+        return [lasting(one, state, watcher, states) for one in key]
+    if isinstance(key, Identity):
+        value = key.value
+        if isinstance(value, _CODE):
+            return class_name(value)
+        if not hasattr(value, "embed_query") and not hasattr(value, "get_query_embedding"):
+            raise NotKeyable(f"a {class_name(type(value))} is known by this very object only")
+        return name_of(value)
+    return class_name(key) if isinstance(key, type) else key
 
 
 class _Changes:
@@ -290,9 +290,9 @@ class _Changes:
     def __init__(self, owner: Callable[[], object]) -> None:
         self.owner, self.version, self._numbers = owner, 0, itertools.count(1)
         self.names: frozenset[str] = frozenset()  # of the wrappers
-        self.watchers, self._content = weakref.WeakSet[Any](), (-1, "")
+        self.watchers, self._content = weakref.WeakSet[Any](), (-1, object())
 
-    def read(self, content: Callable[[], str]) -> str:
+    def read(self, content: Callable[[], object]) -> object:
         """What ``content`` gives, called once per version."""
         version = self.version
         if self._content[0] != version:
@@ -308,26 +308,25 @@ class _Changes:
             one.clear()
 
 
-def changes_of(index: object, watcher: object = None) -> int | None:
+def changes_of(index: object) -> int | None:
     """The version of an index, another one after each change from now on; None if changes cannot be seen.
 
     The changing methods of this one object (``add_documents``, ``delete``, ``insert``, ...) are wrapped:
     attributes of the object come before methods of its class. Copies and pickles do without the wrappers,
     which would change the original. Changes past these methods (another process, a client of one's own) are
-    not seen. ``watcher.clear()`` is called at each change.
+    not seen.
     """
     with _observing:
-        changes: Any = getattr(index, "__dict__", {}).get(_COUNTER)
+        known: Any = getattr(index, "__dict__", {}).get(_COUNTER)
+        if known is not None and known.owner() is index:
+            return known.version  # type: ignore[no-any-return]
         try:
-            if changes is None or changes.owner() is not index:
-                changes = _Changes(weakref.ref(index))
-                for name, wrapper in _wrappers(index, changes).items():
-                    object.__setattr__(index, name, wrapper)
+            changes = _Changes(weakref.ref(index))
+            for name, wrapper in _wrappers(index, changes).items():
+                object.__setattr__(index, name, wrapper)
         except (TypeError, AttributeError):  # an object without attributes or without weak references
             return None
-        if watcher is not None:
-            changes.watchers.add(watcher)
-        return changes.version  # type: ignore[no-any-return]
+        return changes.version
 
 
 def class_name(kind: Any) -> str:

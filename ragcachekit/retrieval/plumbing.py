@@ -12,10 +12,10 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import numpy as np
@@ -37,7 +37,9 @@ from ragcachekit.retrieval.partition import (
     KeyRules,
     NotKeyable,
     Partition,
+    Version,
     is_bypassed,
+    lasting,
     name_of,
 )
 from ragcachekit.retrieval.proximity import ProximityCache
@@ -48,7 +50,6 @@ from ragcachekit.types import positive
 __all__ = [
     "Call",
     "Framework",
-    "IndexSettings",
     "KeyRules",
     "Order",
     "OwnSearch",
@@ -57,9 +58,7 @@ __all__ = [
     "RetrieverCache",
     "RetrieverSettings",
     "finished",
-    "metric_of",
     "name_of",
-    "state_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -72,11 +71,13 @@ Order = Literal["found", "cached"]
 FACTOR = 4
 """Candidates per document that is asked for, in an index of one's own."""
 
+_MAX_FOLLOWED = 4096  # chunks whose neighbours in the store are remembered
+
 _ENGINE = ("register", "prefetch", "add_query_cache")
 
 
-class IndexSettings(TypedDict, total=False):
-    """Settings of a caching retriever over an index of its own.
+class RetrieverSettings(TypedDict, total=False):
+    """Settings of a caching retriever.
 
     Attributes
     ----------
@@ -107,6 +108,10 @@ class IndexSettings(TypedDict, total=False):
         "cached" puts the documents that continue the longest beginning in the engine's knowledge tree first
         (:meth:`ragcachekit.RagCache.cached_first`), at every call. Their prompt reuses more exactly, and the
         answer may depend on the order.
+    path : path or None
+        A folder that keeps cached questions for the next process; over an index of its own, the folder of the
+        index. They are used again while the stores have the same count, version or content; those of stores
+        without need ``ttl`` or ``version``.
     """
 
     rag: Any
@@ -120,18 +125,6 @@ class IndexSettings(TypedDict, total=False):
     version: Callable[[], object] | None
     partition: Callable[..., object] | None
     order: Order
-
-
-class RetrieverSettings(IndexSettings, total=False):
-    """Settings of a caching retriever.
-
-    Attributes
-    ----------
-    path : path or None
-        A folder that keeps cached questions for the next process. They are used again while the stores have
-        the same count, version or content; those of stores without need ``ttl`` or ``version``.
-    """
-
     path: str | os.PathLike[str] | None
 
 
@@ -196,15 +189,14 @@ class OwnSearch:
 class Call(Generic[Document]):
     """One question to a retriever.
 
-    ``partition`` is called before and after the search; with ``lasting=True`` it names the same for other
-    processes. ``embed`` and ``search`` may return awaitables;
+    ``partition`` is called before and after the search. ``embed`` and ``search`` may return awaitables;
     ``search`` gets the embedding, or None where that cannot be used. ``own`` is the search in an index of
     one's own. ``in_thread`` awaits a function in another thread; None in synchronous calls.
     """
 
     namespace: str
     question: str
-    partition: Callable[..., Partition | None]
+    partition: Callable[[], Partition | None]
     embed: Callable[[], Any]
     search: Callable[[Any], Iterable[Document] | Awaitable[Iterable[Document]]]
     own: OwnSearch | None = None
@@ -214,14 +206,16 @@ class Call(Generic[Document]):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    ``index`` is one's own. For the settings see :class:`RetrieverSettings`. ValueError or TypeError for bad
-    ones.
+    ``store`` is what ``retriever`` searches, ``index`` one's own below it. For the settings see
+    :class:`RetrieverSettings`. ValueError or TypeError for bad ones.
     """
 
     def __init__(
         self,
         framework: Framework[Document],
         *,
+        retriever: object = None,
+        store: object = None,
         index: DocumentIndex | None = None,
         rag: Any = None,
         tolerance: float = 0.0,
@@ -245,17 +239,21 @@ class RetrieverCache(CachedRetrieval[Document]):
         def text_of(found: Any) -> str:
             return found.record.text if isinstance(found, Candidate) else framework.text(found)
 
-        metric = metric or (None if index is None else index.metric)
+        metric = metric or (metric_of(store) if index is None else index.metric)
         self.metric = metric or "cosine"
         keys = ProximityCache(capacity, tolerance, self.metric, eviction)
-        if metric is None and tolerance:
+        if metric is None and tolerance and store is not None:
             log.warning(
                 "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
             )
         saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
         super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
         self._reads_files = path is not None or (index is not None and index.path is not None)
+        self._follows: Callable[[str, str, int], Sequence[str]] | None = None
         self._index, self._is_fresh = index, ttl is not None or version is not None
+        with suppress(Exception):  # of the user's code: then nothing is cached
+            if saved is not None:  # a change of these indexes may erase it from now on
+                lasting(KeyReader(framework.rules).versions(retriever), state_of, saved, [])
         self._framework, self._engine, self.order = framework, rag, order
         self._custom, self._present_version = partition, version or (lambda: None)
         if rag is not None:
@@ -271,13 +269,6 @@ class RetrieverCache(CachedRetrieval[Document]):
         """Tenant and corpus of the results: what is given, else the engine's, else ``"default"``."""
         return namespace or getattr(self._engine, "namespace", None) or "default"
 
-    def watch(self, retriever: object) -> None:
-        """Erase saved questions when an index among the fields of a retriever changes."""
-        if self._saved is None:
-            return
-        with suppress(Exception):  # of the user's code: then nothing is cached
-            KeyReader(self._framework.rules, lasting=True, watcher=self._saved).versions(retriever)
-
     def partition(
         self,
         namespace: str,
@@ -288,42 +279,68 @@ class RetrieverCache(CachedRetrieval[Document]):
         own: OwnSearch | None = None,
         configurable: object = None,
         question: tuple[object, ...] = (),
-        lasting: bool = False,
     ) -> Partition | None:
         """What a question may use of the cache; None, and one line in the log, if it must not be cached.
 
         It holds the retriever's fields with the versions of its indexes, the ``arguments`` of the search, and
         ``configurable``, the values of its run that the retriever may read. What the setting ``partition``
-        returns for ``question`` stands in for the retriever and the run. With ``lasting`` it is equal in
-        other processes. ValueError or TypeError for a ``k`` that is no positive integer.
+        returns for ``question`` stands in for the retriever and the run. ValueError or TypeError for a ``k``
+        that is no positive integer.
         """
         positive("k", k)
         if is_bypassed():
             return None
-        reader = KeyReader(self._framework.rules, lasting=lasting, watcher=self._saved)
-        counts, rest = None, tuple[Any, ...]()
+        reader, counts = KeyReader(self._framework.rules), None
         try:
             if self._custom is not None and (counts := self._custom(*question)) is None:
                 return None
             asked = reader.key((arguments, self._present_version()))
-            if own is not None and not lasting:
-                rest = reader.key(counts), (Identity(own.index), own.index.version)
-            elif self._custom is None:
-                rest = reader.key(retriever), reader.key(configurable)
-            else:
-                rest = reader.key(counts), reader.versions(retriever)
-            if lasting and not self._is_fresh and (not reader.states or None in reader.states):
-                raise NotKeyable("a store without a count or version; pass ttl= or version=")
-            return Partition(namespace, k, asked, *rest)
+            if own is not None:
+                version = Version(Identity(own.index), own.index.version)
+                return Partition(namespace, k, asked, reader.key(counts), version)
+            if self._custom is None:
+                return Partition(namespace, k, asked, reader.key(retriever), reader.key(configurable))
+            return Partition(namespace, k, asked, reader.key(counts), reader.versions(retriever))
         except Exception as error:  # of the user's code, too; and other threads may change what is read
             why = str(error) if isinstance(error, NotKeyable) else repr(error)
-            what = "kept for the next process" if lasting else "cached"
-            hint = "" if lasting else "; pass partition= to name what counts"
             self._warn(
-                f"results of {type(retriever).__name__} are not {what}, as what they depend on cannot be "
-                f"read ({why}){hint}"
+                f"results of {type(retriever).__name__} are not cached, as what they depend on cannot be "
+                f"read ({why}); pass partition= to name what counts"
             )
             return None
+
+    def follow(
+        self,
+        retriever: object,
+        namespace: Callable[[], str],
+        nearest: Callable[[str, int], Iterable[Document]],
+    ) -> None:
+        """Find the neighbours of chunks by ``nearest``, anew after changes of the retriever or its indexes.
+
+        It gets a text and a number, and finds only what whoever asks the retriever may read.
+        """
+
+        def found(text: str, most: int, _key: Hashable) -> tuple[str, ...]:
+            texts = list(map(self._framework.text, nearest(text, most + 1)))
+            others = [one for one in texts if one.strip() != text]
+            return tuple(dict.fromkeys(others)) if len(others) < len(texts) else ()
+
+        cached, reader = lru_cache(_MAX_FOLLOWED)(found), partial(KeyReader, self._framework.rules)
+        self._follows = lambda text, asked, most: (
+            cached(text.strip(), most, reader().key(retriever)) if asked == namespace() else ()
+        )
+
+    def unfollow(self) -> None:
+        """Find no neighbours from now on, as calls name what they may find."""
+        self._follows = None
+
+    def neighbours_of(self, text: str, namespace: str, most: int) -> Sequence[str]:
+        """Chunks nearest to one of the store that is searched, nearest first; none for a text it lacks."""
+        try:
+            return () if self._follows is None else self._follows(text, namespace, most)
+        except Exception as error:
+            self._warn(f"the store cannot be searched for the neighbours of chunks: {error!r}")
+            return ()
 
     async def retrieve(self, call: Call[Document]) -> tuple[tuple[Document, ...], Retrieved[Document] | None]:
         """Answer a question from the cache or by its search, and register the texts with the engine.
@@ -391,12 +408,11 @@ class RetrieverCache(CachedRetrieval[Document]):
             except (TypeError, ValueError):
                 self._not_embedded()
                 return None
-        group = None
-        if self._saved is not None and partition not in self._cache and (group := self._group(call)):
+        if partition not in self._cache and (group := self._group(partition)):
             self.restore(partition, group, row.size)
         lookup = self.lookup(row, partition, question=call.question)
-        if self._saved is not None and not lookup.result.hit:
-            lookup = lookup._replace(group=group or self._group(call))
+        if not lookup.result.hit:
+            lookup = lookup._replace(group=self._group(partition))
         if call.own is None or not lookup.result.hit:
             return lookup
         return lookup._replace(result=self._ordered(call.own, lookup.result, row))
@@ -419,17 +435,25 @@ class RetrieverCache(CachedRetrieval[Document]):
         self, call: Call[Document], lookup: Lookup[Document], pairs: Sequence[tuple[Any, Any]]
     ) -> Retrieved[Document]:
         """Insert what a search found, if the partition is the same after it."""
-        if lookup.group is not None and self._group(call) != lookup.group:
-            lookup = lookup._replace(group=None)
         if call.partition() == lookup.partition:
+            if lookup.group is not None and self._group(lookup.partition) != lookup.group:
+                lookup = lookup._replace(group=None)
             return self.insert(lookup, pairs)
         return self.searched(lookup, [document for _, document in pairs])
 
-    def _group(self, call: Call[Document]) -> Group | None:
-        """The partition of a question as other processes name it; None where that is not known."""
-        epoch = 0 if self._saved is None else self._saved.epoch
-        named = call.partition(lasting=True)
-        return named and Group(hashlib.sha256(repr(named).encode()).hexdigest()[:32], epoch)
+    def _group(self, partition: Hashable) -> Group | None:
+        """The name of a partition in the folder; None, and one line in the log, if it has none."""
+        if self._saved is None:
+            return None
+        epoch, states = self._saved.epoch, list[object]()
+        try:
+            named = lasting(partition, state_of, self._saved, states)
+            if not self._is_fresh and (not states or None in states):
+                raise NotKeyable("a store without a count or version; pass ttl= or version=")
+        except Exception as error:
+            self._warn(f"cached questions are not kept for the next process: {error}")
+            return None
+        return hashlib.sha256(repr(named).encode()).hexdigest()[:32], epoch
 
     def _to_json(self, found: Any) -> object:
         if isinstance(found, Candidate):

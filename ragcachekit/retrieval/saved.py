@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ _PREFIX = "query:"  # of the keys
 Document = TypeVar("Document")
 ResultId: TypeAlias = str | int
 """What names one document."""
+Group: TypeAlias = tuple[str, int]
+"""A partition as later processes name it, and the ``epoch`` of the folder in which it was read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +35,6 @@ class Held(Generic[Document]):
     found: tuple[tuple[ResultId, Document], ...]
     question: str | None
     found_at: float
-
-
-class Group(NamedTuple):
-    """A partition as later processes name it, and the ``epoch`` of the folder in which it was read."""
-
-    name: str
-    epoch: int
 
 
 class SavedQuestions(Generic[Document]):
@@ -57,50 +52,41 @@ class SavedQuestions(Generic[Document]):
         write: Callable[[Document], object],
         read: Callable[[Any], Document],
     ) -> None:
+        self.epoch = 0
+        """Rises when an index changes."""
         self._capacity, self._write, self._read = capacity, write, read
-        self._lock, self._epoch, self._store = threading.Lock(), 0, None
+        self._lock, self._store, self._unread = threading.Lock(), None, list[str]()
         try:
             self._store = JsonStore(path)
+            self._unread = self._store.keys(_PREFIX)
         except OSError as error:
             log.warning("cached questions are kept in memory only; give another path= (%s)", error)
-        self._keys = dict.fromkeys([] if self._store is None else self._store.keys(_PREFIX))
-        self._unread = set(self._keys)  # of earlier processes
-
-    @property
-    def epoch(self) -> int:
-        """Rises when all is dropped."""
-        return self._epoch
 
     def take(self, group: Group) -> list[tuple[Float32, Held[Document]]]:
         """The questions that earlier processes left in a group, once."""
         with self._lock:
-            keys = [key for key in self._keys if key in self._unread and key.startswith(_PREFIX + group.name)]
-            self._unread.difference_update(keys)
-            found = map(self._held, keys)
-            return [(embedding, held) for one in found if one is not None for _, embedding, held in [one]]
+            keys = [key for key in self._unread if key.startswith(_PREFIX + group[0])]
+            self._unread = [key for key in self._unread if key not in keys]
+            return [(row, held) for found in map(self._held, keys) if found for _, row, held in [found]]
 
     def put(self, group: Group, namespace: str, embedding: Any, held: Held[Document]) -> None:
-        """Keep a question, unless all was dropped since ``group`` was read."""
+        """Keep a question, unless an index has changed since ``group`` was read."""
         row = np.asarray(embedding, np.float32).tobytes()
-        key = f"{_PREFIX}{group.name}:{hashlib.sha256(row).hexdigest()[:16]}"
+        key = f"{_PREFIX}{group[0]}:{hashlib.sha256(row).hexdigest()[:16]}"
         try:
-            documents = [(one, self._write(document)) for one, document in held.found]
             value = {
                 "namespace": namespace,
                 "embedding": base64.b64encode(row).decode(),
                 "question": held.question,
                 "found_at": held.found_at,
-                "documents": documents,
+                "documents": [(one, self._write(document)) for one, document in held.found],
             }
             with self._lock:
-                if self._store is None or self._epoch != group.epoch:
-                    return
-                self._keys.pop(key, None)
-                old = list(self._keys)[: max(0, len(self._keys) + 1 - self._capacity)]
-                self._store.put({**dict.fromkeys(old), key: value})
-                self._keys = {one: None for one in (*self._keys, key) if one not in old}
-        except (TypeError, ValueError):  # no JSON
-            return
+                if self._store is not None and self.epoch == group[1]:
+                    others = [one for one in self._store.keys(_PREFIX) if one != key]
+                    self._store.put({**dict.fromkeys(others[: 1 - self._capacity or None]), key: value})
+        except (TypeError, ValueError) as error:
+            log.debug("a result that is no JSON is not kept: %s", error)
         except OSError as error:
             log.warning("a cached question could not be kept: %s", error)
 
@@ -110,39 +96,28 @@ class SavedQuestions(Generic[Document]):
         OSError if the folder cannot be changed.
         """
         with self._lock:
-            if self._store is None:
-                return 0
-            gone = []
-            for key in self._store.keys(_PREFIX):
-                found = self._held(key)
-                if found is None or goes(Partition(found[0], 1), found[2]):
-                    gone.append(key)
-            self._store.erase(gone)
-            unread = len(self._unread.intersection(gone))
-            self._unread.difference_update(gone)
-            self._keys = {key: None for key in self._keys if key not in gone}
-            return unread
+            every = () if self._store is None else self._store.keys(_PREFIX)
+            held = {key: self._held(key) for key in every}
+            gone = [key for key, one in held.items() if one is None or goes(Partition(one[0], 1), one[2])]
+            if self._store is not None:
+                self._store.erase(gone)
+            before, self._unread = self._unread, [key for key in self._unread if key not in gone]
+            return len(before) - len(self._unread)
 
     def clear(self) -> None:
         """Erase everything, as an index has changed."""
-        with self._lock:
-            self._epoch += 1
-            if not self._keys or self._store is None:
-                return
-            self._keys, self._unread = {}, set()
-            try:
-                self._store.erase(self._store.keys(_PREFIX))
-            except OSError:
-                log.exception("cached questions of before a change are left; delete %s", self._store.folder)
+        self.epoch += 1
+        try:
+            self.drop(lambda *_: True)
+        except OSError:
+            log.exception("cached questions of before a change of the index are left; delete their folder")
 
     def _held(self, key: str) -> tuple[str, Float32, Held[Document]] | None:
         """Namespace, embedding and results of a key; None if they cannot be read."""
-        assert self._store is not None
         try:
-            value = self._store.get(key)
+            value: Any = None if self._store is None else self._store.get(key)
             found = tuple((one, self._read(document)) for one, document in value["documents"])
-            held = Held(found, value["question"], float(value["found_at"]))
             row = np.frombuffer(base64.b64decode(value["embedding"]), np.float32)
-            return value["namespace"], row, held
+            return value["namespace"], row, Held(found, value["question"], float(value["found_at"]))
         except Exception:  # damaged, of another program or framework, or a document that is gone
             return None

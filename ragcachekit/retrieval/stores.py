@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from typing import Any
 
 _METRICS = {
@@ -15,8 +15,6 @@ _METRICS = {
     **dict.fromkeys(("ip", "dot", "inner", "inner_product", "max_inner_product", "dot_product"), "ip"),
 }
 """By the names that stores use, in lower case."""
-
-_FAISS_METRICS = {0: "ip", 1: "l2"}
 
 
 def _of_chroma(store: Any) -> object:
@@ -31,10 +29,13 @@ def _of_qdrant(store: Any) -> object:
     return getattr(vectors, "distance", None)
 
 
-_STRATEGIES: Mapping[str | None, Callable[[Any], object]] = {"chroma": _of_chroma, "qdrant": _of_qdrant}
-
-_COSINE = frozenset({"InMemoryVectorStore", "SimpleVectorStore"})
-"""Stores of the frameworks that know no other metric."""
+_STRATEGIES: Mapping[str, Callable[[Any], object]] = {
+    "chroma": _of_chroma,
+    "qdrant": _of_qdrant,
+    "FaissVectorStore": lambda store: {0: "ip", 1: "l2"}.get(store.client.metric_type),
+    "InMemoryVectorStore": lambda _: "cosine",
+    "SimpleVectorStore": lambda _: "cosine",
+}
 
 _CONTENT: Mapping[str, Callable[[Any], object]] = {
     "InMemoryVectorStore": lambda store: [
@@ -43,24 +44,18 @@ _CONTENT: Mapping[str, Callable[[Any], object]] = {
     "SimpleVectorStore": lambda store: (store.data.text_id_to_ref_doc_id, store.data.metadata_dict),
     "SimpleKVStore": lambda store: store._collections_mappings,
     "VectorStoreIndex": lambda index: index.index_struct.nodes_dict,
+    **dict.fromkeys(("SimpleDocumentStore", "SimpleIndexStore"), lambda _: ()),  # parts of it are stores
+    "FaissVectorStore": lambda store: store.client.ntotal,
     "FAISS": lambda store: (store.index.ntotal, store.index_to_docstore_id, store.docstore._dict),
 }
 """What stores hold in memory, without vectors: another embedding model has another name."""
 
-_PARTS = frozenset({"SimpleDocumentStore", "SimpleIndexStore"})
-"""Stores that hold nothing but another store."""
-
 
 def metric_of(store: Any) -> str | None:
     """The metric that a store searches by; None where it does not say."""
-    kind, strategy = _kind(store), None
+    strategy = getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
     with suppress(Exception):  # a server that cannot be reached
-        strategy = _STRATEGIES.get(kind, lambda _: None)(store)
-    if type(store).__name__ in _COSINE:
-        strategy = "cosine"
-    strategy = strategy or getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
-    if strategy is None and kind == "faiss":
-        return _FAISS_METRICS.get(getattr(getattr(store, "client", None), "metric_type", -1))
+        strategy = _STRATEGIES[_kind(store)](store)
     return _METRICS.get(str(getattr(strategy, "value", strategy)).lower())
 
 
@@ -69,27 +64,23 @@ def state_of(store: Any) -> object:
 
     A change that keeps the count is not seen.
     """
-    kind, name = _kind(store), type(store).__name__
+    kind = _kind(store)
     if kind == "chroma":
         model = store._collection.get_model()
         return str(model.id), store._collection.count(), model.version, model.log_position
     if kind == "qdrant":
         return store.collection_name, store.client.count(store.collection_name).count
-    if name == "RagCacheVectorStore":
+    if kind == "RagCacheVectorStore":
         own = store.index if hasattr(store, "index") else store.client
-        return own.path and (lambda: str(own.path.resolve()))  # its parts have the version
-    if name == "FaissVectorStore":
-        return store.client.ntotal
-    if name in _CONTENT:
-        return lambda: _digest(_CONTENT[name](store))
-    return () if name in _PARTS else None
+        return own.path and (lambda: str(own.path.resolve()))  # its version is in keys anyway
+    if kind == "DocumentIndex":
+        return store.path and (lambda: (str(store.path.resolve()), store.version))
+    if kind in _CONTENT:
+        return lambda: sha256(json.dumps(_CONTENT[kind](store), default=repr).encode()).hexdigest()
+    return None
 
 
-def _kind(store: object) -> str | None:
+def _kind(store: object) -> str:
+    """The store's system where both frameworks have classes for it, else the name of its class."""
     words = re.split(r"[._]", type(store).__module__)
-    return next((kind for kind in ("chroma", "qdrant", "faiss") if kind in words), None)
-
-
-def _digest(content: object) -> str:
-    text = json.dumps(content, default=lambda one: one.model_dump(mode="json"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return next((kind for kind in ("chroma", "qdrant") if kind in words), type(store).__name__)

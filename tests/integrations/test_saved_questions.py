@@ -246,7 +246,7 @@ def test_damage_means_an_empty_cache(tmp_path, damage, caplog):
 def test_the_metric_is_that_of_a_chroma_collection(space, metric):
     settings = None if space is None else {"hnsw": {"space": space}}
     store = Chroma(f"of-{space}", WordEmbeddings(), collection_configuration=settings)
-    assert RagCacheRetriever.wrap(store).metric == metric
+    assert RagCacheRetriever.wrap(store).query_cache.metric == metric
 
 
 @pytest.mark.parametrize(("distance", "metric"), [("Cosine", "cosine"), ("Dot", "ip"), ("Euclid", "l2")])
@@ -254,7 +254,7 @@ def test_the_metric_is_that_of_a_qdrant_collection(distance, metric):
     client = QdrantClient(":memory:")
     client.create_collection("facts", vectors_config={"v": VectorParams(size=64, distance=distance)})
     store = QdrantVectorStore(client, "facts", WordEmbeddings(), vector_name="v", distance=Distance(distance))
-    assert RagCacheRetriever.wrap(store).metric == metric
+    assert RagCacheRetriever.wrap(store).query_cache.metric == metric
 
 
 def test_an_unknown_metric_is_said_once(caplog):

@@ -55,7 +55,7 @@ def call(
 
 
 def test_settings_are_the_arguments() -> None:
-    taken = set(inspect.signature(RetrieverCache).parameters) - {"framework", "index"}
+    taken = set(inspect.signature(RetrieverCache).parameters) - {"framework", "retriever", "store", "index"}
     assert set(RetrieverSettings.__annotations__) == taken | {"namespace"}
 
 
