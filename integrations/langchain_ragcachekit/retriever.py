@@ -78,7 +78,7 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    rag, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition, order, path
+    rag, namespace, tolerance, capacity, metric, ttl, guard, version, partition, order, path
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -92,7 +92,6 @@ class RagCacheRetriever(BaseRetriever):
     tolerance: float = 0.0
     capacity: int = 1000
     metric: str | None = None
-    eviction: str = "fifo"
     ttl: float | None = Field(default=None, gt=0)
     guard: SkipValidation[bool | Callable[[str, str], bool]] = True
     version: SkipValidation[Callable[[], object] | None] = Field(default=None, exclude=True, repr=False)

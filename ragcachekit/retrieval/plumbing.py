@@ -88,7 +88,7 @@ class RetrieverSettings(TypedDict, total=False):
     tolerance : float
         Maximum distance of a hit in the metric's unit; 0 (the default) is an equal vector, and an equal
         question where the search does not go by vector. Calibrate anything else.
-    capacity, metric, eviction
+    capacity, metric
         As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default. ``metric`` is that of
         the index or store that is searched. Where that is not known, it is ``cosine``, and with a tolerance
         the log says so.
@@ -119,7 +119,6 @@ class RetrieverSettings(TypedDict, total=False):
     tolerance: float
     capacity: int
     metric: str | None
-    eviction: str
     ttl: float | None
     guard: bool | Guard
     version: Callable[[], object] | None
@@ -221,7 +220,6 @@ class RetrieverCache(CachedRetrieval[Document]):
         tolerance: float = 0.0,
         capacity: int = 1000,
         metric: str | None = None,
-        eviction: str = "fifo",
         ttl: float | None = None,
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
@@ -241,7 +239,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
         metric = metric or (metric_of(store) if index is None else index.metric)
         self.metric = metric or "cosine"
-        keys = ProximityCache(capacity, tolerance, self.metric, eviction)
+        keys = ProximityCache(capacity, tolerance, self.metric)
         if metric is None and tolerance and store is not None:
             log.warning(
                 "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
