@@ -55,8 +55,8 @@ class StoreConfig:
     - ``host_bytes``: Budget of the host memory tier; 0: off. Page-locked with ``gpu_bytes`` or ``pin_host``,
       if there is CUDA.
     - ``disk_path``: Folder of the disk tier; None: off.
-    - ``disk_bytes``: Budget of the disk tier. None (the default): half of what is free or in the folder
-      already, at most 64 GiB.
+    - ``disk_bytes``: Budget of the disk tier. None (the default): half of the bytes that are free or already
+      in the folder, at most 64 GiB.
     - ``redis_url``: ``redis://host:port/0`` (Redis or Valkey, ``rediss://`` over TLS) for small hot entries;
       None: off.
     - ``redis_entry_bytes``: Largest entry of that tier, whose budget is the server's ``maxmemory``; larger
@@ -73,9 +73,9 @@ class StoreConfig:
       Redis evict the least recently used, the bulk tier the oldest.
     - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*`` stands for every other
       one.
-    - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded,
-      never called exact, and computed again where exactness was asked for.
-    - ``pin_host``: Page-lock host memory although there is no GPU tier.
+    - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded
+      and never counts as exact; a policy that asks for exact KV computes it again.
+    - ``pin_host``: Page-lock host memory even without a GPU tier.
     """
 
     host_bytes: int = DEFAULT_HOST_BYTES
@@ -126,8 +126,8 @@ class StoreConfig:
 class TreeConfig:
     """Budgets of the knowledge tree: exact KV of the beginnings of past prompts.
 
-    - ``gpu_bytes``, ``host_bytes``: Budgets in GPU memory (0, the default, or a model on a CPU: off) and in
-      host memory.
+    - ``gpu_bytes``, ``host_bytes``: Budgets in GPU memory and in host memory. The GPU tier is off at 0, the
+      default, and for a model on a CPU.
     - ``disk_bytes``: Budget on the disk, in the folder ``tree`` of the store's ``disk_path``; 0: off.
     - ``eviction``: Eviction policy in memory: ``pgdsf`` (RAGCache section 5.1; its time window:
       ``pgdsf:20000``), ``gdsf``, ``lfu``, ``lru``.
@@ -151,10 +151,10 @@ class ShadowConfig:
     """Share of requests prefilled a second time in full, to measure the effect of reuse on answers.
 
     - ``share``: Share of requests that are drawn, 0 to 1; 0: off.
-    - ``window``: Number of last compared requests that the bound is about.
+    - ``window``: Number of last compared requests to which the bound applies.
     - ``bound``: Warn when more than ``bound * window`` of the last ``window`` prompts had a token that
       differed from full's.
-    - ``fall_back``: From then on compute prompts of that namespace in full, until ``rag.shadow.reset()``.
+    - ``fall_back``: After the warning, prefill that namespace in full, until ``rag.shadow.reset()``.
     - ``seed``: Seed of the draw: the same seed draws the same requests.
     """
 
@@ -177,7 +177,7 @@ class ShadowConfig:
 class LoadConfig:
     """Loading of entries from slow tiers (disk, remote) into a prompt.
 
-    - ``when``: ``auto`` computes a chunk where loading its KV would take longer, by times measured on this
+    - ``when``: ``auto`` computes a chunk if loading its KV would take longer, by times measured on this
       machine.
     - ``deadline``: Seconds that a request waits for an entry; after that its chunk is computed.
     - ``threads``: Number of simultaneous reads.

@@ -32,6 +32,10 @@ class PromptTooLong(RagCacheError):
     """The prompt (and the tokens asked for) exceeds the model's context length."""
 
 
+class UnknownChunk(RagCacheError):
+    """A chunk id in a prompt names no text that is known in its namespace: encode the text again."""
+
+
 class LinkedPromptUsed(RagCacheError):
     """A linked prompt was used a second time; its cache already holds generated tokens."""
 

@@ -32,8 +32,8 @@ class RequestStart:
 class QueryLookup:
     """A lookup in a query cache, without question and documents.
 
-    - ``result``: ``hit``, ``miss``, ``refused`` (an entry within the tolerance was not used: another
-      question, expired) or ``failed`` (the cache could not use the embedding).
+    - ``result``: ``hit``, ``miss``, ``refused`` (an entry within the tolerance was not used: the guard
+      refused it, or it had expired) or ``failed`` (the cache could not use the embedding).
     - ``started_ns``: When it began, in nanoseconds of :func:`time.time_ns`.
     - ``documents``: Documents of a hit, or of the search after another result.
     - ``search_seconds``: From the end of the lookup to that of the search; None before a search.
@@ -50,7 +50,7 @@ class QueryLookup:
 class Observer:
     """Base of observers, with methods that do nothing; see :meth:`ragcachekit.RagCache.add_observer`.
 
-    Its errors are logged and cost no answer. No method may wait: requests do, queued ones all together.
+    Errors are logged and do not affect answers. A slow method delays its request, or all queued requests.
     Export from a thread of your own.
     """
 

@@ -51,7 +51,7 @@ class ChunkUse(Report):
       include the fixed text in front of it), or ``computed``.
     - ``recomputed``: Rows that the policy recomputed.
     - ``exact``: Comes after exactly the text that it was encoded after (as the prompt's first text does).
-    - ``contexts``: Contexts that it was encoded in; above 1 their mean served. 0 where it was computed.
+    - ``contexts``: How many contexts it was encoded in; if several, their mean was used. 0: computed.
     """
 
     chunk_id: str
@@ -91,6 +91,7 @@ class LinkReport(Report):
     - ``kernels``: What attended in the linked forward: ``triton``, or ``torch`` and why. Empty where the
       prompt was prefilled in full.
     - ``miss_reason``: Why nothing was reused; empty where something was.
+    - ``retries``: How often it was planned again, as entries failed to load or the linked prefill failed.
     - ``grade``: ``linked``, or ``prefix`` where the model reuses exact beginnings alone.
     """
 
@@ -116,6 +117,7 @@ class LinkReport(Report):
     plan_ms: float = 0.0
     miss_reason: str = ""
     grade: str = "linked"
+    retries: int = 0
 
     @property
     def reused_tokens(self) -> int:
@@ -165,8 +167,8 @@ class LinkReport(Report):
 class GenerateReport(Report):
     """A :class:`LinkReport` with what generation measured; ``ttft_ms`` and ``total_ms`` count from the call.
 
-    ``queue_ms`` of them passed before its turn; at most ``batch`` requests were decoded together with it,
-    itself included.
+    ``queue_ms`` is the part of them before its turn. ``batch`` is the largest number of requests decoded
+    together with it, itself included.
     """
 
     link: LinkReport
@@ -249,7 +251,7 @@ class ShadowReport(Report):
 
 @dataclass(frozen=True)
 class EncodingStats(Report):
-    """What missed entries cost since the engine was made, in tokens of chunks and first texts.
+    """What misses have cost since the engine was created, in tokens of chunks and of the texts before them.
 
     - ``missed_tokens``: Computed in place by the requests that missed them.
     - ``captured_tokens``: Of these, stored as they were computed.
@@ -277,7 +279,7 @@ class QueueStats(Report):
       deadline, and ended by another error.
     - ``waiting``, ``running``: Before their turn, and in the batch.
     - ``steps``, ``mean_batch``: Decoding steps, and requests decoded in one on average.
-    - ``most_overtaken``: How often later requests of its namespace overtook one request, at most.
+    - ``most_overtaken``: The largest number of later requests of its namespace that overtook one request.
     """
 
     submitted: int = 0

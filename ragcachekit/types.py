@@ -51,12 +51,14 @@ class Segment:
     token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if (self.text is None) == (self.token_ids is None):
-            raise ValueError(f"{type(self).__name__} needs exactly one of text= and token_ids=")
+        given = [one for one in (self.text, self.token_ids, getattr(self, "id", None)) if one is not None]
+        if len(given) != 1:
+            kinds = "text=, token_ids= and id=" if isinstance(self, Chunk) else "text= and token_ids="
+            raise ValueError(f"{type(self).__name__} needs exactly one of {kinds}")
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", tuple(int(i) for i in self.token_ids))
-        elif not isinstance(self.text, str):
-            raise TypeError(f"text must be str, not {type(self.text).__name__}")
+        elif not isinstance(given[0], str):
+            raise TypeError(f"text and id must be str, not {type(given[0]).__name__}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,12 @@ class Text(Segment):
 
 @dataclass(frozen=True)
 class Chunk(Segment):
-    """An immutable piece of retrieved text whose KV may be reused."""
+    """An immutable piece of retrieved text whose KV may be reused.
+
+    ``id``, as :meth:`ragcachekit.RagCache.encode` returned it, stands for the text that was encoded.
+    """
+
+    id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ _EXPLAINED = (
     "",
     "Each model was compared with an untouched copy. Linked: with everything recomputed, logits are within "
     "1e-5 and greedy tokens equal; with four tokens of a chunk recomputed, logits, keys and values are "
-    f"within 1e-4 of decoding steps. Prefix: greedy tokens are equal in {DIALOGUES} random dialogues with "
-    "hits, evictions, restarts and forgotten chunks.",
+    f"within 1e-4 of decoding token by token. Prefix: greedy tokens are equal in {DIALOGUES} random "
+    "dialogues with hits, evictions, restarts and forgotten chunks.",
 )
 
 

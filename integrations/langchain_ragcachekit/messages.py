@@ -47,7 +47,7 @@ def format_docs(documents: Iterable[Document]) -> str:
 def to_dicts(
     messages: Sequence[BaseMessage], renders_tools: Callable[[], bool] = lambda: False
 ) -> list[dict[str, Any]]:
-    """Convert messages; content blocks with one of :data:`MARKS` are marked as chunks.
+    """Convert messages; content blocks with one of :data:`MARKS` are marked as chunks, by text or by id.
 
     ``renders_tools``: whether the chat template has tools. Without, messages of tools and with tool
     calls are a ValueError, as are content blocks that are not text; it names the block's type.
@@ -105,7 +105,8 @@ def _block(block: str | dict[str, Any]) -> dict[str, Any] | None:
     # LangChain's standard blocks put unknown keys under "extras".
     extras = block.get("extras") or {}
     marked = any(block.get(mark) or extras.get(mark) for mark in MARKS)
-    plain = {"type": "text", "text": block["text"]}
+    given = "id" if marked and "text" not in block else "text"
+    plain = {"type": "text", given: block[given]}
     return {**plain, "chunk": True} if marked else plain
 
 

@@ -51,6 +51,8 @@ RANKING = ("k", "fetch_k", "lambda_mult", "score_threshold")  # search arguments
 UNSTATED_K = 1  # of a partition where none was given
 CONFIG = "_run_config"
 """Keyword under which ``invoke`` passes its config on: LangChain gives a retriever only the callbacks."""
+ON_STAGE = "_on_stage"
+"""Keyword of ``invoke`` for what is called at each stage, as ``on_stage`` of a ``Call``."""
 
 
 class RagCacheRetriever(BaseRetriever):
@@ -234,7 +236,7 @@ class RagCacheRetriever(BaseRetriever):
     def _call(
         self, query: str, kwargs: dict[str, Any], callbacks: Callable[[], BaseCallbackManager], is_async: bool
     ) -> Call[Document]:
-        given = kwargs.pop(CONFIG, None) or ensure_config()
+        given, on_stage = kwargs.pop(CONFIG, None) or ensure_config(), kwargs.pop(ON_STAGE, None)
         retriever, config = self.retriever, given
         if isinstance(retriever, DynamicRunnable):
             retriever, config = retriever.prepare(given)
@@ -251,6 +253,7 @@ class RagCacheRetriever(BaseRetriever):
             partial(search.run, is_async=is_async),
             search.own,
             partial(run_in_executor, None) if is_async else None,
+            on_stage,
         )
 
     def _partition(self, search: Search) -> Partition | None:

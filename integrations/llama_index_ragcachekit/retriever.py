@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -118,6 +118,7 @@ class RagCacheRetriever(BaseRetriever):
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
         self._namespace = self.query_cache.namespace_of(namespace)
+        self._on_stage: Callable[[tuple[NodeWithScore, ...] | None], object] | None = None
         if self._custom is None and is_by_embedding(retriever, self._embed_model):
             self.query_cache.follow(retriever, lambda: self._namespace, self._nearest)
 
@@ -156,6 +157,12 @@ class RagCacheRetriever(BaseRetriever):
         found = getattr(self._retriever, "_index", None)
         return found if isinstance(found, VectorStoreIndex) else None
 
+    def watched(self, on_stage: Callable[[tuple[NodeWithScore, ...] | None], object]) -> Self:
+        """A copy that calls ``on_stage`` as described in :class:`ragcachekit.retrieval.plumbing.Call`."""
+        retriever = copy(self)
+        retriever._on_stage = on_stage
+        return retriever
+
     def cache_key_parts(self) -> tuple[object, ...]:
         """What decides about results where this retriever is part of another one that is cached."""
         order = self.query_cache.order
@@ -187,6 +194,7 @@ class RagCacheRetriever(BaseRetriever):
             lambda embedding: search(self._inner_bundle(bundle, embedding)),
             own,
             asyncio.to_thread if is_async else None,
+            self._on_stage,
         )
 
     def _inner_bundle(self, bundle: QueryBundle, embedding: Any) -> QueryBundle:

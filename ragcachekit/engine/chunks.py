@@ -137,11 +137,12 @@ class Chunks:
             self._unless_forgotten(self._parser.register, texts, namespace, since)
             self._planner.observe(self._parser.parse(prompt, namespace))
         if self._parts.grade.name == "prefix":  # chunks have no KV of their own
-            self._unless_forgotten(self._parser.register, texts, namespace, since)
-            return EncodedIds(chunk_id(self._parser.chunk_ids(text), namespace) for text in texts)
+            ids = [chunk_id(self._parser.chunk_ids(text), namespace) for text in texts]
+            self._register_named(texts, ids, namespace, since)
+            return EncodedIds(ids)
         policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
         items = self._planner.missing(texts, namespace, policy, system, since)
-        self._unless_forgotten(self._parser.register, texts, namespace, since)
+        self._register_named(texts, [item.key.chunk_id for item in items], namespace, since)
         todo = encoder.complete(item for item in items if not self._is_stored(item))
         if isinstance(self._parts.store, NullStore):
             self._warn(
@@ -156,6 +157,10 @@ class Chunks:
         if len(kept.kept) < len(kept) and not isinstance(self._parts.store, NullStore):
             self._warn_of_lost(kept, todo)
         return kept
+
+    def _register_named(self, texts: Sequence[str], ids: Sequence[str], namespace: str, since: int) -> None:
+        register = partial(self._parser.register, ids=dict(zip(texts, ids, strict=True)))
+        self._unless_forgotten(register, texts, namespace, since)
 
     def _warn_of_lost(self, ids: EncodedIds, todo: Sequence[Missing]) -> None:
         """Log how much an ``encode`` kept of what it was given; ``todo`` are the entries it encoded."""
@@ -269,6 +274,10 @@ class Chunks:
     ) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
         forgets = self._parts.forgets
+
+        def is_gone(name: str, text: str) -> bool:
+            return name in (ids or ()) or (within is not None and within.in_text(text))
+
         with forgets.storing, forgets.storing_in_tree:
             try:
                 return self.drop(namespace, ids, within)
@@ -277,6 +286,7 @@ class Chunks:
                     try:  # before the epoch: work that begins with the next one has no such neighbour
                         self._planner.forget(namespace, ids, within)
                         self._parser.forget(namespace, None if ids is None else texts)
+                        self._parser.registry.forget_ids(namespace, is_gone)
                     finally:
                         forgets.add(namespace, ids, texts, within)
                         with self._reordering:

@@ -226,7 +226,7 @@ def diagnose(
     ``documents`` are strings, or objects with ``page_content`` or ``get_content()``; TypeError for others.
     """
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
-    ideal = _as_registered(parser, prompt, texts)
+    ideal = _as_registered(parser, prompt, texts, namespace or "")
     real = ideal if namespace is None else parser.segment(prompt, namespace)
     known = {text.strip() for text in (texts if namespace is None else parser.registry.texts(namespace))}
     found, possible, whole = _chunks(real), _chunks(ideal), _text(real)
@@ -262,9 +262,12 @@ def text_of(document: object, number: int = 1) -> str:
     return text
 
 
-def _as_registered(parser: PromptParser, prompt: PromptLike, texts: Sequence[str]) -> Segmentation:
+def _as_registered(
+    parser: PromptParser, prompt: PromptLike, texts: Sequence[str], namespace: str
+) -> Segmentation:
     scratch = uuid4().hex
     parser.registry.add(scratch, texts)
+    parser.registry.name(scratch, parser.registry.named(namespace))
     try:
         return parser.segment(prompt, scratch)
     finally:

@@ -93,7 +93,7 @@ class RagCache:
         ``ragcachekit calibrate`` then decides the policy.
     encoder : str, optional
         What chunks are encoded after: ``standalone``, ``sinks:4``, ``system``, ``similar:10``, ``in-prompt``;
-        default is the policy's own, else ``standalone``. With it, ``auto`` chooses the policy alone.
+        the default is the policy's own, or else ``standalone``. If set, ``auto`` chooses only the policy.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
         :class:`PrecedingChunks` or your own; a mapping gives one per namespace. Without, ``similar:n`` takes
@@ -110,12 +110,12 @@ class RagCache:
         When missed chunks are encoded: in a thread after the answer, before the answer is returned, or only
         by :meth:`encode`. What a request computed exactly as its encoding is stored without (not by "never").
     encode_after : int
-        Misses of a chunk before "background" encodes it: 2 spares chunks that are retrieved only once; 1 has
-        every chunk warm at its second use.
+        At which miss "background" encodes a chunk: with 2, chunks that are retrieved only once are never
+        encoded; with 1, every chunk is ready at its second use.
     shadow : float or ShadowConfig, optional
         Share of the prompts that is prefilled again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
-        Whether chunks in slow tiers are loaded only where that is quicker than computing them.
+        ``auto`` loads chunks from slow tiers only if that is quicker than computing them.
     tree : TreeConfig or KnowledgeTree, optional
         Exact KV of the beginnings of past prompts (RAGCache's knowledge tree), reused by prompts that begin
         with the same chunks in the same order. A tree that was passed in is not closed.
@@ -214,9 +214,8 @@ class RagCache:
     ) -> Request:
         """Queue one prompt; it is answered together with others, token by token.
 
-        Of waiting requests those with more of their prompt cached come first, and namespaces get equal shares
-        of the computed tokens (:class:`ragcachekit.QueueConfig`). Beam search runs alone; the report has a
-        note.
+        Waiting requests with more of their prompt cached come first, and namespaces get equal shares of the
+        computed tokens (:class:`ragcachekit.QueueConfig`). Beam search runs alone; the report has a note.
 
         Parameters
         ----------
@@ -293,9 +292,7 @@ class RagCache:
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        request = self.prepare(prompt, **options)
-        with self.components.active:
-            linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        linked, plan = self._linked(self.prepare(prompt, **options))
         if (loads := self.components.loads) is not None:
             loads.follow(plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
@@ -311,9 +308,7 @@ class RagCache:
         >>> rich.print(rag.inspect(prompt))                        # doctest: +SKIP
         """
         decode = partial(self.components.parser.tokens.decode, special=True)
-        request = self.prepare(prompt, namespace=namespace, policy=policy)
-        with self.components.active:
-            _, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        _, plan = self._linked(self.prepare(prompt, namespace=namespace, policy=policy))
         return prompt_view(plan, decode)
 
     def diagnose(
@@ -398,10 +393,10 @@ class RagCache:
     def cached_first(self, texts: Iterable[str], *, namespace: str | None = None) -> list[int]:
         """An order of retrieved texts in which more of their prompt is an exact cached beginning.
 
-        Returns their numbers: first the texts that make the longest chain in the knowledge tree's memory
-        after the namespace's last system text, then the others as given; without a tree, all as given. Loads
-        and computes nothing, and counts no access. The report of a prompt with the texts in another order has
-        a note. Called by retrievers with ``order="cached"``.
+        Returns indices: first those of the texts that form the longest chain in the knowledge tree's memory
+        after the namespace's last system text, then the others in the given order; without a tree, all in the
+        given order. Loads and computes nothing, and counts no access. The report of a prompt with the texts
+        in another order has a note. Called by retrievers with ``order="cached"``.
         """
         return self.chunks.cached_first(texts, self._checked(namespace))
 
@@ -417,14 +412,14 @@ class RagCache:
     ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
 
-        ``kept`` of what is returned are the ids of those whose KV is stored: all, unless they do not fit into
-        the store, which is logged as a warning too.
+        In prompts of the namespace, an id stands for its text: ``Chunk(id=...)``. The result's attribute
+        ``kept`` has the ids whose KV is stored. If not all fit into the store, a warning is logged.
 
         Where the :attr:`grade` is ``prefix``, chunks have no KV of their own: they are registered, and the
         beginning of ``prompt`` is computed, or ``system`` with the first chunk.
 
-        What :meth:`forget` drops meanwhile is neither stored nor registered, nor is what depends on it. What
-        was encoded before a cancellation is kept.
+        A text that :meth:`forget` drops meanwhile is neither stored nor registered, nor is KV that depends on
+        it. What was encoded before a cancellation is kept.
 
         Parameters
         ----------
@@ -481,9 +476,9 @@ class RagCache:
         """Drop the KV of chunks and texts, and KV that was computed after them; returns the entries dropped.
 
         A text is forgotten wherever it was: as a chunk, as a part of one, in a question, in the text before
-        the first chunk, in an earlier turn. Whitespace does not count. KV that may hold the text is dropped
-        as well, and so are cached search results that contain a forgotten chunk. Chunks that merely hold it
-        stay registered.
+        the first chunk, in an earlier turn. Whitespace is ignored. KV that may hold the text is dropped as
+        well, and so are cached search results that contain a forgotten chunk. Chunks that only contain the
+        text stay registered.
 
         Delete the document from its index first: what a search finds is registered again. Work that began
         before this returns stores no forgotten chunk. Another process on the same disk folder keeps its own
@@ -504,7 +499,7 @@ class RagCache:
         namespace: str | None = None,
         progress: bool = False,
     ) -> TuneReport:
-        """Choose encoder and policy for ``policy="auto"`` now, by at most a minute of measuring.
+        """Choose encoder and policy for ``policy="auto"`` now; measures for at most a minute.
 
         Prompts are continued by a full prefill and under every candidate. The one whose next tokens differ
         least is chosen and recorded in the cache folder, for this model and namespace.
@@ -630,6 +625,17 @@ class RagCache:
         if self._process != os.getpid():
             raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
+
+    def _linked(self, request: PromptRequest) -> tuple[LinkedPrompt, LinkPlan]:
+        """Link a request in this thread; what cannot be linked is computed in full."""
+        link = partial(link_ahead, self.model, self.components.rope)
+        with self.components.active:
+            try:
+                return link(self.plan(request), self.replan)
+            except Exception as error:
+                if not request.reads_cache:
+                    raise
+                return link(self.plan(request.after_failure(error)))
 
     def _request(
         self, prompt: PromptRequest, options: dict[str, Any], stop: Sequence[str], **call: Any

@@ -115,11 +115,9 @@ class Runner:
             except Exception as error:
                 if not prompt.reads_cache or (streamer is not None and streamer.streamed):
                     raise
-                log.warning("a linked prompt failed and is computed in full", exc_info=True)
                 if streamer is not None:
                     streamer.restart()
-                full = replace(prompt, fallback=f"the linked prompt failed: {error!r}")
-                self._prefill(request, run, self._plan(full), why is None)
+                self._prefill(request, run, self._plan(prompt.after_failure(error)), why is None)
             if wanted and run.decoding is not None and not run.decoding.finished:
                 run.kept = self._after_answer.keep_early(run.decoding.generated())
         return run.decoding is None or run.decoding.finished

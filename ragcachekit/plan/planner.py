@@ -27,6 +27,7 @@ from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.remote import reported
 from ragcachekit.types import DEFAULT_NEIGHBOURS, Ids, KVKey, parse_encoder, whole_id
 
 log = logging.getLogger(__name__)
@@ -204,6 +205,8 @@ class Planner:
 
         Only chunks after the match in the tree are looked up in the store (FusionRAG 4.1, alternative path).
         """
+        if request.retries and self._tree is not None:
+            self._tree.check_gpu()
         if not self.unchanged():
             return replace(request, fallback=MODEL_CHANGED)
         if not request.reads_cache:
@@ -214,9 +217,10 @@ class Planner:
         ids = frozenset(whole_id(i) for want in request.wanted for i in (*want.before, want.key.chunk_id))
         if not self._is_linked:
             ids = frozenset(i for step in request.place[1] for i in step.ids)
-        match = match_prefix(
-            self._tree, request.place, request.token_ids, request.segments, ids, self._layout
-        )
+        with reported(request.fetch.failures):
+            match = match_prefix(
+                self._tree, request.place, request.token_ids, request.segments, ids, self._layout
+            )
         wanted = tuple(want for want in request.wanted if want.start >= match.tokens)
         return replace(request, wanted=wanted, prefix_match=match)
 
@@ -359,18 +363,11 @@ class Estimator:
         cached = known + sum(
             len(want.token_ids)
             for want in self._wanted
-            if want.start >= known and any(map(self._in_memory, keys_for(want, self._variants)))
+            if want.start >= known and any(map(self._store.in_memory, keys_for(want, self._variants)))
         )
         return cached, max(1, self.tokens - cached)
 
     def to_load(self) -> list[KVKey]:
         """Keys to look up in slow tiers."""
         every = [keys_for(want, self._variants) for want in self._wanted]
-        return [key for keys in every if not any(map(self._in_memory, keys)) for key in keys]
-
-    def _in_memory(self, key: KVKey) -> bool:
-        try:
-            return self._store.in_memory(key)
-        except Exception:  # a user's own store
-            log.warning("a store failed to report what is in memory", exc_info=True)
-            return False
+        return [key for keys in every if not any(map(self._store.in_memory, keys)) for key in keys]

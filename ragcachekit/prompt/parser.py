@@ -147,9 +147,14 @@ class PromptParser:
         ids, bos = self.tokens.before_chunk(system, special=False), self.tokens.leading
         return ids if ids[: len(bos)] == bos else bos + ids
 
-    def register(self, namespace: str, texts: Sequence[str]) -> int:
-        """Search the namespace's prompts for these texts; returns how many are long enough."""
+    def register(self, namespace: str, texts: Sequence[str], ids: Mapping[str, str] | None = None) -> int:
+        """Search the namespace's prompts for these texts; returns how many are long enough.
+
+        Of texts with ``ids``, prompts may have these instead.
+        """
         self.special_tokens.add(namespace, texts)
+        if ids is not None:
+            self.registry.name(namespace, {ids[text]: text for text in texts})
         return self.registry.add(namespace, texts)
 
     def forget(self, namespace: str, texts: Sequence[str] | None) -> None:
@@ -186,7 +191,10 @@ class PromptParser:
         if tools:
             self._check_tools(prompt)
         if isinstance(prompt, Prompt):
-            return self._split(Segmentation(prompt.segments), namespace)
+            text, named = self.registry.text, [getattr(one, "id", None) for one in prompt.segments]
+            pairs = zip(named, prompt.segments, strict=True)
+            given = (one if name is None else Chunk(text(namespace, name)) for name, one in pairs)
+            return self._split(Segmentation(tuple(given)), namespace)
         if isinstance(prompt, str):
             return self._split(segment_text(prompt, self.registry, namespace), namespace)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):

@@ -9,10 +9,12 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from ragcachekit.errors import UnknownChunk
 from ragcachekit.prompt.tokenizer import SpecialTokenTexts, common_length, is_read_apart, plain_count
 from ragcachekit.types import Chunk, Ids, Segment, Text, chunk_id, part_id
 
@@ -153,7 +155,8 @@ def segment_messages(
     generation prompt included; what it raises for the messages themselves is passed on. ValueError or
     TypeError for messages that are not of this form.
     """
-    given = [_content_segments(message) for message in messages]
+    text_of = partial(registry.text, namespace)
+    given = [_content_segments(message, text_of) for message in messages]
     rendered = render([_with_content(m, c) for m, c in zip(messages, given, strict=True)])
     contents, notes = list[list[Segment]](), list[str]()
     for number, content in enumerate(given, 1):
@@ -184,7 +187,7 @@ def _joined(segments: Iterable[Segment]) -> str:
     return "".join(segment.text or "" for segment in segments)
 
 
-def _content_segments(message: Message) -> list[Segment]:
+def _content_segments(message: Message, text_of: Callable[[Any], str]) -> list[Segment]:
     if not isinstance(message, Mapping):
         raise TypeError(
             f"a message must be a mapping with 'role' and 'content', got {type(message).__name__}; "
@@ -197,18 +200,22 @@ def _content_segments(message: Message) -> list[Segment]:
         return merge_texts([Text(content or "")])
     if not isinstance(content, Iterable):
         raise TypeError(f"content must be str or a list of text blocks, not {type(content).__name__}")
-    return merge_texts(map(_block_segment, content))
+    return merge_texts(_block_segment(block, text_of) for block in content)
 
 
-def _block_segment(block: object) -> Segment:
+def _block_segment(block: object, text_of: Callable[[Any], str]) -> Segment:
     if isinstance(block, str):
         return Text(block)
     if not isinstance(block, Mapping) or block.get("type", "text") != "text":
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
         raise ValueError(f"only text blocks can be used in a prompt, got {kind!r}; leave other blocks out")
     text = block.get("text")
+    if text is None and block.get(MARK) and "id" in block:
+        text = text_of(block["id"])
     if not isinstance(text, str):
-        raise TypeError(f"a text block needs a 'text' string, got {type(text).__name__}")
+        raise TypeError(
+            f"a text block needs a 'text' string, or 'id' and 'chunk': True, got {type(text).__name__}"
+        )
     # Whitespace alone is no chunk: there is nothing to reuse.
     return Chunk(text) if block.get(MARK) and text.strip() else Text(text)
 
@@ -313,6 +320,40 @@ class ChunkRegistry:
                     registered.put(text, self.max_chunks)
         return len(taken)
 
+    def name(self, namespace: str, named: Mapping[str, str]) -> None:
+        """Let chunk ids stand for texts, of any length."""
+        with self._lock:
+            known = self._namespaces.setdefault(namespace, _Namespace(self.min_chars)).named
+            for name, text in named.items():
+                known.pop(name, None)
+                known[name] = text
+            while len(known) > self.max_chunks:
+                del known[next(iter(known))]
+
+    def named(self, namespace: str) -> dict[str, str]:
+        """Texts by the chunk ids that stand for them."""
+        with self._lock:
+            known = self._namespaces.get(namespace)
+            return dict(known.named) if known else {}
+
+    def text(self, namespace: str, name: str) -> str:
+        """The text of a chunk id; UnknownChunk, whatever other namespaces know, if there is none."""
+        known = self._namespaces.get(namespace)
+        text = known.named.get(name) if known and isinstance(name, str) else None
+        if text is None:
+            raise UnknownChunk(
+                f"the chunk id {name!r:.80} names no text in the namespace {namespace!r}: this process did "
+                "not encode it there, or has forgotten it; give the text, or encode it again and take the id "
+                "that is returned (what is stored is not computed again)"
+            )
+        return text
+
+    def forget_ids(self, namespace: str, is_gone: Callable[[str, str], bool]) -> None:
+        """Forget ids that, with their texts, are ``is_gone``."""
+        with self._lock:
+            if known := self._namespaces.get(namespace):
+                known.named = {name: text for name, text in known.named.items() if not is_gone(name, text)}
+
     def forget(self, namespace: str, texts: Iterable[str] | None) -> None:
         """Forget texts and their stripped forms; with None, the whole namespace."""
         with self._lock:
@@ -358,6 +399,7 @@ class ChunkRegistry:
 class _Namespace:
     def __init__(self, min_chars: int) -> None:
         self.lru: OrderedDict[str, None] = OrderedDict()
+        self.named: dict[str, str] = {}  # texts by chunk id
         self.index = _AnchorIndex(min_chars)
 
     def put(self, text: str, limit: int) -> None:

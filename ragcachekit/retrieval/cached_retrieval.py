@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -77,10 +78,10 @@ class CachedRetrieval(Generic[Document]):
     Documents are stored with the entry of their search and dropped with it: never more than
     ``capacity * k``. No document crosses a partition.
 
-    Errors of lookup and insert are logged, and the search answers. So it does where the cache cannot use
-    the embedding (zeros, NaN, another width). The search runs outside all locks. What it found is not
-    inserted if :meth:`invalidate` or the like ran meanwhile, nor if it found nothing (mostly an index that is
-    not filled yet).
+    If a lookup or an insert fails, or the cache cannot use the embedding (zeros, NaN, another width), the
+    search answers; errors are logged. The search runs outside all locks. What it found is not inserted if
+    :meth:`invalidate` or the like ran meanwhile, nor if it found nothing (mostly an index that is not filled
+    yet).
 
     Parameters
     ----------
@@ -194,7 +195,8 @@ class CachedRetrieval(Generic[Document]):
         with self._lock:
             for embedding, held in () if self._saved is None else self._saved.take(group):
                 if len(embedding) == width and not self._is_expired(held):
-                    self._cache.insert(embedding, [held], partition=partition)
+                    with suppress(RetrievalError):  # another metric was asked for
+                        self._cache.insert(embedding, [held], partition=partition)
 
     def searched(self, lookup: Lookup[Document], documents: Iterable[Document]) -> Retrieved[Document]:
         """The result of a search that is not kept; tells the observers."""

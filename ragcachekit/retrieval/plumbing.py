@@ -15,7 +15,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import numpy as np
@@ -28,7 +28,7 @@ from ragcachekit.retrieval.cached_retrieval import (
     Retrieved,
 )
 from ragcachekit.retrieval.distances import as_rows
-from ragcachekit.retrieval.documents import DocumentIndex, Record
+from ragcachekit.retrieval.documents import DocumentIndex, Hit, Record
 from ragcachekit.retrieval.index import distances
 from ragcachekit.retrieval.near_misses import Guard
 from ragcachekit.retrieval.partition import (
@@ -70,6 +70,8 @@ Order = Literal["found", "cached"]
 
 FACTOR = 4
 """Candidates per document that is asked for, in an index of one's own."""
+STAGES = 8
+"""Of a search in an index of one's own that is watched."""
 
 _MAX_FOLLOWED = 4096  # chunks whose neighbours in the store are remembered
 
@@ -163,10 +165,18 @@ class OwnSearch:
     k: int
     where: Any
 
-    def search(self, embedding: ArrayLike) -> list[Candidate]:
-        """The nearest candidates; fewer if there are no more."""
+    def search(
+        self, embedding: ArrayLike, on_stage: Callable[[list[Hit]], object] | None = None
+    ) -> list[Candidate]:
+        """The nearest candidates; fewer if there are no more. ``on_stage`` gets the hits of every stage."""
+        count, hits = FACTOR * self.k, list[Hit]()
         while True:
-            records = [hit.record for hit in self.index.search(embedding, FACTOR * self.k, self.where)]
+            if on_stage is None:
+                hits = self.index.search(embedding, count, self.where)
+            else:
+                for hits in self.index.search_stages(embedding, count, STAGES, self.where):
+                    on_stage(hits)
+            records = [hit.record for hit in hits]
             try:
                 vectors = self.index.vectors([record.id for record in records])
             except RetrievalError:  # one of them was deleted meanwhile
@@ -191,6 +201,9 @@ class Call(Generic[Document]):
     ``partition`` is called before and after the search. ``embed`` and ``search`` may return awaitables;
     ``search`` gets the embedding, or None where that cannot be used. ``own`` is the search in an index of
     one's own. ``in_thread`` awaits a function in another thread; None in synchronous calls.
+
+    ``on_stage`` is called with the documents of each stage of the search in an index of one's own, or with
+    None before a search without stages.
     """
 
     namespace: str
@@ -200,6 +213,7 @@ class Call(Generic[Document]):
     search: Callable[[Any], Iterable[Document] | Awaitable[Iterable[Document]]]
     own: OwnSearch | None = None
     in_thread: Callable[..., Awaitable[Any]] | None = None
+    on_stage: Callable[[tuple[Document, ...] | None], object] | None = None
 
 
 class RetrieverCache(CachedRetrieval[Document]):
@@ -252,7 +266,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         with suppress(Exception):  # of the user's code: then nothing is cached
             if saved is not None:  # a change of these indexes may erase it from now on
                 lasting(KeyReader(framework.rules).versions(retriever), state_of, saved, [])
-        self._framework, self._engine, self.order = framework, rag, order
+        self._framework, self.rag, self.order = framework, rag, order
         self._custom, self._present_version = partition, version or (lambda: None)
         if rag is not None:
             rag.add_query_cache(self)
@@ -265,7 +279,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     def namespace_of(self, namespace: str | None) -> str:
         """Tenant and corpus of the results: what is given, else the engine's, else ``"default"``."""
-        return namespace or getattr(self._engine, "namespace", None) or "default"
+        return namespace or getattr(self.rag, "namespace", None) or "default"
 
     def partition(
         self,
@@ -323,9 +337,9 @@ class RetrieverCache(CachedRetrieval[Document]):
             others = [one for one in texts if one.strip() != text]
             return tuple(dict.fromkeys(others)) if len(others) < len(texts) else ()
 
-        cached, reader = lru_cache(_MAX_FOLLOWED)(found), partial(KeyReader, self._framework.rules)
+        cached, rules = lru_cache(_MAX_FOLLOWED)(found), self._framework.rules
         self._follows = lambda text, asked, most: (
-            cached(text.strip(), most, reader().key(retriever)) if asked == namespace() else ()
+            cached(text.strip(), most, KeyReader(rules).key(retriever)) if asked == namespace() else ()
         )
 
     def unfollow(self) -> None:
@@ -352,21 +366,19 @@ class RetrieverCache(CachedRetrieval[Document]):
         if partition is not None and embedding is not None:
             lookup = await self._aside(call, self._ask, call, embedding, partition)
         if lookup is None:
-            documents = tuple(await _awaited(call.search(None)))
+            documents = tuple(await _searched(call, None))
         else:
             result = lookup.result
             if not result.hit and call.own is not None and not result.note:
-                work = self._search_own, call, lookup
-                result = await call.in_thread(*work) if call.in_thread else work[0](*work[1:])
+                result = await _in_thread(call, self._search_own, call, lookup, epoch)
             elif not result.hit:
-                found = tuple(await _awaited(call.search(None if result.note else embedding)))
+                found = tuple(await _searched(call, None if result.note else embedding))
                 pairs = [(self._framework.id(one), one) for one in found]
                 result = await self._aside(call, self._keep, call, lookup, pairs)
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
         if self.order == "cached":
-            ordered = partial(self._cached_first, call.namespace, documents)
-            documents = await call.in_thread(ordered) if call.in_thread else ordered()
+            documents = await _in_thread(call, self._cached_first, call.namespace, documents)
         return documents, result
 
     def invalidate(
@@ -387,10 +399,7 @@ class RetrieverCache(CachedRetrieval[Document]):
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
-        if call.in_thread is not None and self._reads_files:
-            result: T = await call.in_thread(work, *arguments)
-            return result
-        return work(*arguments)
+        return await _in_thread(call, work, *arguments) if self._reads_files else work(*arguments)
 
     async def _embedding(self, call: Call[Document]) -> Any:
         try:
@@ -415,10 +424,19 @@ class RetrieverCache(CachedRetrieval[Document]):
             return lookup
         return lookup._replace(result=self._ordered(call.own, lookup.result, row))
 
-    def _search_own(self, call: Call[Document], lookup: Lookup[Document]) -> Retrieved[Document]:
+    def _search_own(self, call: Call[Document], lookup: Lookup[Document], epoch: int) -> Retrieved[Document]:
         """Search an index of one's own, and keep the candidates."""
         own: Any = call.own
-        kept = self._keep(call, lookup, [(one.record.id, one) for one in own.search(lookup.embedding)])
+
+        def offer(hits: Sequence[Hit]) -> None:  # registered and in order as the last ones will be
+            documents = tuple(self._framework.document(*hit, own.index.metric) for hit in hits[: own.k])
+            self._register(call.namespace, documents, epoch)
+            is_found, on_stage = self.order == "found", call.on_stage
+            assert on_stage is not None
+            on_stage(documents if is_found else self._cached_first(call.namespace, documents))
+
+        candidates = own.search(lookup.embedding, call.on_stage and offer)
+        kept = self._keep(call, lookup, [(one.record.id, one) for one in candidates])
         return self._ordered(own, kept, lookup.embedding)
 
     def _ordered(
@@ -474,28 +492,28 @@ class RetrieverCache(CachedRetrieval[Document]):
         """
         text_of, source_of = self._framework.text, self._framework.source
         pairs = [(text, source_of(one)) for one in documents if (text := text_of(one)).strip()]
-        if self._engine is None or not pairs:
+        if self.rag is None or not pairs:
             return
         texts, sources = map(list, zip(*pairs, strict=True))
 
         def register() -> None:
             known = {"sources": sources} if any(sources) else {}
-            self._engine.register(texts, namespace=namespace, **known)
-            self._engine.prefetch(texts, namespace=namespace)  # loads while the prompt is made
+            self.rag.register(texts, namespace=namespace, **known)
+            self.rag.prefetch(texts, namespace=namespace)  # loads while the prompt is made
 
         try:
             self.while_current(epoch, register)
         except Exception:
             log.warning("could not register the retrieved chunks with the engine", exc_info=True)
 
-    def _cached_first(self, namespace: str, documents: Sequence[Document]) -> tuple[Document, ...]:
+    def _cached_first(self, namespace: str, documents: tuple[Document, ...]) -> tuple[Document, ...]:
         """The documents in the engine's order; as found if that fails."""
         texts = list(map(self._framework.text, documents))
         try:
-            order = self._engine.cached_first(texts, namespace=namespace)
+            order = self.rag.cached_first(texts, namespace=namespace)
         except Exception:
             log.warning("the retrieved chunks are in the order found", exc_info=True)
-            return tuple(documents)
+            return documents
         return tuple(documents[number] for number in order)
 
     def _not_embedded(self) -> None:
@@ -510,6 +528,22 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         return end.value  # type: ignore[no-any-return]
     coroutine.close()
     raise RuntimeError("a synchronous retriever awaited something")
+
+
+async def _in_thread(call: Call[Any], work: Callable[..., T], *arguments: Any) -> T:
+    """Call in a thread where the call is asynchronous."""
+    if call.in_thread is None:
+        return work(*arguments)
+    result: T = await call.in_thread(work, *arguments)
+    return result
+
+
+async def _searched(call: Call[Document], embedding: Any) -> Iterable[Document]:
+    """What a search without stages finds."""
+    if call.on_stage is not None:
+        call.on_stage(None)
+    found: Iterable[Document] = await _awaited(call.search(embedding))
+    return found
 
 
 async def _awaited(value: Any) -> Any:

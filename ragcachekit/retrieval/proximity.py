@@ -64,8 +64,8 @@ class QueryCacheStats:
 class ProximityCache:
     """Query embedding -> ordered results; hit if the nearest key is within the tolerance. Thread safe.
 
-    An embedding equal to an inserted one hits at any tolerance. Of other keys at equal distances the
-    oldest insert is the nearest. Partitions share the capacity and the eviction order, not their keys.
+    An embedding equal to an inserted one hits at any tolerance. Among other keys at equal distances, the
+    oldest counts as the nearest. Partitions share the capacity and the eviction order, not their keys.
 
     A lookup reads all keys of its partition: hits and misses are those of a linear scan in float64. Beyond
     some 20,000 keys that takes longer than many a search.

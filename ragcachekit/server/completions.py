@@ -19,7 +19,7 @@ from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
 from ragcachekit.server.answers import Choice, Form, Logprobs, cache_header, usage_of
 from ragcachekit.server.config import ServerConfig
-from ragcachekit.server.contexts import Context, ContextStore
+from ragcachekit.server.contexts import Context, ContextStore, texts_of
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
 from ragcachekit.server.keys import Grant, Tenant
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
@@ -94,12 +94,15 @@ async def _complete(
     model: ServedModel, contexts: ContextStore, request: Request, kind: type[Completion]
 ) -> Response:
     tenant, grant = request.state.tenant, request.state.grant
-    body, context = await parsed(request, kind), None
+    body = await parsed(request, kind)
     model.check(body.model)
     async with AsyncExitStack() as stack:
-        if (name := _context_name(body)) is not None:
-            context = await stack.enter_async_context(contexts.using(tenant, name))
-        job = CompletionJob(model, tenant, body, context)
+        _check_partition(body)
+        names = [] if body.cached_content is None else [body.cached_content]
+        if body.chunk_ids and not names:
+            names = await asyncio.to_thread(contexts.holding, tenant, body.chunk_ids)
+        used = [await stack.enter_async_context(contexts.using(tenant, name)) for name in names]
+        job = CompletionJob(model, tenant, body, used)
         grant.expect(job.expected_tokens)
         if body.stream:
             streams = [await stack.enter_async_context(stream) for stream in job.streams()]
@@ -113,27 +116,30 @@ async def _complete(
         return JSONResponse(job.form.body(choices, usage_of(prompts)), headers=cache_header(prompts))
 
 
-def _context_name(body: Completion) -> str | None:
-    """Name of the stored context that a request uses; ApiError 400 for what cannot go with it."""
-    if body.cached_content is None and body.chunk_ids:
-        raise unsupported("chunk_ids", "'chunk_ids' name chunks of a 'cached_content'; give both.")
+def _check_partition(body: Completion) -> None:
+    """ApiError 400 for what cannot go with stored contexts."""
     for param in ("cache_salt", "prompt_cache_key"):
-        if body.cached_content is not None and getattr(body, param):
-            message = f"'{param}' partitions the cache, and 'cached_content' has no such partition."
+        if (body.cached_content is not None or body.chunk_ids) and getattr(body, param):
+            message = f"'{param}' partitions the cache, and cached contents have no such partition."
             raise unsupported(param, message)
-    return body.cached_content
 
 
 class CompletionJob:
     """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
 
-    def __init__(self, model: ServedModel, tenant: Tenant, body: Completion, context: Context | None) -> None:
+    def __init__(
+        self, model: ServedModel, tenant: Tenant, body: Completion, contexts: Sequence[Context]
+    ) -> None:
         self._model, self.body, self.copies = model, body, body.n or 1
         self._tools: list[dict[str, Any]] = []
         documents, system = list(map(document_text, body.documents)), None
-        if context is not None:
-            chunks = context.texts_of(body.chunk_ids) if body.chunk_ids else context.chunks
-            documents, system = [*chunks, *documents], context.system
+        if body.chunk_ids:
+            where = body.cached_content or "the key's cached contents; store its text in one"
+            documents = [*texts_of(body.chunk_ids, contexts, where), *documents]
+        elif contexts:
+            documents = [*contexts[0].chunks, *documents]
+        if body.cached_content is not None:
+            system = contexts[0].system
         if isinstance(body, ChatRequest):
             self._prompts = [self._chat(body, documents, system)]
         else:

@@ -71,17 +71,18 @@ class Context:
     updated: float
     expires: float
 
-    def texts_of(self, chunk_ids: Iterable[str]) -> list[str]:
-        """Texts of some of its chunks, in the order given; ApiError 404 for an unknown id."""
-        known = dict(zip(self.chunk_ids, self.chunks, strict=True))
-        try:
-            return [known[one] for one in chunk_ids]
-        except KeyError as error:
-            message = f"There is no chunk {error.args[0]!r} in {self.name}."
-            raise ApiError(404, message, param="chunk_ids", code="chunk_not_found") from None
-
 
 _CONTEXT = TypeAdapter(Context)
+
+
+def texts_of(chunk_ids: Iterable[str], contexts: Iterable[Context], where: str) -> list[str]:
+    """Texts of some of the contexts' chunks, in the order given; ApiError 404 for an id not ``where``."""
+    known = {name: text for one in contexts for name, text in zip(one.chunk_ids, one.chunks, strict=True)}
+    try:
+        return [known[one] for one in chunk_ids]
+    except KeyError as error:
+        message = f"There is no chunk {error.args[0]!r} in {where}."
+        raise ApiError(404, message, param="chunk_ids", code="chunk_not_found") from None
 
 
 class ContextFiles:
@@ -243,6 +244,15 @@ class ContextStore:
         if found is None or not self._is_live(found):
             raise _unknown(name)
         return found
+
+    def holding(self, tenant: Tenant, chunk_ids: Iterable[str]) -> list[str]:
+        """Names of contexts of the tenant that together have those of the chunks that any has."""
+        names, missing = list[str](), set(chunk_ids)
+        for context in self.all(tenant):
+            if found := missing.intersection(context.chunk_ids):
+                names.append(context.name)
+                missing -= found
+        return names
 
     @asynccontextmanager
     async def using(self, tenant: Tenant, name: str) -> AsyncIterator[Context]:

@@ -30,8 +30,8 @@ class OpenTelemetryObserver(Observer):
     """Traces an engine's requests and searches; adds itself to the engine's observers.
 
     A request is a span ``chat`` or ``text_completion`` under the caller's current one, with the children
-    ``queue``, ``link`` (with ``plan`` and ``load``), ``prefill`` and ``decode``. These are laid end to end
-    from the report's times; waits of single layers are summed. A question of a caching retriever is a span
+    ``queue``, ``link`` (with ``plan`` and ``load``), ``prefill`` and ``decode``. These follow each other
+    without gaps; waits of single layers are summed. A question of a caching retriever is a span
     ``retrieval``. No text of a prompt, question, document or answer is recorded, nor an error's message.
 
     Parameters
@@ -209,6 +209,7 @@ def _outcome(report: GenerateReport) -> dict[str, Any]:
         "ragcachekit.encoder": link.encoder,
         "ragcachekit.chunks": len(link.chunks),
         "ragcachekit.fell_back": link.fallback is not None,
+        "ragcachekit.retries": link.retries,
         "ragcachekit.batch": report.batch,
         **{f"ragcachekit.tokens.{source}": getattr(link, f"{source}_tokens") for source in _SOURCES},
     }

@@ -109,6 +109,22 @@ def test_described_names_exist() -> None:
             importlib.import_module(path)
 
 
+def test_what_the_page_of_the_papers_names_is_there() -> None:
+    rows = [line for line in (DOCS / "papers.md").read_text().splitlines() if "`" in line and "|" in line]
+    assert len(rows) > 30
+    for row in rows:
+        *_, code, tests, differs, _ = row.split("|")
+        assert ".py`" in code, row
+        assert "`tests/" in tests, row
+        assert differs.strip(), row
+        for path, name in re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", row):
+            file = next(
+                (root / path for root in (ROOT / "ragcachekit", ROOT) if (root / path).exists()), None
+            )
+            assert file is not None, path
+            assert not name or re.search(rf"^ *(async def|def|class) {name}\b", file.read_text(), re.M), name
+
+
 def test_readme_is_short_and_shows_code_before_line_45() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 700

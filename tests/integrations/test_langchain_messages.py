@@ -37,6 +37,7 @@ def test_chunk_marks_survive_in_both_places_where_langchain_puts_them():
         {"type": "text", "text": "Bob lives in Rome.", "extras": {"chunk": True}},
         {"type": "text", "text": "Carl lives in Kiel.", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "Dora lives in Oslo.", "extras": {"cache_control": {"type": "ephemeral"}}},
+        {"type": "text", "id": "1f", "chunk": True},
         {"type": "text", "text": "Where does Ada live?", "index": 3, "anything": {"else": 1}},
     ]
     assert to_dicts([HumanMessage(blocks)])[0]["content"] == [
@@ -45,6 +46,7 @@ def test_chunk_marks_survive_in_both_places_where_langchain_puts_them():
         {"type": "text", "text": "Bob lives in Rome.", "chunk": True},
         {"type": "text", "text": "Carl lives in Kiel.", "chunk": True},
         {"type": "text", "text": "Dora lives in Oslo.", "chunk": True},
+        {"type": "text", "id": "1f", "chunk": True},
         {"type": "text", "text": "Where does Ada live?"},
     ]
 

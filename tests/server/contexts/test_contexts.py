@@ -17,7 +17,7 @@ from faults import Faults, injected
 from ragcachekit import RagCache
 from ragcachekit.errors import StoreError
 from ragcachekit.server import ServerConfig, contexts, create_app
-from ragcachekit.server.contexts import ContextStore
+from ragcachekit.server.contexts import ContextStore, texts_of
 from ragcachekit.server.errors import ApiError
 from speaking import byte_level, speaker
 
@@ -56,9 +56,9 @@ async def test_a_restart_keeps_contexts(rag, folder, clock, ada, bob):
     assert again.get(ada, made.name) == made
     assert again.all(ada) == [made]
     assert again.all(bob) == []
-    assert made.texts_of([f"ada-{TWO}", f"ada-{ONE}", f"ada-{TWO}"]) == [TWO, ONE, TWO]
+    assert texts_of([f"ada-{TWO}", f"ada-{ONE}", f"ada-{TWO}"], [made], "it") == [TWO, ONE, TWO]
     with pytest.raises(ApiError, match="no chunk 'bob"):
-        made.texts_of([f"bob-{ONE}"])
+        texts_of([f"bob-{ONE}"], [made], "it")
     clock.now += 60
     await again.expire()
     assert rag.encoded == set()

@@ -53,7 +53,7 @@ REFUSED = {  # what is changed; then of the error: a part of its message, param,
     "stops": ({"stop": ["a"] * 5}, "at most 4", "stop", INVALID),
     "empty stop": ({"stop": ""}, "empty stop string", None, None),
     "top": ({"top_logprobs": 2}, "needs 'logprobs'", "top_logprobs", INVALID),
-    "no context": ({"chunk_ids": ["a"]}, "give both", "chunk_ids", UNSUPPORTED),
+    "partition of ids": ({"chunk_ids": ["a"], "cache_salt": "b"}, "partition", "cache_salt", UNSUPPORTED),
     "no place": ({"messages": [NO_PLACE], "documents": ["a"]}, "need a user", "documents", INVALID),
     "long": ({"messages": [{**USER, "content": "Berlin " * 9000}]}, "context is", "messages", TOO_LONG),
     "partition": (
