@@ -242,25 +242,44 @@ def test_damage_means_an_empty_cache(tmp_path, damage, caplog):
             assert store.keys() == ["head"]
 
 
-@pytest.mark.parametrize(("space", "metric"), [(None, "l2"), ("cosine", "cosine"), ("ip", "ip")])
-def test_the_metric_is_that_of_a_chroma_collection(space, metric):
-    settings = None if space is None else {"hnsw": {"space": space}}
-    store = Chroma(f"of-{space}", WordEmbeddings(), collection_configuration=settings)
-    assert RagCacheRetriever.wrap(store).query_cache.metric == metric
-
-
-@pytest.mark.parametrize(("distance", "metric"), [("Cosine", "cosine"), ("Dot", "ip"), ("Euclid", "l2")])
-def test_the_metric_is_that_of_a_qdrant_collection(distance, metric):
+def in_qdrant(distance):
     client = QdrantClient(":memory:")
     client.create_collection("facts", vectors_config={"v": VectorParams(size=64, distance=distance)})
-    store = QdrantVectorStore(client, "facts", WordEmbeddings(), vector_name="v", distance=Distance(distance))
-    assert RagCacheRetriever.wrap(store).query_cache.metric == metric
+    return QdrantVectorStore(client, "facts", WordEmbeddings(), vector_name="v", distance=distance)
+
+
+def in_chroma(space):
+    settings = None if space is None else {"hnsw": {"space": space}}
+    return Chroma(f"of-{space}", WordEmbeddings(), collection_configuration=settings)
+
+
+def in_llama_index(kind):
+    store = None if kind is None else FaissVectorStore(kind(64))
+    context = StorageContext.from_defaults(vector_store=store)
+    return VectorStoreIndex(NODES, storage_context=context, embed_model=Embedder(asked=[])).as_retriever()
+
+
+METRICS = {
+    "chroma": (in_chroma, [(None, "l2"), ("cosine", "cosine"), ("ip", "ip")]),
+    "qdrant": (in_qdrant, [(Distance.COSINE, "cosine"), (Distance.DOT, "ip"), (Distance.EUCLID, "l2")]),
+    "llama": (in_llama_index, [(faiss.IndexFlatL2, "l2"), (faiss.IndexFlatIP, "ip"), (None, "cosine")]),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_the_metric_is_that_of_the_store(kind):
+    make, expected = METRICS[kind]
+    for setting, metric in expected:
+        store = make(setting)
+        if kind == "llama":
+            retriever = LlamaRetriever(store, embed_model=Embedder(asked=[]))
+        else:
+            retriever = RagCacheRetriever.wrap(store)
+        assert retriever.query_cache.metric == metric
 
 
 def test_an_unknown_metric_is_said_once(caplog):
-    client = QdrantClient(":memory:")
-    client.create_collection("facts", vectors_config=VectorParams(size=64, distance=Distance.MANHATTAN))
-    store = QdrantVectorStore(client, "facts", WordEmbeddings(), distance=Distance.MANHATTAN)
+    store = in_qdrant(Distance.MANHATTAN)
     store.add_documents(DOCUMENTS)
     retriever = RagCacheRetriever.wrap(store, tolerance=0.1)
     assert is_hit(retriever) < is_hit(retriever)
@@ -270,14 +289,3 @@ def test_an_unknown_metric_is_said_once(caplog):
     RagCacheRetriever.wrap(store, tolerance=0.1, metric="cosine")
     RagCacheRetriever.wrap(store)  # equal questions only
     assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "metric"), [(faiss.IndexFlatL2, "l2"), (faiss.IndexFlatIP, "ip"), (None, "cosine")]
-)
-def test_the_metric_of_llama_indexs_stores(kind, metric):
-    store = None if kind is None else FaissVectorStore(kind(64))
-    context = StorageContext.from_defaults(vector_store=store)
-    index = VectorStoreIndex(NODES, storage_context=context, embed_model=Embedder(asked=[]))
-    retriever = LlamaRetriever(index.as_retriever(), embed_model=Embedder(asked=[]))
-    assert retriever.query_cache.metric == metric
