@@ -138,6 +138,7 @@ class EngineComponents:
             self.background, self.active = BackgroundWorker(), ActiveRequests()
             self._open_caches(settings, opened)
             self._open_planner(tokenizer, settings)
+            opened.callback(self.planner.variants.save)
             opened.callback(self.background.close)  # first of all: its jobs use the store
             self._open_quality(settings, folder)
             self._opened = opened.pop_all()
@@ -180,7 +181,7 @@ class EngineComponents:
             is_linked=self.grade.name == "linked",
         )
         encodings = self.planner.encodings(self.policy)
-        self.planner.recall(self.policy)
+        self.planner.recall(self.policy, getattr(settings.store, "disk_path", None))
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")

@@ -7,9 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ragcachekit.errors import PromptTooLong
+from ragcachekit.json_store import JsonStore
 from ragcachekit.model.identity import ModelGuard
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
@@ -315,9 +317,14 @@ class Planner:
         if (replaced := self.variants.add_average(key)) is not None:
             self._store.discard(replaced, damaged=False)
 
-    def recall(self, policy: SelectionPolicy) -> None:
-        """Note what the store holds for chunks in other contexts, as ``policy`` would use it."""
+    def recall(self, policy: SelectionPolicy, folder: Path | None) -> None:
+        """Note what the store, and its ``folder``, hold of chunks in other contexts for ``policy``."""
         variants = self.encodings(policy).name == IN_PROMPT
+        if variants and folder is not None:
+            try:
+                self.variants.saved = JsonStore(folder / "uses")
+            except OSError as error:
+                log.warning("the uses of variants will not outlive this process: %s", error)
         self.variants.recall(self._store, self._fingerprint, variants=variants)
 
     def forget(
