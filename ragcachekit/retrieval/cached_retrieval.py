@@ -98,6 +98,8 @@ class CachedRetrieval(Generic[Document]):
         Seconds after its search at which an entry expires; a hit does not prolong them.
     saved : SavedQuestions, optional
         Where entries are kept for the next process.
+    shown : callable, optional
+        Makes of what is cached the document for ``where`` of :meth:`invalidate`.
 
     Attributes
     ----------
@@ -113,10 +115,11 @@ class CachedRetrieval(Generic[Document]):
         guard: bool | Guard = True,
         ttl: float | None = None,
         saved: SavedQuestions[Document] | None = None,
+        shown: Callable[[Document], Document] = lambda document: document,
     ) -> None:
         check_number("ttl", ttl, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
         self._cache, self._text, self._ttl = cache, text, ttl
-        self._saved = saved
+        self._saved, self._shown = saved, shown
         self._guard = guard if cache.tolerance > 0 else False
         self._epoch = 0
         self._lock = threading.Lock()  # entries and epoch change together
@@ -227,7 +230,7 @@ class CachedRetrieval(Generic[Document]):
 
         def counts(one: ResultId, document: Document) -> bool:
             of_text = text is not None and bool(gone) and text(document).strip() in gone
-            return one in named or of_text or (where is not None and where(document))
+            return one in named or of_text or (where is not None and where(self._shown(document)))
 
         return self._invalidate(lambda _, held: everything or any(counts(*pair) for pair in held.found))
 

@@ -43,7 +43,7 @@ from ragcachekit.retrieval.partition import (
     name_of,
 )
 from ragcachekit.retrieval.proximity import ProximityCache
-from ragcachekit.retrieval.saved import Group, ResultId, SavedQuestions
+from ragcachekit.retrieval.saved import Group, SavedQuestions
 from ragcachekit.retrieval.stores import metric_of, state_of
 from ragcachekit.types import positive
 
@@ -251,6 +251,9 @@ class RetrieverCache(CachedRetrieval[Document]):
         def text_of(found: Any) -> str:
             return found.record.text if isinstance(found, Candidate) else framework.text(found)
 
+        def shown(found: Any) -> Any:
+            return framework.document(found.record, 0.0, "") if isinstance(found, Candidate) else found
+
         metric = metric or (metric_of(store) if index is None else index.metric)
         self.metric = metric or "cosine"
         keys = ProximityCache(capacity, tolerance, self.metric)
@@ -259,7 +262,7 @@ class RetrieverCache(CachedRetrieval[Document]):
                 "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
             )
         saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
-        super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved)
+        super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved, shown=shown)
         self._reads_files = path is not None or (index is not None and index.path is not None)
         self._follows: Callable[[str, str, int], Sequence[str]] | None = None
         self._index, self._is_fresh = index, ttl is not None or version is not None
@@ -380,22 +383,6 @@ class RetrieverCache(CachedRetrieval[Document]):
         if self.order == "cached":
             documents = await _in_thread(call, self._cached_first, call.namespace, documents)
         return documents, result
-
-    def invalidate(
-        self,
-        *,
-        ids: Iterable[ResultId] | None = None,
-        texts: Iterable[str] | None = None,
-        where: Callable[[Document], bool] | None = None,
-    ) -> int:
-        """Forget results with one of these documents, all without any; returns how many."""
-
-        def accepts(found: Any) -> bool:
-            assert where is not None
-            own = isinstance(found, Candidate)
-            return where(self._framework.document(found.record, 0.0, "cosine") if own else found)
-
-        return super().invalidate(ids=ids, texts=texts, where=where and accepts)
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""

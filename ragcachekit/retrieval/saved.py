@@ -99,7 +99,7 @@ class SavedQuestions(Generic[Document]):
             every = () if self._store is None else self._store.keys(_PREFIX)
             held = {key: self._held(key) for key in every}
             gone = [key for key, one in held.items() if one is None or goes(Partition(one[0], 1), one[2])]
-            if self._store is not None:
+            if self._store is not None and gone:
                 self._store.erase(gone)
             before, self._unread = self._unread, [key for key in self._unread if key not in gone]
             return len(before) - len(self._unread)
