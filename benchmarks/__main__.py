@@ -26,6 +26,7 @@ COMMANDS = {
     "order": "order:order",
     "speculation": "speculation:speculation",
     "framework-batches": "framework_batches:framework_batches",
+    "shared-kv": "shared_kv:shared_kv",
     "routing": "cluster.routing:routing",
     "serve-routing": "cluster.serve_routing:serve_routing",
     "store": "store:store",

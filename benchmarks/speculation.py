@@ -17,13 +17,15 @@ from tqdm.auto import tqdm
 from benchmarks.ivf_index import FaissIvfIndex
 from benchmarks.query_cache.workload import Workload, of_dataset
 from benchmarks.serve.workload import Documents, text_documents
-from ragcachekit import RagCache, SpeculativePipeline
+from benchmarks.speculative_chain import chain_rows
+from ragcachekit import RagCache, SpeculativePipeline, TreeConfig
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.loading import load_model
 from ragcachekit.retrieval.index import VectorIndex
+from ragcachekit.retrieval.plumbing import STAGES
 from ragcachekit.types import DEFAULT_POLICY
 
 AFTER, SPECULATIVE, WRONG = WAYS = ("after the search", "speculative", "always wrong")
@@ -44,6 +46,8 @@ def speculation(
     documents: int = 64,
     chunk_tokens: int = 190,
     questions: int = 30,
+    chain: Annotated[bool, typer.Option(help="Ask through LangChain, over our own graph index.")] = False,
+    ef_search: Annotated[int, typer.Option(help="Breadth of the search in that.")] = 8192,
     json: opt.Json = None,
 ) -> None:
     """Search time that speculative pipelining does not hide (RAGCache, table 3).
@@ -52,6 +56,9 @@ def speculation(
     submits provisional documents; the same where all provisional documents are wrong. All documents are
     cached beforehand, and answers must be the same. ``search_share`` is the search's time over that of the
     prefill after it. ``exposed_ms`` is the part of the search before the final request was submitted.
+
+    With ``--chain``, a plain chain and ``SpeculativeRag`` are asked in turn. ``exposed_ms`` is then the time
+    to the first piece of text less that of the prefill.
     """
     quiet_loading()
     lm, tokenizer = load_model(model, "cpu", dtype=torch.float32)
@@ -61,12 +68,23 @@ def speculation(
     found: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="ragcachekit-bench-") as folder,
-        RagCache(lm, tokenizer, policy=policy, encode_after=1, cache_dir=folder) as rag,
+        RagCache(
+            lm,
+            tokenizer,
+            policy=policy,
+            encode_after=1,
+            cache_dir=folder,
+            tree=TreeConfig(host_bytes=0) if chain else None,  # every way computes the whole prompt
+        ) as rag,
     ):
-        for prompt in texts.each_once(results):
-            rag.generate(prompt, max_new_tokens=1)
-        rag.flush()
-        searched = opt.numbers("--shares", shares)
+        if chain:
+            decoded = [tokenizer.decode(ids).strip() for ids in texts.chunks]
+            found += chain_rows(rag, workload, decoded, results, ef_search)
+        else:
+            for prompt in texts.each_once(results):
+                rag.generate(prompt, max_new_tokens=1)
+            rag.flush()
+        searched = () if chain else opt.numbers("--shares", shares)
         with tqdm(total=len(searched) * questions, unit="question") as bar:
             for share in searched:
                 probes = max(1, round(share * LISTS))
@@ -76,7 +94,7 @@ def speculation(
                 asker.ask(0, None)
                 found += rows(asker, questions, probes, bar)
                 del asker, index  # two large ones at once may not fit
-    name = f"{model}, {policy}; {workload.name}; {results} results in {stages} stages"
+    name = f"{model}, {policy}; {workload.name}; {results} results in {STAGES if chain else stages} stages"
     report = BenchReport("speculation", name, 0, tuple(found))
     show(report.table(f"Speculative pipelining: {name}"))
     written(report, json)
@@ -144,7 +162,10 @@ class Asker:
             ended.append(time.perf_counter())
             request = self.engine.submit(prompt(found), **OPTIONS)
         else:
-            request = pipeline.submit(staged(), prompt, **OPTIONS)
+            with pipeline.begin(**OPTIONS) as speculation:
+                for ids in staged():
+                    speculation.offer(asked := prompt(ids))
+                request = speculation.submit(asked, **OPTIONS)
         answer, submitted = request.result(), self.engine.started(request)
         first = max(ended[0], submitted + answer.report.ttft_ms / 1e3)
         times = (ended[0] - submitted_at, min(submitted, ended[0]) - submitted_at, first - submitted_at)

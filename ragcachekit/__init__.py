@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ragcachekit.cancellation import CancelScope
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.engine.request import Request, agenerate, astream, to_thread
-    from ragcachekit.engine.speculation import SpeculativePipeline
+    from ragcachekit.engine.speculation import Speculation, SpeculativePipeline
     from ragcachekit.generate.tool_calls import ToolCallReader
     from ragcachekit.plan.companions import Neighbours, PrecedingChunks, SimilarChunks
     from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
@@ -54,6 +54,7 @@ __all__ = [
     "Request",
     "ShadowConfig",
     "SimilarChunks",
+    "Speculation",
     "SpeculativePipeline",
     "StoreConfig",
     "Text",
@@ -73,7 +74,7 @@ _LAZY = {
     "ragcachekit.plan.companions": ("Neighbours", "PrecedingChunks", "SimilarChunks"),
     "ragcachekit.engine.request": ("Request", "agenerate", "astream", "to_thread"),
     "ragcachekit.engine.rag_cache": ("RagCache",),
-    "ragcachekit.engine.speculation": ("SpeculativePipeline",),
+    "ragcachekit.engine.speculation": ("Speculation", "SpeculativePipeline"),
     "ragcachekit.generate.tool_calls": ("ToolCallReader",),
     "ragcachekit.retrieval.cached_retrieval": ("CachedRetrieval",),
     "ragcachekit.retrieval.distances": ("calibrate",),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from ragcachekit.observers import model_name
 
-__all__ = ["GenerationSettings", "NotPickled", "check_engine", "model_name", "refuse_cache"]
+__all__ = ["GenerationSettings", "NotPickled", "check_engine", "check_pair", "model_name", "refuse_cache"]
 
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
@@ -31,6 +31,8 @@ class GenerationSettings(BaseModel):
     stop: list[str] | None = None
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
 
+    _speculation: Any = PrivateAttr(None)
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +44,21 @@ class GenerationSettings(BaseModel):
                 "generate_kwargs={...}, the number of tokens is max_tokens"
             )
         return values
+
+    def speculating(self, speculation: Any) -> Self:
+        """A copy whose prompts go to a :class:`~ragcachekit.engine.speculation.Speculation`."""
+        model = self.model_copy()
+        model._speculation = speculation
+        return model
+
+    @property
+    def _engine(self) -> Any:
+        model: Any = self
+        return self._speculation or model.rag
+
+    def _report(self, answer: Any) -> dict[str, Any]:
+        report: dict[str, Any] = answer.report.to_dict()
+        return report | ({"speculation": self._speculation.report()} if self._speculation else {})
 
     def call_options(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.submit``: these settings, overridden for one call."""
@@ -81,3 +98,15 @@ def check_engine(owner: str, engine: object) -> None:
     """ValueError if ``engine`` is no :class:`ragcachekit.RagCache`, nor something like one."""
     if not all(callable(getattr(engine, name, None)) for name in ("submit", "register", "count_tokens")):
         raise ValueError(f"{owner} needs rag=RagCache(...), got {engine!r}")
+
+
+def check_pair(owner: str, retriever: tuple[Any, type], llm: tuple[Any, type]) -> None:
+    """Error unless retriever and model are of these classes and on one engine."""
+    for name, (given, kind) in (("retriever", retriever), ("llm", llm)):
+        if not isinstance(given, kind):
+            raise TypeError(
+                f"{owner} needs a {kind.__name__} as its {name}, got {type(given).__name__}: wrap your own "
+                "retriever; bind arguments, and put parsers and fallbacks, after it"
+            )
+    if retriever[0].query_cache.rag is not llm[0].rag:
+        raise ValueError(f"{owner} needs one engine: give the same rag= to the retriever and the llm")

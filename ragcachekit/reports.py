@@ -91,6 +91,7 @@ class LinkReport(Report):
     - ``kernels``: What attended in the linked forward: ``triton``, or ``torch`` and why. Empty where the
       prompt was prefilled in full.
     - ``miss_reason``: Why nothing was reused; empty where something was.
+    - ``retries``: How often it was planned again, as entries failed to load or the linked prefill failed.
     - ``grade``: ``linked``, or ``prefix`` where the model reuses exact beginnings alone.
     """
 
@@ -116,6 +117,7 @@ class LinkReport(Report):
     plan_ms: float = 0.0
     miss_reason: str = ""
     grade: str = "linked"
+    retries: int = 0
 
     @property
     def reused_tokens(self) -> int:

@@ -220,6 +220,7 @@ class DaemonPool:
                 result = job.work()
             except BaseException as error:
                 raised = error
+            del job.work  # it may hold KV, which nobody needs once the job is done
             with self._changed:  # a job is either done or given up
                 job.result, job.error, job.done = result, raised, True
                 self._running.pop(me, None)

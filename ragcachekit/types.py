@@ -53,8 +53,9 @@ class Segment:
     def __post_init__(self) -> None:
         given = [one for one in (self.text, self.token_ids, getattr(self, "id", None)) if one is not None]
         if len(given) != 1:
-            kinds = "text=, token_ids= and id=" if isinstance(self, Chunk) else "text= and token_ids="
-            raise ValueError(f"{type(self).__name__} needs exactly one of {kinds}")
+            raise ValueError(
+                f"{type(self).__name__} needs exactly one of text=, token_ids= and (a Chunk) id="
+            )
         if self.token_ids is not None:
             object.__setattr__(self, "token_ids", tuple(int(i) for i in self.token_ids))
         elif not isinstance(given[0], str):

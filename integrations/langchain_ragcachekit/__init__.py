@@ -7,6 +7,7 @@ try:
     from langchain_ragcachekit.llm import RagCacheLLM
     from langchain_ragcachekit.messages import DOCUMENT_PROMPT, format_docs
     from langchain_ragcachekit.retriever import RagCacheRetriever
+    from langchain_ragcachekit.speculative import SpeculativeRag
     from langchain_ragcachekit.vector_store import RagCacheVectorStore
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "langchain_core":
@@ -22,5 +23,6 @@ __all__ = [
     "RagCacheLLM",
     "RagCacheRetriever",
     "RagCacheVectorStore",
+    "SpeculativeRag",
     "format_docs",
 ]

@@ -125,13 +125,20 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         self, messages: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         options = {"wait": True, **self._call_options(stop, kwargs)}
-        return self._result(self.rag.submit(self._prompt(messages), **options).result(), options)
+        return self._result(self._engine.submit(self._prompt(messages), **options).result(), options)
 
     async def _agenerate(
         self, messages: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
     ) -> ChatResult:
         options = self._call_options(stop, kwargs)
-        return self._result(await agenerate(self.rag, self._prompt(messages), **options), options)
+        return self._result(await agenerate(self._engine, self._prompt(messages), **options), options)
+
+    def submission(
+        self, prompt: LanguageModelInput, stop: list[str] | None = None, **kwargs: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The prompt and the options that a call submits to the engine."""
+        messages = self._convert_input(prompt).to_messages()
+        return self._prompt(messages), self._call_options(stop, kwargs)
 
     def _prompt(self, prompt: Sequence[BaseMessage]) -> list[dict[str, Any]]:
         return to_dicts(prompt, lambda: bool(self.rag.renders_tools))
@@ -172,7 +179,7 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         response = {
             **named,
             "finish_reason": answer.report.finish_reason,
-            "ragcachekit": answer.report.to_dict(),
+            "ragcachekit": self._report(answer),
         }
         tools = tool_fields(reader)
         return {"content": text, **tools, "usage_metadata": usage, "response_metadata": response}

@@ -108,7 +108,7 @@ class EngineSettings(GenerationSettings):
     ) -> Iterator[Any]:
         options = {"wait": True, **self._call_options(stop, kwargs)}
         reader = ToolCallReader(options.get("tools", ()))
-        request = self.rag.submit(self._prompt(prompt), **options)
+        request = self._engine.submit(self._prompt(prompt), **options)
         with closing(request.stream()) as stream:
             for piece in filter(None, map(reader.push, stream)):
                 chunk = self._chunk(piece)
@@ -122,7 +122,7 @@ class EngineSettings(GenerationSettings):
     ) -> AsyncIterator[Any]:
         options = self._call_options(stop, kwargs)
         reader = ToolCallReader(options.get("tools", ()))
-        async with astream(self.rag, self._prompt(prompt), **options) as stream:
+        async with astream(self._engine, self._prompt(prompt), **options) as stream:
             async for raw in stream:
                 if not (piece := reader.push(raw)):
                     continue

@@ -6,6 +6,7 @@ try:
     from llama_index_ragcachekit.llm import RagCacheLLM
     from llama_index_ragcachekit.messages import ChunkReuseEvent
     from llama_index_ragcachekit.retriever import QueryCacheEvent, RagCacheRetriever
+    from llama_index_ragcachekit.speculative import SpeculativeQueryEngine
     from llama_index_ragcachekit.synthesis import (
         RagCachePostprocessor,
         RagCachePromptHelper,
@@ -29,4 +30,5 @@ __all__ = [
     "RagCacheRetriever",
     "RagCacheSynthesizer",
     "RagCacheVectorStore",
+    "SpeculativeQueryEngine",
 ]

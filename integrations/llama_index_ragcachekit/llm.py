@@ -20,10 +20,11 @@ from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
 from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.prompts import BasePromptTemplate
 from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import as_chat, as_completion, to_dicts
-from ragcachekit import agenerate, astream
+from ragcachekit import Answer, agenerate, astream
 from ragcachekit.frameworks import GenerationSettings, NotPickled, check_engine, model_name
 
 Response = TypeVar("Response")
@@ -122,6 +123,12 @@ class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
         """:meth:`stream_chat` without blocking the loop."""
         return self._apieces(self._chat(messages), kwargs, as_chat)
 
+    def prompt_of(self, template: BasePromptTemplate, **values: Any) -> str | list[dict[str, Any]]:
+        """What ``predict`` submits to the engine."""
+        if self.metadata.is_chat_model:
+            return self._chat(self._get_messages(template, **values))
+        return self._completion(self._get_prompt(template, **values), True)
+
     def _completion(self, prompt: str, formatted: bool) -> str | list[dict[str, Any]]:
         convert = self.completion_to_prompt
         if not formatted and convert not in (None, default_completion_to_prompt):
@@ -137,31 +144,34 @@ class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
         return self.messages_to_prompt(messages)
 
     def _answer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
-        request = self.rag.submit(prompt, **{"wait": True, **self._options(overrides)})
-        return as_completion(request.result())
+        request = self._engine.submit(prompt, **{"wait": True, **self._options(overrides)})
+        return self._response(request.result())
 
     async def _aanswer(self, prompt: Any, overrides: dict[str, Any]) -> CompletionResponse:
-        return as_completion(await agenerate(self.rag, prompt, **self._options(overrides)))
+        return self._response(await agenerate(self._engine, prompt, **self._options(overrides)))
 
     def _pieces(
         self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> Generator[Response, None, None]:
-        text, request = "", self.rag.submit(prompt, **{"wait": True, **self._options(overrides)})
+        text, request = "", self._engine.submit(prompt, **{"wait": True, **self._options(overrides)})
         with closing(request.stream()) as stream:
             for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))
-        yield form(as_completion(request.result(0), delta=""))
+        yield form(self._response(request.result(0), delta=""))
 
     async def _apieces(
         self, prompt: Any, overrides: dict[str, Any], form: Callable[[CompletionResponse], Response]
     ) -> AsyncGenerator[Response, None]:
         text = ""
-        async with astream(self.rag, prompt, **self._options(overrides)) as stream:
+        async with astream(self._engine, prompt, **self._options(overrides)) as stream:
             async for piece in stream:
                 text += piece
                 yield form(CompletionResponse(text=text, delta=piece))
-            yield form(as_completion(stream.answer, delta=""))
+            yield form(self._response(stream.answer, delta=""))
+
+    def _response(self, answer: Answer, delta: str | None = None) -> CompletionResponse:
+        return as_completion(answer, self._report(answer), delta)
 
     def _options(self, overrides: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of ``RagCache.generate``: this model's settings, overridden for one call."""

@@ -41,6 +41,7 @@ class ChunkReuseEvent(BaseEvent):
     - ``chunks``: Chunks found in the prompt; ``hits`` of them had KV, ``misses`` were computed.
     - ``fallback``: Why the whole prompt was computed, if it was.
     - ``ttft_ms``: Milliseconds from the call to the first token.
+    - ``speculation``: Of :class:`SpeculativeQueryEngine`: the search, its stages, requests before the last.
     """
 
     namespace: str
@@ -56,6 +57,7 @@ class ChunkReuseEvent(BaseEvent):
     ttft_ms: float
     fallback: str | None = None
     notes: tuple[str, ...] = ()
+    speculation: dict[str, Any] | None = None
 
     @classmethod
     def class_name(cls) -> str:
@@ -92,7 +94,7 @@ def _text(block: ContentBlock) -> str:
     return block.text
 
 
-def as_completion(answer: Answer, delta: str | None = None) -> CompletionResponse:
+def as_completion(answer: Answer, raw: dict[str, Any], delta: str | None = None) -> CompletionResponse:
     """An answer with its report and token counts; sends a :class:`ChunkReuseEvent`."""
     report, link, output = answer.report, answer.report.link, answer.report.output_tokens
     hits = sum(use.source != "computed" for use in link.chunks)
@@ -102,6 +104,7 @@ def as_completion(answer: Answer, delta: str | None = None) -> CompletionRespons
             hits=hits,
             misses=len(link.chunks) - hits,
             ttft_ms=report.ttft_ms,
+            speculation=raw.get("speculation"),
             **{name: getattr(link, name) for name in REPORTED},
         )
     )
@@ -112,7 +115,7 @@ def as_completion(answer: Answer, delta: str | None = None) -> CompletionRespons
         "cache_read_tokens": link.reused_tokens,
         "finish_reason": report.finish_reason,
     }
-    return CompletionResponse(text=answer.text, delta=delta, raw=report.to_dict(), additional_kwargs=counts)
+    return CompletionResponse(text=answer.text, delta=delta, raw=raw, additional_kwargs=counts)
 
 
 def as_chat(response: CompletionResponse) -> ChatResponse:

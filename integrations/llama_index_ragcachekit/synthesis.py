@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Self
 
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.response_synthesizers import CompactAndRefine
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.tools import BaseTool
 from pydantic import Field, SkipValidation, model_validator
@@ -128,3 +129,23 @@ class RagCacheSynthesizer(CompactAndRefine):
             "response_padding_size": model.max_tokens,
         }
         super().__init__(llm, **defaults | settings)
+
+    @property
+    def llm(self) -> Any:
+        """The model that answers."""
+        return self._llm
+
+    def with_llm(self, llm: Any) -> Self:
+        """A copy around another model."""
+        synthesizer = copy(self)
+        synthesizer._llm = llm
+        if self._program_factory == self._default_program_factory:  # which has the model of its object
+            synthesizer._program_factory = synthesizer._default_program_factory
+        return synthesizer
+
+    def first_prompt(self, question: str, nodes: Sequence[NodeWithScore]) -> Any:
+        """What the model submits first for a question, unless the answer is structured."""
+        texts = [item.node.get_content(metadata_mode=MetadataMode.LLM) for item in nodes]
+        first, *_ = self._make_compact_text_chunks(question, texts)
+        template = self._text_qa_template.partial_format(query_str=question)
+        return self.llm.prompt_of(template, context_str=first)

@@ -274,10 +274,6 @@ class Chunks:
     ) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
         forgets = self._parts.forgets
-
-        def is_gone(name: str, text: str) -> bool:
-            return name in (ids or ()) or (within is not None and within.in_text(text))
-
         with forgets.storing, forgets.storing_in_tree:
             try:
                 return self.drop(namespace, ids, within)
@@ -286,7 +282,10 @@ class Chunks:
                     try:  # before the epoch: work that begins with the next one has no such neighbour
                         self._planner.forget(namespace, ids, within)
                         self._parser.forget(namespace, None if ids is None else texts)
-                        self._parser.registry.forget_ids(namespace, is_gone)
+                        named = self._parser.registry.named(namespace)
+                        for name, text in list(named.items()):
+                            if name in (ids or ()) or (within is not None and within.in_text(text)):
+                                del named[name]
                     finally:
                         forgets.add(namespace, ids, texts, within)
                         with self._reordering:

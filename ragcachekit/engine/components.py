@@ -50,6 +50,7 @@ from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, NullStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
 from ragcachekit.store.forgets import ForgetEpochs
+from ragcachekit.store.guarded import guarded
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
 from ragcachekit.types import KVKey, check_type, encoder_name
@@ -137,6 +138,7 @@ class EngineComponents:
             self.background, self.active = BackgroundWorker(), ActiveRequests()
             self._open_caches(settings, opened)
             self._open_planner(tokenizer, settings)
+            opened.callback(self.planner.variants.save)
             opened.callback(self.background.close)  # first of all: its jobs use the store
             self._open_quality(settings, folder)
             self._opened = opened.pop_all()
@@ -147,8 +149,8 @@ class EngineComponents:
             self.model, context=self.rope.context, background=self.background, snapshots=snapshots
         )
         is_linked = self.grade.name == "linked"
-        self.store = _store(settings, self.cost, opened) if is_linked else NullStore()
         load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
+        self.store = _store(settings, self.cost, load.deadline, opened) if is_linked else NullStore()
         self.loads = open_loads(self.store, load, self.cost)
         if self.loads is not None:
             opened.callback(self.loads.close)
@@ -179,7 +181,7 @@ class EngineComponents:
             is_linked=self.grade.name == "linked",
         )
         encodings = self.planner.encodings(self.policy)
-        self.planner.recall(self.policy)
+        self.planner.recall(self.policy, getattr(settings.store, "disk_path", None))
         free = isinstance(self.policy, Auto) and settings.encoder is None
         if not encodings.neighbours and not free and self.planner.companions:
             raise ValueError("neighbours= are for the encoder 'similar:n'; give encoder='similar:10'")
@@ -239,7 +241,9 @@ class EngineComponents:
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""
-        return (*self.store.stats(), *(self.tree.stats() if self.tree is not None else ()))
+        lost = {} if self.loads is None else self.loads.loader.failures
+        records = (replace(one, failures=one.failures + lost.get(one.tier, 0)) for one in self.store.stats())
+        return (*records, *(self.tree.stats() if self.tree is not None else ()))
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for all background work; False if ``timeout`` seconds did not suffice."""
@@ -251,10 +255,10 @@ class EngineComponents:
         self._opened.close()
 
 
-def _store(settings: EngineSettings, prefill: PrefillCost, opened: ExitStack) -> KVStore:
+def _store(settings: EngineSettings, prefill: PrefillCost, deadline: float, opened: ExitStack) -> KVStore:
     """The store that was passed in, or one that is closed with the engine, with profiled costs."""
     if settings.store is not None and not isinstance(settings.store, StoreConfig):
-        return settings.store
+        return guarded(settings.store, deadline)
     config = settings.store or StoreConfig()
     budget = config.host_bytes or config.gpu_bytes
 

@@ -266,8 +266,7 @@ def _as_registered(
     parser: PromptParser, prompt: PromptLike, texts: Sequence[str], namespace: str
 ) -> Segmentation:
     scratch = uuid4().hex
-    parser.registry.add(scratch, texts)
-    parser.registry.name(scratch, parser.registry.named(namespace))
+    parser.registry.add(scratch, texts, parser.registry.named(namespace))
     try:
         return parser.segment(prompt, scratch)
     finally:

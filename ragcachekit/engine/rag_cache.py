@@ -97,7 +97,8 @@ class RagCache:
         it, ``auto`` chooses the policy alone.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
-        :class:`PrecedingChunks` or your own; a mapping gives one per namespace.
+        :class:`PrecedingChunks` or your own; a mapping gives one per namespace. Without, ``similar:n`` takes
+        the nearest chunks in the stores of this engine's retrievers.
     companions : {"any", "same-source"}
         Which chunks a chunk may be encoded after. "same-source": only those of its own document, by the
         ``sources`` of :meth:`register` and :meth:`encode` or through a retriever. For corpora to which
@@ -292,9 +293,7 @@ class RagCache:
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        request = self.prepare(prompt, **options)
-        with self.components.active:
-            linked, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        linked, plan = self._linked(self.prepare(prompt, **options))
         if (loads := self.components.loads) is not None:
             loads.follow(plan.skipped, plan.report.loaded_bytes)
         self.after_answer.encode_missing(plan.missing)
@@ -310,9 +309,7 @@ class RagCache:
         >>> rich.print(rag.inspect(prompt))                        # doctest: +SKIP
         """
         decode = partial(self.components.parser.tokens.decode, special=True)
-        request = self.prepare(prompt, namespace=namespace, policy=policy)
-        with self.components.active:
-            _, plan = link_ahead(self.model, self.components.rope, self.plan(request), self.replan)
+        _, plan = self._linked(self.prepare(prompt, namespace=namespace, policy=policy))
         return prompt_view(plan, decode)
 
     def diagnose(
@@ -519,6 +516,7 @@ class RagCache:
     def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
         """Let :meth:`forget` drop results of this query cache, and observers see it; called by retrievers."""
         self.chunks.query_caches.add(cache)
+        self.components.planner.companions.follow(cache)
         cache.observers = self._observers
 
     # -- state -------------------------------------------------------------------------------------
@@ -628,6 +626,17 @@ class RagCache:
         if self._process != os.getpid():
             raise Closed(OPENED_BEFORE_FORK)
         return self.namespace if namespace is None else checked_namespace(namespace)
+
+    def _linked(self, request: PromptRequest) -> tuple[LinkedPrompt, LinkPlan]:
+        """Link a request in this thread; what cannot be linked is computed in full."""
+        link = partial(link_ahead, self.model, self.components.rope)
+        with self.components.active:
+            try:
+                return link(self.plan(request), self.replan)
+            except Exception as error:
+                if not request.reads_cache:
+                    raise
+                return link(self.plan(request.after_failure(error)))
 
     def _request(
         self, prompt: PromptRequest, options: dict[str, Any], stop: Sequence[str], **call: Any

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from threading import Event
 from traceback import clear_frames
@@ -149,6 +150,21 @@ class Request:
         """Whether it ended because it was cancelled."""
         return self._answer is not None and self._answer.report.finish_reason == "cancelled"
 
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self._error is not None
+
+    def listen(self, read: Callable[[list[int] | None], object]) -> None:
+        """Call ``read`` with the token ids of each step, those so far first, and with None at the end.
+
+        Instead of :meth:`stream`; in the engine's thread.
+        """
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
+            self.add_done_callback(lambda _: read(None))
+        else:
+            tokens.listen(read)
+
     def add_done_callback(self, callback: Callable[[Request], object]) -> None:
         """Call ``callback(request)`` once it is done: in the engine's thread, or now.
 
@@ -243,30 +259,12 @@ class AnswerStream:
 _EVERY = 0.01  # seconds between two looks for room
 
 
-class _LoopTokens:
-    """A streamer that hands the new token ids of each step to an event loop; None at the end."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._prompt_seen = False
-        self.queue = asyncio.Queue[list[int] | None]()
-
-    def put(self, value: Any) -> None:
-        if self._prompt_seen:
-            _soon(self._loop, self.queue.put_nowait, value.flatten().tolist())
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        _soon(self._loop, self.queue.put_nowait, None)
-
-
 class AsyncAnswerStream:
     """An answer as it is generated: an async iterator of text pieces, and an async context manager.
 
     The prompt is submitted at the first step, or when the context is entered. Leaving the context,
     :meth:`aclose` and dropping the stream cancel a generation that goes on, before its next layer or after
-    its token; the context does it at once, whatever ends the loop. ``submit`` takes a streamer and returns
-    the request.
+    its token; the context does it at once, whatever ends the loop. ``submit`` returns the request.
 
     Examples
     --------
@@ -275,17 +273,18 @@ class AsyncAnswerStream:
     ...         print(piece, end="")
     """
 
-    def __init__(self, submit: Callable[[_LoopTokens], Awaitable[Request]]) -> None:
+    def __init__(self, submit: Callable[[], Awaitable[Request]]) -> None:
         self._submit, self._given, self._generated = submit, "", 0
         self._ended, self._entering = False, asyncio.Lock()
         self._submitted: Request | None = None
+        self._steps = asyncio.Queue[list[int] | None]()
 
     async def __aenter__(self) -> AsyncAnswerStream:
         async with self._entering:
             if self._submitted is None:
-                self._tokens = _LoopTokens()
-                self._submitted = request = await self._submit(self._tokens)
-                weakref.finalize(self, _soon, asyncio.get_running_loop(), request.cancel).atexit = False
+                loop, self._submitted = asyncio.get_running_loop(), await self._submit()
+                self._submitted.listen(partial(_soon, loop, self._steps.put_nowait))
+                weakref.finalize(self, _soon, loop, self._submitted.cancel).atexit = False
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -304,7 +303,7 @@ class AsyncAnswerStream:
         if self._submitted is None and not self._ended:
             await self.__aenter__()
         while not self._ended:
-            ids = await self._tokens.queue.get()
+            ids = await self._steps.get()
             self._ended = ids is None
             self._generated += len(ids or ())
             if ids is not None:
@@ -340,7 +339,9 @@ def astream(rag: Any, prompt: Any, **options: Any) -> AsyncAnswerStream:
     """
     if options.get("streamer") is not None:
         raise ValueError("astream reads the tokens itself; give streamer= to agenerate")
-    return AsyncAnswerStream(lambda tokens: submitted(rag, prompt, {**options, "streamer": tokens}))
+    from ragcachekit.generate.options import TokenQueue  # with torch, which importing this file leaves alone
+
+    return AsyncAnswerStream(lambda: submitted(rag, prompt, {**options, "streamer": TokenQueue()}))
 
 
 async def agenerate(rag: Any, prompt: Any, **options: Any) -> Answer:

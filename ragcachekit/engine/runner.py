@@ -22,6 +22,7 @@ from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.run import Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
+from ragcachekit.plan.variants import VariantPool
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.threads import Condition, attempt
 from ragcachekit.types import Ids, KVKey
@@ -115,11 +116,9 @@ class Runner:
             except Exception as error:
                 if not prompt.reads_cache or (streamer is not None and streamer.streamed):
                     raise
-                log.warning("a linked prompt failed and is computed in full", exc_info=True)
                 if streamer is not None:
                     streamer.restart()
-                full = replace(prompt, fallback=f"the linked prompt failed: {error!r}")
-                self._prefill(request, run, self._plan(full), why is None)
+                self._prefill(request, run, self._plan(prompt.after_failure(error)), why is None)
             if wanted and run.decoding is not None and not run.decoding.finished:
                 run.kept = self._after_answer.keep_early(run.decoding.generated())
         return run.decoding is None or run.decoding.finished
@@ -245,6 +244,7 @@ class AfterAnswer:
         self._parts, self.cold, self._registering = components, cold, registering
         self.reports = deque[GenerateReport](maxlen=KEPT_REPORTS)
         self._jobs = components.background.queue(self._keep_pending, MAX_KEEPING)
+        self._saving = components.background.queue(VariantPool.save, 1)
         self._changed = Condition()
         self._pending: tuple[_Pending, ...] = ()
         self._can_observe = True
@@ -280,6 +280,8 @@ class AfterAnswer:
                 # Some models attend more often than they store: there it would be for nothing each time.
                 self._can_observe &= again <= {item.key for item in self._own(generated)}
                 self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
+        if parts.planner.variants.saved is not None:
+            self._saving.add(parts.planner.variants)
         if plan.report.namespace in parts.auto.used:
             attempt(self._feed_auto, generated, begun)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ragcachekit.errors import ModelNotSupported, RagCacheError
-from ragcachekit.forward.attention import RequestKV, decode
+from ragcachekit.forward.decode import RequestKV, decode
 
 PROMPTS, STEPS = (17, 12), 3
 """Tokens of the batch check's prompts, beyond the windows of test models, and decoded after each."""

@@ -205,15 +205,16 @@ class LinkedInputs:
         names = ("input_ids", "position_ids", "attention_mask")
         return {**{name: getattr(self, name) for name in names}, "past_key_values": self.cache}
 
-    def run(self, model: Any, rows: int) -> None:
-        """Run the linked forward: the decoder over the last ``rows`` columns, without the LM head."""
-        decoder_of(model)(
+    def run(self, model: Any, rows: int) -> Tensor:
+        """Run the linked forward: the decoder over the last ``rows`` columns; returns their hidden states."""
+        out = decoder_of(model)(
             input_ids=self.input_ids[:, -rows:],
             position_ids=self.position_ids[:, -rows:],
             attention_mask=self.attention_mask,
             past_key_values=self.cache,
             use_cache=True,
         )
+        return out[0]  # type: ignore[no-any-return]
 
 
 def link(

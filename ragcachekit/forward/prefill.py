@@ -116,7 +116,7 @@ def prepare_ahead(
     inputs = link(ahead, rope, model.device, buffers=buffers)
     narrowing = attach(model, ahead, inputs.cache)
     if ahead.rows:
-        inputs.run(model, len(ahead.rows))
+        check_finite(plan, inputs.run(model, len(ahead.rows)))
     inputs.cache.settle()  # without rows no layer did; and a failed load cannot be replanned later
     if ahead is plan:
         inputs.cache.crop(-1)
@@ -207,13 +207,24 @@ def link_ahead(
 def replanned(plan: LinkPlan, failed: LoadFailed, replan: Replan | None) -> LinkPlan:
     """The plan without what failed or was lost; its report notes it and counts the time waited."""
     lost = {load.key: load for load in plan.loads if load.key in failed.keys or load.lost is not None}
+    for load in lost.values():
+        load.give_up()
+    keys = failed.keys | lost.keys()
     assert plan.request is not None, "loads are begun by plans of requests"
     assert replan is not None, "plans with loads need replan="
-    why = "; ".join(dict.fromkeys(load.lost or str(failed) for load in lost.values()))
-    note = f"{len(lost)} of its entries could not be loaded ({why}): their rows were computed"
+    why = "; ".join(dict.fromkeys([load.lost or str(failed) for load in lost.values()] or [str(failed)]))
+    note = f"{len(keys)} of its entries could not be loaded ({why}): their rows were computed"
     waited = plan.request.waited_ms + sum(load.waited for load in lost.values()) * 1e3
-    request = replace(plan.request, notes=(*plan.request.notes, note), waited_ms=waited)
-    return replan(request, plan.without | lost.keys())
+    request = replace(plan.request.with_note(note), waited_ms=waited, retries=plan.request.retries + 1)
+    return replan(request, plan.without | keys)
+
+
+def check_finite(plan: LinkPlan, computed: Tensor) -> None:
+    """LoadFailed if what a linked prefill ``computed`` has NaN, as an entry has that a store altered."""
+    if plan.pieces and plan.request is not None and computed.isnan().any():
+        if keys := plan.request.fetch.drop_nan():
+            raise LoadFailed(keys, "NaN")
+        raise ValueError("the linked prefill gave NaN")
 
 
 def timed(plan: LinkPlan) -> LinkReport:

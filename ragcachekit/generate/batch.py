@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from ragcachekit.forward.attention import RequestKV, decode
+from ragcachekit.forward.decode import RequestKV, decode
 from ragcachekit.forward.rows import MAX_HELD_BYTES, OwnRows
 from ragcachekit.generate.options import effective, end_tokens, uses_beams
 from ragcachekit.generate.run import DecodingLoop, Generated, StopStrings, run_generate
 from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
+from ragcachekit.prompt.tokenizer import common_length
 
 _OF_GENERATE = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
 _OF_GENERATE |= {"generation_config", "seed"}
@@ -216,7 +217,9 @@ class BatchDecoder:
         """Whether a request of so many tokens, prompt and longest answer, may begin."""
         if not self._active:
             return True
-        held = sum(min(decoding.tokens, self._rope.context) for decoding in self._active)
+        kvs = [(decoding.kv, min(decoding.tokens, self._rope.context)) for decoding in self._active]
+        shared = {id(part): part.rows for kv, _ in kvs if kv for part in kv.shared}
+        held = sum(rows - (kv.start if kv else 0) for kv, rows in kvs) + sum(shared.values())
         fits = (held + tokens) * self._token_bytes <= self._max_bytes
         return fits and len(self._active) < self._max_batch
 
@@ -231,6 +234,7 @@ class BatchDecoder:
         decoding = Decoding(prefilled, ends, options.get("streamer"), how.get("cancel"))
         if not decoding.finished:
             decoding.hold_kv()
+            self._share(decoding)
             self._active.append(decoding)
             if decoding.own and sum(one.own.nbytes for one in self._active if one.own) > MAX_HELD_BYTES:
                 decoding.own.settle()
@@ -268,6 +272,14 @@ class BatchDecoder:
         """Drop all requests."""
         for decoding in self.active:
             self.drop(decoding)
+
+    def _share(self, new: Decoding) -> None:
+        """Have a request hold what it has in common with the active one that begins most like it."""
+        ids = new.plan.token_ids
+        common = {one: common_length(one.plan.token_ids, ids) for one in self._active}
+        best = max(common, key=lambda one: common[one], default=None)
+        if best and best.kv and new.kv and self._model.device.type == "cpu":
+            new.kv.share(best.kv, common[best], [one.kv for one in self._active if one.kv])
 
     @cached_property
     def _token_bytes(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import signature
 from numbers import Integral
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -258,21 +259,31 @@ class RequestStreamer(BaseStreamer):  # type: ignore[misc]
 
 
 class TokenQueue(BaseStreamer):  # type: ignore[misc]
-    """Generated token ids, from the generating thread to the reading one."""
+    """Generated token ids, from the generating thread to the reading one, or to a function."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        self._prompt_seen = False
+        self._read: Callable[[list[int] | None], object] = self._queue.put
+        self._lock, self._prompt_seen = Lock(), False
 
     def put(self, value: Tensor) -> None:
         """Add the ids of one step; the first call carries the prompt and is dropped."""
         if self._prompt_seen:
-            self._queue.put(value.flatten().tolist())
+            with self._lock:
+                self._read(value.flatten().tolist())
         self._prompt_seen = True
 
     def end(self) -> None:
         """End the iteration; may be called more than once."""
-        self._queue.put(None)
+        with self._lock:
+            self._read(None)
+
+    def listen(self, read: Callable[[list[int] | None], object]) -> None:
+        """Call ``read`` with what was put so far, and from now on instead of the iteration."""
+        with self._lock:
+            while not self._queue.empty():
+                read(self._queue.get())
+            self._read = read
 
     def __iter__(self) -> Iterator[list[int]]:
         while (ids := self._queue.get()) is not None:

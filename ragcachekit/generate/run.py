@@ -22,7 +22,7 @@ from transformers.generation import MaxLengthCriteria, StopStringCriteria
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.errors import Cancelled
-from ragcachekit.forward.prefill import Replan, prepare, prepare_ahead, replanned
+from ragcachekit.forward.prefill import Replan, check_finite, prepare, prepare_ahead, replanned
 from ragcachekit.forward.rows import OwnRows
 from ragcachekit.generate.options import (
     cut_at_stop,
@@ -98,6 +98,7 @@ class DecodingLoop:
 
     def __init__(self, prompt: Sequence[int], timer: FirstTokenTimer, streamer: Any, one_token: bool) -> None:
         self.known = 0  # first tokens that the model is not given
+        self.plan: LinkPlan | None = None  # whose first scores are to be checked
         self._prompt, self._timer, self._streamer = prompt, timer, streamer
         self._one_token, self._prompt_given = one_token, False
 
@@ -121,13 +122,19 @@ class DecodingLoop:
         def ordered(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda ids, scores: call(torch.cat([in_order, ids[:, columns:]], -1), scores)
 
+        def processed(ids: Tensor, scores: Tensor) -> Tensor:
+            plan, self.plan = self.plan, None
+            if plan is not None:  # before anybody else sees them
+                check_finite(plan, scores)
+            return logits_processor(ids, scores)  # type: ignore[no-any-return]
+
         end: Any = MaxLengthCriteria(columns + 1) if self._one_token else ordered(stopping_criteria)
         streamer = self._streamer
         if streamer is not None and self._one_token:  # the batch ends it
             streamer = SimpleNamespace(put=streamer.put, end=lambda: None)
         return model._sample(
             input_ids,
-            LogitsProcessorList([ordered(logits_processor)]),
+            LogitsProcessorList([ordered(processed)]),
             StoppingCriteriaList([self._timer, end]),
             generation_config,
             streamer=streamer,
@@ -209,7 +216,7 @@ def run_generate(
                     prefill = prepare(model, rope, plan, capture=capture_missing_rows, whole=whole)
                 cache, prompt = prefill.inputs.get("past_key_values"), prefill.inputs["input_ids"].shape[1]
                 if loop is not None:
-                    loop.known = prefill.known
+                    loop.known, loop.plan = prefill.known, plan
                 stops = [StopStrings(stop, decode, prompt)] if stop else []
                 options["stopping_criteria"] = StoppingCriteriaList([*own_criteria, *stops])
                 started_at, before = time.perf_counter(), getattr(cache, "settling", 0.0)

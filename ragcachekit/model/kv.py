@@ -236,6 +236,11 @@ def misfit(key: KVKey, kv: Any, tokens: int, layout: KVLayout | None) -> str | N
     return layout.misfit(kv, tokens) if layout is not None else None
 
 
+def has_nan(kv: Any) -> bool:
+    """Whether a key, value or scale is no number."""
+    return any(t.isnan().any() for number in range(kv.layers) for t in kv.stored_layer(number))
+
+
 def decoder_of(model: Any) -> Any:
     """The model without its LM head: ``base_model``, but for Llama 4, which gives itself there."""
     base = model.base_model

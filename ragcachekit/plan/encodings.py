@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.kv import SENSITIVITY, KVLayout, context_number, contexts_of, misfit
+from ragcachekit.model.kv import SENSITIVITY, KVLayout, context_number, contexts_of, has_nan, misfit
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.load_planner import LoadPlanner
 from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.loader import Hit, Loader, LoadingKV
+from ragcachekit.store.remote import reported
 from ragcachekit.types import (
     DEFAULT_ENCODER,
     DEFAULT_NEIGHBOURS,
@@ -257,7 +258,7 @@ class Fetch:
     """Look-ups for one prompt, each done once for all of its plans.
 
     A bare store reads everything during the look-up. Without a ``planner`` everything found is used. KV of
-    another ``layout`` is a miss, and deleted from the store.
+    another ``layout`` is a miss, and deleted from the store. ``failures`` says why look-ups failed.
     """
 
     def __init__(
@@ -265,6 +266,7 @@ class Fetch:
     ) -> None:
         self._store, self._planner, self._layout = store, planner, layout
         self._known: dict[KVKey, Hit | None] = {}
+        self.failures: list[str] = []
 
     def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
         """The entry under ``key`` for that many tokens; loads from slow tiers have not started.
@@ -278,6 +280,13 @@ class Fetch:
     def lose(self, keys: Iterable[KVKey]) -> None:
         """Find these no more: an earlier plan waited for them in vain."""
         self._known.update(dict.fromkeys(keys))
+
+    def drop_nan(self) -> frozenset[KVKey]:
+        """Drop the entries that have NaN; returns their keys."""
+        lost = {key: hit for key, hit in self._known.items() if hit is not None and has_nan(hit.kv)}
+        for key, hit in lost.items():
+            self._drop(key, hit, "it has NaN")
+        return frozenset(lost)
 
     def decide(
         self,
@@ -311,20 +320,22 @@ class Fetch:
         return tuple(kv.key for kv in skipped)
 
     def _look(self, key: KVKey, tokens: int, weight: float) -> Hit | None:
-        if isinstance(self._store, Loader):
-            hit = self._store.open(key, weight)
-        else:
-            found = self._store.get(key, weight)
-            hit = Hit(found.kv, found.tier) if found is not None else None
+        with reported(self.failures):
+            if isinstance(self._store, Loader):
+                hit = self._store.open(key, weight)
+            else:
+                found = self._store.get(key, weight)
+                hit = Hit(found.kv, found.tier) if found is not None else None
         reason = misfit(key, hit.kv, tokens, self._layout) if hit is not None else None
         if hit is None or reason is None:
             return hit
-        log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
-        try:
-            self._store.discard(key)
-        except Exception:  # a user's own store may fail, or lack this method
-            log.warning("the entry could not be dropped", exc_info=True)
+        self._drop(key, hit, reason)
         return None
+
+    def _drop(self, key: KVKey, hit: Hit, reason: str) -> None:
+        log.warning("tier %s had an entry that is not used and leaves the store: %s", hit.tier, reason)
+        self.failures.append(f"{hit.tier}: an entry was dropped: {reason}")
+        self._store.discard(key)
 
 
 def find_entry(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:

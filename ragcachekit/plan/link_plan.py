@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ from ragcachekit.store.base import NullStore
 from ragcachekit.store.loader import AnyKV, LoadingKV
 from ragcachekit.types import ENCODING_PREFIX, Ids, KVKey, whole_id
 
+log = logging.getLogger(__name__)
+
 COMPUTED = "computed"
 """Source of chunks that are not cached."""
 
@@ -59,11 +62,17 @@ class PromptRequest:
     observes: bool = False  # rows that it computes are kept, so a chunk whose mean needs more may be computed
     settles: bool = False  # the system text changes with the prompts: what is stored after others is enough
     waited_ms: float = 0.0  # by earlier plans, in vain
+    retries: int = 0  # earlier plans that could not be run
     texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
 
     def with_note(self, note: str) -> PromptRequest:
         """This request with another note for the report."""
         return replace(self, notes=(*self.notes, note))
+
+    def after_failure(self, error: Exception) -> PromptRequest:
+        """The request to compute in full, once its linked prompt has failed."""
+        log.warning("a linked prompt failed and is computed in full", exc_info=error)
+        return replace(self, fallback=f"the linked prompt failed: {error!r}", retries=self.retries + 1)
 
     @property
     def token_ids(self) -> Ids:
@@ -297,6 +306,7 @@ def plain_plan(request: PromptRequest) -> LinkPlan:
         recompute_ratio=1.0 if request.policy.name == "full" and has_chunk else 0.0,
         fallback=request.fallback,
         notes=request.notes,
+        retries=request.retries,
         miss_reason=miss_reason(request),
     )
     return LinkPlan(ids, (), tuple(range(len(ids))), (), report, request=request)
@@ -318,6 +328,9 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     fetch = request.fetch
     fetch.lose(lost)
     found = [find_entry(want, fetch, variants) if request.may_reuse(want) else None for want in wanted]
+    if fetch.failures:
+        request = request.with_note(f"look-ups failed: {'; '.join(dict.fromkeys(fetch.failures))}")
+        fetch.failures.clear()
     observes = request.observes and not request.settles and not isinstance(request.policy, LayerwisePolicy)
     again = _to_observe(wanted, found) if observes else None
     if again is not None:
@@ -410,6 +423,7 @@ def _laid_out(
         loaded_bytes=sum(slow.values()),
         tree_tokens=match.match.tokens if match is not None else 0,
         notes=request.notes,
+        retries=request.retries,
         miss_reason=miss_reason(request),
     )
     todo = tuple(missing.values())

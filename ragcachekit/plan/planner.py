@@ -7,9 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ragcachekit.errors import PromptTooLong
+from ragcachekit.json_store import JsonStore
 from ragcachekit.model.identity import ModelGuard
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.rope import Rope
@@ -27,7 +29,8 @@ from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
-from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_NEIGHBOURS, Ids, KVKey, whole_id
+from ragcachekit.store.remote import reported
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_NEIGHBOURS, Ids, KVKey, parse_encoder, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +115,9 @@ class Planner:
         is_linked: bool = True,
     ) -> None:
         self.context, self.last_prompts = rope.context, LastPrompts()
-        self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source, block_size(encoder))
+        kind, count = parse_encoder(encoder or "standalone")
+        near = {"block": block_size(encoder), "nearest": count if kind == "similar" else 0}
+        self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source, **near)
         budget = int(SHARE * max((record.budget for record in store.stats()), default=0))
         self.variants = VariantPool(
             budget=budget, free=lambda key: store.discard(key, damaged=False), allow=self.companions.allow
@@ -204,6 +209,8 @@ class Planner:
 
         Only chunks after the match in the tree are looked up in the store (FusionRAG 4.1, alternative path).
         """
+        if request.retries and self._tree is not None:
+            self._tree.check_gpu()
         if not self.unchanged():
             return replace(request, fallback=MODEL_CHANGED)
         if not request.reads_cache:
@@ -214,9 +221,10 @@ class Planner:
         ids = frozenset(whole_id(i) for want in request.wanted for i in (*want.before, want.key.chunk_id))
         if not self._is_linked:
             ids = frozenset(i for step in request.place[1] for i in step.ids)
-        match = match_prefix(
-            self._tree, request.place, request.token_ids, request.segments, ids, self._layout
-        )
+        with reported(request.fetch.failures):
+            match = match_prefix(
+                self._tree, request.place, request.token_ids, request.segments, ids, self._layout
+            )
         wanted = tuple(want for want in request.wanted if want.start >= match.tokens)
         return replace(request, wanted=wanted, prefix_match=match)
 
@@ -314,9 +322,14 @@ class Planner:
         if (replaced := self.variants.add_average(key)) is not None:
             self._store.discard(replaced, damaged=False)
 
-    def recall(self, policy: SelectionPolicy) -> None:
-        """Note what the store holds for chunks in other contexts, as ``policy`` would use it."""
+    def recall(self, policy: SelectionPolicy, folder: Path | None) -> None:
+        """Note what the store, and its ``folder``, hold of chunks in other contexts for ``policy``."""
         variants = self.encodings(policy).name == IN_PROMPT
+        if variants and folder is not None:
+            try:
+                self.variants.saved = JsonStore(folder / "uses")
+            except OSError as error:
+                log.warning("the uses of variants will not outlive this process: %s", error)
         self.variants.recall(self._store, self._fingerprint, variants=variants)
 
     def forget(
@@ -362,18 +375,11 @@ class Estimator:
         cached = known + sum(
             len(want.token_ids)
             for want in self._wanted
-            if want.start >= known and any(map(self._in_memory, keys_for(want, self._variants)))
+            if want.start >= known and any(map(self._store.in_memory, keys_for(want, self._variants)))
         )
         return cached, max(1, self.tokens - cached)
 
     def to_load(self) -> list[KVKey]:
         """Keys to look up in slow tiers."""
         every = [keys_for(want, self._variants) for want in self._wanted]
-        return [key for keys in every if not any(map(self._in_memory, keys)) for key in keys]
-
-    def _in_memory(self, key: KVKey) -> bool:
-        try:
-            return self._store.in_memory(key)
-        except Exception:  # a user's own store
-            log.warning("a store failed to report what is in memory", exc_info=True)
-            return False
+        return [key for keys in every if not any(map(self._store.in_memory, keys)) for key in keys]

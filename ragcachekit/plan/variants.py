@@ -7,11 +7,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ragcachekit.json_store import JsonStore
 from ragcachekit.policies.craft import NO_IMPACT, Impact
 from ragcachekit.store.base import Found, KVStore, LayerSource, concerns
 from ragcachekit.store.loader import AnyKV
+from ragcachekit.threads import attempt
 from ragcachekit.types import KVKey
 
 IN_PROMPT = "in-prompt"
@@ -44,7 +46,7 @@ class VariantPool:
     Variants (Cache-Craft section 3.3) share ``budget`` bytes by use. Every use adds
     ``1 / max(CCI (1 - β'), 0.05)`` to a variant's weight f_r, which halves in :data:`HALF_LIFE` uses of its
     namespace. ``free`` is called with each variant that is evicted, to delete its KV. The store may evict
-    an entry earlier.
+    an entry earlier. With ``saved``, weights and numbers of uses outlive the process.
 
     Of ``average:n`` entries the latest is known for each chunk and system text: the companions are chosen
     when it is encoded, and may be others in the next process. ``allow`` returns whether it may serve. After
@@ -64,6 +66,8 @@ class VariantPool:
         self._uses: defaultdict[tuple[str, str], int] = defaultdict(int)  # by namespace
         self._averages: dict[tuple[str, ...], KVKey] = {}
         self._latest: dict[tuple[str, ...], KVKey] = {}  # of them, by chunk
+        self.saved: JsonStore | None = None  # f_r and ``at``; of no chunk: the namespace's uses
+        self._changed: dict[str, object] = {}  # to be saved; None: removed
 
     def __len__(self) -> int:
         return sum(map(len, self._variants.values()))
@@ -76,6 +80,9 @@ class VariantPool:
         keys = list(store.keys())
         for key in reversed(keys):  # the latest first
             self.add_average(key)
+        if self.saved is not None:  # without what other processes or the store's eviction removed
+            known = {one.digest() for key in keys for one in (key, KVKey(*_group(key), ""))}
+            self._changed.update(dict.fromkeys({*self.saved.keys()} - known))
         for key in keys if variants else ():
             opened = store.open(key, 0.0) if key.fingerprint == fingerprint and is_variant(key) else None
             if opened is None:
@@ -102,9 +109,10 @@ class VariantPool:
                     break
                 freed.append(min(rivals, key=self.weight))
                 self.discard(freed[-1])
-            self._variants[_chunk(key)][key] = _Variant(
-                impact, NEW_WEIGHT, self._uses[_group(key)], kv.nbytes
-            )
+            uses = self._uses.setdefault(_group(key), self._row(KVKey(*_group(key), "")) or 0)
+            weight, at = self._row(key) or (NEW_WEIGHT, uses)
+            self._variants[_chunk(key)][key] = _Variant(impact, weight, min(at, uses), kv.nbytes)
+            self._note(key, (weight, min(at, uses)))
             self._nbytes += kv.nbytes
         for evicted in freed:
             self._free(evicted)
@@ -123,6 +131,15 @@ class VariantPool:
                 variant.weight = self.weight(key) + weight_at(variant.impact.cost(before))
                 self._uses[_group(key)] += 1
                 variant.at = self._uses[_group(key)]
+                self._note(key, (variant.weight, variant.at))
+                self._note(KVKey(*_group(key), ""), variant.at)
+
+    def save(self) -> None:
+        """Save what changed since the last time; a failure is logged."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        if self.saved is not None and changed:
+            attempt(self.saved.put, changed)
 
     def weight(self, key: KVKey) -> float:
         """Present f_r; 0 for an unknown variant."""
@@ -169,6 +186,7 @@ class VariantPool:
             variant = self._variants.get(_chunk(key), {}).pop(key, None)
             if variant is not None:
                 self._nbytes -= variant.nbytes
+                self._note(key, None)
                 if not self._variants[_chunk(key)]:
                     del self._variants[_chunk(key)]
             elif is_average(key):
@@ -183,6 +201,13 @@ class VariantPool:
             for key in known:
                 if concerns(key, namespace, chunk_ids):
                     self.discard(key)
+
+    def _row(self, key: KVKey) -> Any:
+        return None if self.saved is None else self.saved.get(key.digest())
+
+    def _note(self, key: KVKey, row: object) -> None:
+        if self.saved is not None:
+            self._changed[key.digest()] = row
 
     def _known(self, key: KVKey) -> _Variant | None:
         return self._variants.get(_chunk(key), {}).get(key)

@@ -21,6 +21,9 @@ from ragcachekit.prefix_tree.nodes import Path, Reused, Root, fault, key_of
 from ragcachekit.store.base import KVStore, NullStore, StoreStats, concerns
 from ragcachekit.store.disk_folder import FolderLock, LockFailed
 from ragcachekit.store.forgets import ForgottenTexts
+from ragcachekit.store.guarded import guarded
+from ragcachekit.store.loader import DEADLINE_SECONDS
+from ragcachekit.threads import attempt
 from ragcachekit.types import KVKey
 
 DISK = "tree:disk"
@@ -62,7 +65,7 @@ class TreeDisk:
 
     def __init__(self, store: KVStore | None, lock: RLock, drop: Drop) -> None:
         self._keeps = store is not None
-        self.store = NullStore() if store is None else store
+        self.store = NullStore() if store is None else guarded(store, DEADLINE_SECONDS)
         folder = getattr(store, "folder", None)  # which other processes may share
         self._log = ForgetLog(folder / FORGETS) if folder is not None else None
         self._drop = drop
@@ -121,7 +124,10 @@ class TreeDisk:
                 pending, self._pending = self._pending, {}
             for key, kv in pending.items() if may_write else ():
                 if key not in self.store or kv.has_state:
-                    self.store.put(key, kv.to("cpu"))
+                    attempt(self._put, key, kv)  # a GPU may have lost it
+
+    def _put(self, key: KVKey, kv: ChunkKV) -> None:
+        self.store.put(key, kv.to("cpu"))
 
     def forget(self, namespace: str, chunk_ids: Ids, texts: ForgottenTexts | None = None) -> int:
         """Forget in memory, in the store and in other processes; returns the number of nodes and turns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import weakref
 from collections import OrderedDict, deque
@@ -40,6 +41,8 @@ from ragcachekit.store.eviction import MISS, Access, Counters, EvictionPolicy, L
 from ragcachekit.store.forgets import ForgetEpochs, ForgottenTexts
 from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import Ids, whole_id
+
+log = logging.getLogger(__name__)
 
 MIN_TOKENS = 16
 """Shortest common beginning that counts as a continued conversation."""
@@ -307,10 +310,20 @@ class KnowledgeTree:
         """
         return self.disk.forget(namespace, chunk_ids, texts)
 
+    def check_gpu(self) -> None:
+        """Give up a GPU tier whose copies cannot be read any more; hot nodes have one on the host."""
+        with self._lock:
+            try:
+                if self.levels.gpu is not None:
+                    self.levels.gpu.probe()
+            except RuntimeError:
+                log.exception("the tree's GPU tier is lost; what is on the host is still used")
+                self.levels.give_up_gpu()
+
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier, named ``tree:gpu``, ``tree:host``, ``tree:disk``, ``tree:turns``."""
         with self._lock:
-            records = [tier.stats() for tier in self.levels.tiers]
+            records = [*self.levels.lost, *(tier.stats() for tier in self.levels.tiers)]
         return (*records, *self.disk.stats(), *self.turns.stats())
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import takewhile
 
@@ -22,6 +22,9 @@ ENCODING_PATH = "path"
 
 BLOCK = 32
 """Tokens of a step of text. Prompts that part inside a block share the blocks before it."""
+
+HOT_USES = 3
+"""Look-ups after which a node of the GPU tier has a copy on the host as well (RAGCache section 6)."""
 
 MOVED = Access(times=0)
 """Access of a copy from another tier: its uses were counted here when they happened."""
@@ -120,6 +123,7 @@ class Node:
     children: dict[tuple[str, ...], Node] = field(default_factory=dict)  # by the ids of their steps
     copies: int = 0  # tiers that have its KV now
     pins: int = 0  # requests that use it now
+    uses: int = 0  # look-ups since it came into memory
     digest: bytes = field(init=False)  # of its path, chained: equal after eviction and recomputation
 
     def __post_init__(self) -> None:
@@ -175,7 +179,7 @@ class MemoryTier:
         return self.get(node)
 
     def add(self, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
-        """Store a copy of ``kv``; there must be room (:meth:`spare`). False if the device is out of memory.
+        """Store a copy of ``kv``; there must be room (:meth:`spare`). False if it cannot be copied.
 
         ``access`` is the use that computed the node, if this is its first copy.
         """
@@ -183,9 +187,9 @@ class MemoryTier:
         assert name not in self._copies
         try:
             self._copies[name] = node, in_own_memory(kv.to(self._device))[0]
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # out of memory, or the device failed
             self.counters.count("failed_writes")
-            self.counters.warn_once("memory", "no memory for %d bytes within the budget", node.nbytes)
+            self.counters.warn_once("memory", "no copy of %d bytes: %s", node.nbytes, error)
             return False
         node.copies += 1
         self._ranking.add(name, node.nbytes, access=access)
@@ -200,7 +204,7 @@ class MemoryTier:
         """Store a larger copy in place of the node's; there must be room."""
         try:
             self._copies[node.digest] = node, in_own_memory(kv.to(self._device))[0]
-        except torch.OutOfMemoryError:
+        except RuntimeError:
             return
         node.nbytes = kv.nbytes
         self._ranking.add(node.digest, kv.nbytes, access=MOVED)
@@ -228,6 +232,11 @@ class MemoryTier:
         if node in self:
             self._drop(node.digest)
 
+    def probe(self) -> None:
+        """Read a number of every copy; RuntimeError if the device has lost it."""
+        for _, kv in self._copies.values():
+            kv.keys[-1].flatten()[:1].to("cpu", copy=True)
+
     def stats(self) -> StoreStats:
         """The counters and the present content."""
         return self.counters.stats(entries=len(self._copies), nbytes=self._ranking.nbytes, budget=self.budget)
@@ -246,8 +255,9 @@ class MemoryTier:
 class Levels:
     """Insertion, eviction and movement of nodes (RAGCache section 5.1, Algorithm 1).
 
-    Every node is in some tier; a node in the GPU tier has its parent there. ``evicted`` is called with KV
-    that is evicted from memory, or does not fit into it. Not thread safe: the tree's lock protects it.
+    Every node is in some tier; a node in the GPU tier has its parent there, and a copy on the host after
+    :data:`HOT_USES`, if its parent has. ``evicted`` is called with KV that is evicted from memory, or does
+    not fit into it. Not thread safe: the tree's lock protects it.
     """
 
     def __init__(
@@ -258,7 +268,7 @@ class Levels:
     ) -> None:
         self.gpu, self.host = gpu, host
         self.tiers = [tier for tier in (gpu, host) if tier is not None]
-        self._evicted = evicted
+        self._evicted, self.lost = evicted, list[StoreStats]()  # records of tiers that were given up
         self.roots: dict[Root, dict[tuple[str, ...], Node]] = {}
 
     def walk(self, root: Root, path: Path) -> Iterator[Node]:
@@ -301,6 +311,7 @@ class Levels:
 
     def use(self, node: Node, access: Access = HIT) -> Reused:
         """Count an access and return the node's fastest copy, of several one with a state."""
+        node.uses += 1
         copies = [(kv, tier.name) for tier in self.tiers if (kv := tier.use(node, access)) is not None]
         return Reused(node.step, *next((one for one in copies if one[0].has_state), copies[0]))
 
@@ -351,10 +362,31 @@ class Levels:
                     node not in self.gpu and not self._take(self.gpu, node, self._copy(node))
                 ):
                     break
+            host = self.host if self.gpu is not None else None
+            for node in nodes:
+                if host is None or (
+                    node not in host
+                    and (node.uses < HOT_USES or not self._take(host, node, self._copy(node)))
+                ):
+                    break
         finally:
             for node in nodes:
                 self.pin(node, -1)
         return added
+
+    def give_up_gpu(self) -> None:
+        """Go on without the GPU tier: nodes without another copy go, and what is below them."""
+        gpu, self.gpu = self.gpu, None
+        if gpu is None:
+            return
+        self.tiers.remove(gpu)
+        self.lost.append(replace(gpu.stats(), entries=0, nbytes=0, failures=1, writable=False))
+        every = [n for tops in self.roots.values() for top in tops.values() for n in top.subtree()]
+        for node in every:
+            node.copies -= node in gpu
+        for node in every:
+            if not node.copies and (node.parent is None or node.parent.copies):
+                self.drop(node, forgotten=False)
 
     def _admit(self, root: Root, parent: Node | None, step: Step, kv: ChunkKV, access: Access) -> Node | None:
         """Insert a node, pinned, into the fastest tier with room, or None; the parent must be pinned."""
@@ -399,7 +431,9 @@ class Levels:
             self.drop(top, forgotten=False)
 
     def _copy(self, node: Node) -> ChunkKV:
-        return next(kv for tier in self.tiers if (kv := tier.get(node)) is not None)
+        """One of its copies, with a state if there is one; of the host, which needs no transfer."""
+        copies = [kv for tier in reversed(self.tiers) if (kv := tier.get(node)) is not None]
+        return next((kv for kv in copies if kv.has_state), copies[0])
 
     def _take(self, tier: MemoryTier, node: Node, kv: ChunkKV, access: Access = MOVED) -> bool:
         """Add a copy to a tier, once there is room; False if there is not."""

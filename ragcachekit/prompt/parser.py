@@ -153,9 +153,8 @@ class PromptParser:
         Of texts with ``ids``, prompts may have these instead.
         """
         self.special_tokens.add(namespace, texts)
-        if ids is not None:
-            self.registry.name(namespace, {ids[text]: text for text in texts})
-        return self.registry.add(namespace, texts)
+        named = None if ids is None else {ids[text]: text for text in texts}
+        return self.registry.add(namespace, texts, named)
 
     def forget(self, namespace: str, texts: Sequence[str] | None) -> None:
         """Unregister texts; with None, all of the namespace."""

@@ -213,9 +213,7 @@ def _block_segment(block: object, text_of: Callable[[Any], str]) -> Segment:
     if text is None and block.get(MARK) and "id" in block:
         text = text_of(block["id"])
     if not isinstance(text, str):
-        raise TypeError(
-            f"a text block needs a 'text' string, or 'id' and 'chunk': True, got {type(text).__name__}"
-        )
+        raise TypeError(f"a text block needs a 'text' string, or 'id' and 'chunk', got {type(text).__name__}")
     # Whitespace alone is no chunk: there is nothing to reuse.
     return Chunk(text) if block.get(MARK) and text.strip() else Text(text)
 
@@ -310,36 +308,28 @@ class ChunkRegistry:
         self._lock = threading.Lock()
         self._namespaces: dict[str, _Namespace] = {}
 
-    def add(self, namespace: str, texts: Sequence[str]) -> int:
-        """Register chunk texts; known ones count as used now. Returns how many are long enough."""
+    def add(self, namespace: str, texts: Sequence[str], named: Mapping[str, str] | None = None) -> int:
+        """Register chunk texts; known ones count as used now. Returns how many are long enough.
+
+        In prompts, chunk ids may stand for the texts in ``named``.
+        """
         taken = [text for text in texts if len(text.strip()) >= self.min_chars]
-        if taken:
+        if taken or named:
             with self._lock:
                 registered = self._namespaces.setdefault(namespace, _Namespace(self.min_chars))
                 for text in taken:
                     registered.put(text, self.max_chunks)
+                registered.name(named or {}, self.max_chunks)
         return len(taken)
 
-    def name(self, namespace: str, named: Mapping[str, str]) -> None:
-        """Let chunk ids stand for texts, of any length."""
-        with self._lock:
-            known = self._namespaces.setdefault(namespace, _Namespace(self.min_chars)).named
-            for name, text in named.items():
-                known.pop(name, None)
-                known[name] = text
-            while len(known) > self.max_chunks:
-                del known[next(iter(known))]
-
     def named(self, namespace: str) -> dict[str, str]:
-        """Texts by the chunk ids that stand for them."""
-        with self._lock:
-            known = self._namespaces.get(namespace)
-            return dict(known.named) if known else {}
+        """The texts, of any length, that chunk ids stand for; a forget removes some."""
+        known = self._namespaces.get(namespace)
+        return known.named if known else {}
 
     def text(self, namespace: str, name: str) -> str:
         """The text of a chunk id; UnknownChunk, whatever other namespaces know, if there is none."""
-        known = self._namespaces.get(namespace)
-        text = known.named.get(name) if known and isinstance(name, str) else None
+        text = self.named(namespace).get(name) if isinstance(name, str) else None
         if text is None:
             raise UnknownChunk(
                 f"the chunk id {name!r:.80} names no text in the namespace {namespace!r}: this process did "
@@ -347,12 +337,6 @@ class ChunkRegistry:
                 "that is returned (what is stored is not computed again)"
             )
         return text
-
-    def forget_ids(self, namespace: str, is_gone: Callable[[str, str], bool]) -> None:
-        """Forget ids that, with their texts, are ``is_gone``."""
-        with self._lock:
-            if known := self._namespaces.get(namespace):
-                known.named = {name: text for name, text in known.named.items() if not is_gone(name, text)}
 
     def forget(self, namespace: str, texts: Iterable[str] | None) -> None:
         """Forget texts and their stripped forms; with None, the whole namespace."""
@@ -412,6 +396,10 @@ class _Namespace:
             self.lru.move_to_end(form)
             if len(self.lru) > limit:
                 self.index.remove(self.lru.popitem(last=False)[0])
+
+    def name(self, named: Mapping[str, str], limit: int) -> None:
+        others = {name: text for name, text in self.named.items() if name not in named}
+        self.named = dict([*others.items(), *named.items()][-limit:])
 
     def drop(self, text: str) -> None:
         for form in forms(text):

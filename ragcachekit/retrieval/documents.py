@@ -230,30 +230,32 @@ class DocumentIndex:
                 return kept
             count *= _MORE
 
-    def search_stages(self, embedding: ArrayLike, k: int, stages: int = 4) -> Iterator[list[Hit]]:
+    def search_stages(
+        self, embedding: ArrayLike, k: int, stages: int = 4, where: Where | None = None
+    ) -> Iterator[list[Hit]]:
         """Provisional results of a search in at most ``stages`` steps; the last is what ``search`` returns.
 
         See :meth:`ragcachekit.retrieval.index.VectorIndex.search_stages`. No lock is held between the steps;
-        a change meanwhile ends them by a whole search.
+        a change meanwhile, or a filter that accepts too few, ends them by a whole search.
         """
+        accepts, count = _as_predicate(where), positive("k", k) * (1 if where is None else _MORE)
         with self._session():
             if not self._index:
                 return iter([list[Hit]()])
-            steps, version = self._index.search_stages(embedding, k, stages), self._head.version
+            steps, version = self._index.search_stages(embedding, count, stages), self._head.version
 
         def results() -> Iterator[list[Hit]]:
+            kept = list[Hit]()
             while True:
                 with self._session():
-                    if self._head.version != version:
-                        break
-                    step = next(steps, None)
+                    is_same = self._head.version == version
+                    step = next(steps, None) if is_same else None
                     hits = None if step is None else self._hits(step)
-                if step is None:
-                    return
                 if hits is None:
                     break
-                yield hits
-            yield self.search(embedding, k)
+                yield (kept := [hit for hit in hits if accepts(hit.record)][:k])
+            if step is not None or not is_same or (where is not None and len(kept) < k):
+                yield self.search(embedding, k, where)
 
         return results()
 

@@ -127,17 +127,15 @@ def _check_partition(body: Completion) -> None:
 class CompletionJob:
     """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
 
-    def __init__(
-        self, model: ServedModel, tenant: Tenant, body: Completion, contexts: Sequence[Context]
-    ) -> None:
+    def __init__(self, model: ServedModel, tenant: Tenant, body: Completion, contexts: list[Context]) -> None:
         self._model, self.body, self.copies = model, body, body.n or 1
         self._tools: list[dict[str, Any]] = []
         documents, system = list(map(document_text, body.documents)), None
         if body.chunk_ids:
             where = body.cached_content or "the key's cached contents; store its text in one"
-            documents = [*texts_of(body.chunk_ids, contexts, where), *documents]
+            documents[:0] = texts_of(body.chunk_ids, contexts, where)
         elif contexts:
-            documents = [*contexts[0].chunks, *documents]
+            documents[:0] = contexts[0].chunks
         if body.cached_content is not None:
             system = contexts[0].system
         if isinstance(body, ChatRequest):

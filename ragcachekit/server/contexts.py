@@ -246,13 +246,9 @@ class ContextStore:
         return found
 
     def holding(self, tenant: Tenant, chunk_ids: Iterable[str]) -> list[str]:
-        """Names of contexts of the tenant that together have those of the chunks that any has."""
-        names, missing = list[str](), set(chunk_ids)
-        for context in self.all(tenant):
-            if found := missing.intersection(context.chunk_ids):
-                names.append(context.name)
-                missing -= found
-        return names
+        """Names of the tenant's contexts that have one of these chunks."""
+        wanted = set(chunk_ids)
+        return [one.name for one in self.all(tenant) if not wanted.isdisjoint(one.chunk_ids)]
 
     @asynccontextmanager
     async def using(self, tenant: Tenant, name: str) -> AsyncIterator[Context]:

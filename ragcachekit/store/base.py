@@ -66,7 +66,8 @@ class StoreStats(Report):
 
     ``damaged`` entries failed verification or have another shape than the model's, and were dropped.
     ``failed_writes`` counts refused puts (no space, larger than the budget, I/O error). ``writable`` is False
-    after the medium refused a write, until it takes one.
+    after the medium refused a write, until it takes one. ``failures`` counts what raised or did not come in
+    time: operations of remote tiers and of a store of your own, and loads of entries.
     """
 
     tier: str
@@ -79,6 +80,7 @@ class StoreStats(Report):
     damaged: int
     failed_writes: int
     writable: bool = True
+    failures: int = 0
 
 
 class KVStore:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Load:
     ended_at: float = 0.0
     pairs: list[Pair] = field(default_factory=list)  # the layers read and verified so far
     handles: weakref.WeakSet[LoadingKV] = field(default_factory=weakref.WeakSet)
+    failures: Counter[str] = field(default_factory=Counter)  # by tier, of all loads
 
     @property
     def complete(self) -> bool:
@@ -127,6 +129,11 @@ class LoadingKV:
     def span(self) -> tuple[float, float]:
         """Begin and end of the reading by :func:`time.perf_counter`, 0 until then."""
         return self.load.started_at, self.load.ended_at
+
+    def give_up(self) -> None:
+        """Count that a request goes on without it."""
+        with self.load.changed:
+            self.load.failures[self.tier] += 1
 
     def start_deadline(self) -> None:
         """Count the seconds that a request may wait from now on."""
@@ -210,6 +217,7 @@ class Loader:
         self._ranks = itertools.count()
         self._reading = 0  # bytes
         self._forgets = 0
+        self.failures = Counter[str]()  # loads that requests gave up, by tier
         self._closed = False
         refuse_after_fork(self)
 
@@ -302,7 +310,7 @@ class Loader:
             if load is not None or not usable:
                 opened.close()
             else:
-                load = Load(key, opened, self._changed)
+                load = Load(key, opened, self._changed, failures=self.failures)
                 load.joinable = forgets == self._forgets  # else it was forgotten while it was opened
                 self._active.append(load)
             return LoadingKV(load, self._deadline) if load is not None else None

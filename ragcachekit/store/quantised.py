@@ -159,7 +159,7 @@ class QuantisedStore(KVStore):
     """
 
     def __init__(self, tier: KVStore, kind: str) -> None:
-        self._tier, self._kind = tier, kind
+        self._tier, self._kind, self.tiers = tier, kind, (tier,)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where prompts are linked
         self._keeps_packed = uses_triton(device)
         self.shared, self.remote = tier.shared, tier.remote

@@ -7,7 +7,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -38,15 +41,28 @@ FORGET_DEADLINES = 10
 """Deadlines that ``forget`` and opening may take: no answer waits for them."""
 
 
+_REPORTED: ContextVar[list[str] | None] = ContextVar("ragcachekit_store_failures", default=None)
+
+
+@contextmanager
+def reported(failures: list[str]) -> Iterator[None]:
+    """While inside, why operations of any :class:`DeadlineExecutor` failed goes to ``failures``, too."""
+    token = _REPORTED.set(failures)
+    try:
+        yield
+    finally:
+        _REPORTED.reset(token)
+
+
 class DeadlineExecutor:
     """Runs operations in threads and waits for each until ``deadline`` seconds have passed. Thread safe.
 
     After :data:`FAILURES` in a row operations are refused; after :data:`COOLDOWN` seconds one may try. While
-    all :data:`THREADS` hang, they are refused as well.
+    all :data:`THREADS` hang, they are refused as well. ``failures`` are those that raised or were late.
     """
 
     def __init__(self, name: str, deadline: float) -> None:
-        self.deadline = deadline
+        self.deadline, self.failures = deadline, 0
         self._name = name
         self._failed = 0  # in a row
         self._retry_at = 0.0  # monotonic seconds
@@ -54,12 +70,15 @@ class DeadlineExecutor:
         refuse_after_fork(self)
         self._pool = DaemonPool(f"ragcachekit-{name}", THREADS)
 
-    def run(self, operation: Callable[[], T], default: T, deadline: float | None = None) -> T:
+    def run(self, operation: Callable[[], T] | Job, default: T, deadline: float | None = None) -> T:
         """What ``operation`` returns, or ``default`` if it raises, is late or is refused."""
         deadline = deadline or self.deadline
-        if self._pool.closed.is_set() or not self._may_try():
+        if self._pool.closed.is_set():
             return default
-        job, failure = Job(operation), "interrupted"
+        if not self._may_try():
+            self._report("not asked after too many failures")
+            return default
+        job, failure = operation if isinstance(operation, Job) else Job(operation), "interrupted"
         try:
             if not self._pool.submit(job):
                 failure = "every thread hangs"
@@ -76,6 +95,10 @@ class DeadlineExecutor:
         """Refuse further operations; does not wait."""
         self._pool.close(0.0)
 
+    def start(self, operation: Callable[[], object]) -> None:
+        """Run an operation that nobody waits for."""
+        self._pool.submit(Job(operation))
+
     def _may_try(self) -> bool:
         with self._lock:
             if self._failed >= FAILURES:
@@ -84,8 +107,15 @@ class DeadlineExecutor:
                 self._retry_at = math.inf  # the others wait until this trial ends
             return True
 
+    def _report(self, failure: str) -> None:
+        if (failures := _REPORTED.get()) is not None:
+            failures.append(f"{self._name}: {failure}")
+
     def _record(self, failure: str) -> None:
+        if failure:
+            self._report(failure)
         with self._lock:
+            self.failures += bool(failure)
             self._failed = self._failed + 1 if failure else 0
             self._retry_at = time.monotonic() + COOLDOWN
             if self._failed == FAILURES:
@@ -177,6 +207,55 @@ def key_of_sealed(head: bytes, size: int) -> KVKey:
     return header.key
 
 
+class Forgetting:
+    """Forgets on a medium: what one is about is hidden until it is confirmed. Thread safe.
+
+    ``count`` is their number, ``name`` that of the medium.
+    """
+
+    def __init__(self, name: str, executor: DeadlineExecutor) -> None:
+        self.count = 0
+        self._name, self._executor = name, executor
+        self._unconfirmed: list[tuple[str, frozenset[str] | None]] = []
+        self._lock = Lock()  # around changes of both
+        refuse_after_fork(self)
+
+    def hides(self, key: KVKey) -> bool:
+        """Whether a forget of the entry is not confirmed."""
+        return any(concerns(key, *forget) for forget in self._unconfirmed)
+
+    def run(self, forget: Callable[[], T], namespace: str, chunk_ids: frozenset[str] | None) -> T:
+        """What ``forget`` returns; StoreError if it raises or is late: then some entries may be left."""
+        self._hide(namespace, chunk_ids)  # before: what is being saved is refused, or deleted
+        done, failed = list[T](), ["no answer in time"]
+
+        def call() -> None:
+            try:
+                done.append(forget())
+            except Exception as error:
+                failed[:] = [f"{type(error).__name__}: {error}"]
+
+        self._executor.run(call, None, FORGET_DEADLINES * self._executor.deadline)
+        if not done:
+            self._hide(namespace, chunk_ids)  # another forget may have been confirmed meanwhile
+            raise StoreError(
+                f"the {self._name} tier may hold what was to be forgotten; forget again: {failed[0]}"
+            )
+        with self._lock:
+            self._unconfirmed = [
+                (space, ids)
+                for space, ids in self._unconfirmed
+                if space != namespace or (chunk_ids is not None and ids != chunk_ids)
+            ]
+        return done[0]
+
+    def _hide(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
+        with self._lock:
+            if (namespace, chunk_ids) not in self._unconfirmed:
+                self._unconfirmed.append((namespace, chunk_ids))
+            self.count += 1  # last: a put that reads the new count finds the entry hidden
+
+
 class Usage(NamedTuple):
     """Entries, their bytes, and the bytes that they may take."""
 
@@ -219,10 +298,7 @@ class RemoteStore(KVStore):
         self._max_entry, self._budget = max_entry, budget
         self._counters = Counters(tier)
         self._closed = False
-        self._forgets = 0
-        self._unconfirmed: list[tuple[str, frozenset[str] | None]] = []  # forgets
-        self._lock = Lock()  # around changes of both
-        refuse_after_fork(self)
+        self._forgets = Forgetting(tier, self._executor)
         self._executor.run(self.connect, None, FORGET_DEADLINES * deadline)
 
     def connect(self) -> None:
@@ -272,7 +348,7 @@ class RemoteStore(KVStore):
         or the service does not answer in time: then it may arrive later. TypeError for KV of a dtype without
         a safetensors name.
         """
-        forgets, parts = self._forgets, encode_entry(key, kv)
+        forgets, parts = self._forgets.count, encode_entry(key, kv)
         if self._closed or (self._max_entry is not None and kv.nbytes > self._max_entry):
             return False
         evicted = None
@@ -280,7 +356,7 @@ class RemoteStore(KVStore):
 
             def save() -> int | None:
                 blob = self._seal.sealed(key.digest(), parts)
-                return self.write_blob(key, blob, lambda: self._forgets == forgets)
+                return self.write_blob(key, blob, lambda: self._forgets.count == forgets)
 
             evicted = self._executor.run(save, None)
         self._counters.count(*(("failed_writes",) if evicted is None else ("evictions", evicted)))
@@ -298,28 +374,8 @@ class RemoteStore(KVStore):
         """Drop entries; StoreError if the service does not confirm it: then some may be left."""
         if self._closed or (chunk_ids is not None and not chunk_ids):
             return frozenset()
-        self._hide(namespace, chunk_ids)  # before: what is being saved is refused, or deleted
-        dropped: set[str] = set()
-
-        def forget() -> str:
-            try:
-                self.forget_blobs(namespace, chunk_ids, dropped)
-            except Exception as error:
-                return f"{type(error).__name__}: {error}"
-            return ""
-
-        failure = self._executor.run(forget, "no answer in time", FORGET_DEADLINES * self._executor.deadline)
-        if failure:
-            self._hide(namespace, chunk_ids)  # another forget may have been confirmed meanwhile
-            raise StoreError(
-                f"the {self._tier} tier may hold what was to be forgotten; forget again: {failure}"
-            )
-        with self._lock:
-            self._unconfirmed = [
-                (space, ids)
-                for space, ids in self._unconfirmed
-                if space != namespace or (chunk_ids is not None and ids != chunk_ids)
-            ]
+        dropped = set[str]()
+        self._forgets.run(lambda: self.forget_blobs(namespace, chunk_ids, dropped), namespace, chunk_ids)
         return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
@@ -327,7 +383,7 @@ class RemoteStore(KVStore):
         usage = Usage(budget=self._budget or 0)
         if not self._closed:
             usage = self._executor.run(self.usage, usage)
-        return (self._counters.stats(**usage._asdict()),)
+        return (replace(self._counters.stats(**usage._asdict()), failures=self._executor.failures),)
 
     def close(self) -> None:
         """Close connections; further calls are misses."""
@@ -337,20 +393,13 @@ class RemoteStore(KVStore):
 
     def _is_served(self, key: KVKey) -> bool:
         """Whether the store is open and no forget of the entry is unconfirmed."""
-        return not self._closed and not any(concerns(key, *forget) for forget in self._unconfirmed)
+        return not self._closed and not self._forgets.hides(key)
 
     def _may_fit(self, nbytes: int) -> bool:
         if self._budget is None or nbytes <= self._budget:
             return True
         self._counters.warn_once("large", "entry of %d bytes exceeds the budget %d", nbytes, self._budget)
         return False
-
-    def _hide(self, namespace: str, chunk_ids: frozenset[str] | None) -> None:
-        """Refuse puts of entries to be forgotten, and look none of them up."""
-        with self._lock:
-            if (namespace, chunk_ids) not in self._unconfirmed:
-                self._unconfirmed.append((namespace, chunk_ids))
-            self._forgets += 1  # last: a put that reads the new count finds the entry hidden
 
     def _load(self, key: KVKey) -> ChunkKV | None:
         blob = self.read_blob(key)

@@ -83,7 +83,7 @@ class TieredStore(KVStore):
     """
 
     def __init__(self, tiers: Sequence[KVStore], *, hot: int = 0) -> None:
-        self._tiers = tuple(tiers)
+        self.tiers = tuple(tiers)
         self._hot = min(hot, len(tiers) - 1)
         self._lock = RLock()  # around moves, and around forgetting in every tier
         self._is_forgetting = False
@@ -92,7 +92,7 @@ class TieredStore(KVStore):
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         since = self._forgets
-        for place, tier in enumerate(self._tiers):
+        for place, tier in enumerate(self.tiers):
             found = tier.get(key, weight)
             if found is not None:
                 self._promote(key, found.kv, place, since)
@@ -102,7 +102,7 @@ class TieredStore(KVStore):
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`; a slow tier's entry is copied into the faster ones after reading."""
         since = self._forgets
-        for place, tier in enumerate(self._tiers):
+        for place, tier in enumerate(self.tiers):
             opened = tier.open(key, weight)
             if isinstance(opened, Found):
                 self._promote(key, opened.kv, place, since)
@@ -121,31 +121,31 @@ class TieredStore(KVStore):
 
     def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
         """As the first tier that has the entry; nothing is copied into faster ones."""
-        return next((sums for tier in self._tiers if (sums := tier.sums(key)) is not None), None)
+        return next((sums for tier in self.tiers if (sums := tier.sums(key)) is not None), None)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Store ``kv`` in every tier that can (in hot ones only in place of an older version)."""
         # The slowest first: what it cannot serialise (a TypeError) is then in no faster tier.
         kept = [
             self._admit(place, key, kv)
-            for place, tier in reversed(list(enumerate(self._tiers)))
+            for place, tier in reversed(list(enumerate(self.tiers)))
             if place >= self._hot or key in tier
         ]
         return any(kept)
 
     def __contains__(self, key: KVKey) -> bool:
-        return any(key in tier for tier in self._tiers)
+        return any(key in tier for tier in self.tiers)
 
     def in_memory(self, key: KVKey) -> bool:
-        return any(tier.in_memory(key) for tier in self._tiers)
+        return any(tier.in_memory(key) for tier in self.tiers)
 
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
-        for tier in reversed(self._tiers):
+        for tier in reversed(self.tiers):
             tier.discard(key, damaged=damaged)
 
     def keys(self, *, in_memory: bool = False) -> Iterator[KVKey]:
         """Keys of all tiers that list theirs, the slowest first; each once."""
-        every = (tier.keys(in_memory=in_memory) for tier in reversed(self._tiers))
+        every = (tier.keys(in_memory=in_memory) for tier in reversed(self.tiers))
         return iter(dict.fromkeys(chain.from_iterable(every)))
 
     def drop(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> frozenset[str]:
@@ -159,7 +159,7 @@ class TieredStore(KVStore):
         with self._lock:
             try:
                 with ExitStack() as every:  # which goes on where a tier raises
-                    for tier in reversed(self._tiers):
+                    for tier in reversed(self.tiers):
                         every.callback(drop, tier)
             finally:
                 self._forgets += 1
@@ -167,16 +167,16 @@ class TieredStore(KVStore):
         return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
-        return tuple(record for tier in self._tiers for record in tier.stats())
+        return tuple(record for tier in self.tiers for record in tier.stats())
 
     def close(self) -> None:
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.close()
 
     def _promote(self, key: KVKey, kv: ChunkKV, place: int, since: int) -> None:
         """Copy an entry of tier ``place`` into the faster ones."""
         for faster in range(place):
-            if not self._tiers[faster].remote:
+            if not self.tiers[faster].remote:
                 self._move(faster, key, kv, since)
 
     def _move(self, place: int, key: KVKey, kv: ChunkKV, since: int) -> None:
@@ -184,14 +184,14 @@ class TieredStore(KVStore):
         if self._is_forgetting:
             return
         with self._lock:
-            if self._forgets == since and key not in self._tiers[place]:
+            if self._forgets == since and key not in self.tiers[place]:
                 self._admit(place, key, kv)
 
     def _admit(self, place: int, key: KVKey, kv: ChunkKV) -> bool:
         """Write into tier ``place``; evicted entries are handed down."""
         since = self._forgets
-        kept, evicted = self._tiers[place].admit(key, kv)
-        if place + 1 < len(self._tiers) and not self._tiers[place + 1].shared:
+        kept, evicted = self.tiers[place].admit(key, kv)
+        if place + 1 < len(self.tiers) and not self.tiers[place + 1].shared:
             for other, other_kv in evicted:
                 self._move(place + 1, other, other_kv, since)
         return kept

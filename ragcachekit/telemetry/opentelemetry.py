@@ -209,6 +209,7 @@ def _outcome(report: GenerateReport) -> dict[str, Any]:
         "ragcachekit.encoder": link.encoder,
         "ragcachekit.chunks": len(link.chunks),
         "ragcachekit.fell_back": link.fallback is not None,
+        "ragcachekit.retries": link.retries,
         "ragcachekit.batch": report.batch,
         **{f"ragcachekit.tokens.{source}": getattr(link, f"{source}_tokens") for source in _SOURCES},
     }

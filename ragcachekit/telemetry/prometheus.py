@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _Collector = TypeVar("_Collector", bound=Collector)
 _GAUGES = {"nbytes": "bytes", "budget": "budget_bytes", "entries": "entries", "writable": "writable"}
-_COUNTERS = ("hits", "misses", "evictions", "damaged", "failed_writes")
+_COUNTERS = ("hits", "misses", "evictions", "damaged", "failed_writes", "failures")
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -64,6 +64,7 @@ class PrometheusObserver(Observer):
         self._output = self._counter("output_tokens", "Generated tokens", tenant)
         self._requests = self._counter("requests", "Requests by finish reason or error", ("outcome",))
         self._fallbacks = self._counter("fallbacks", "Prompts prefilled in full instead of linked")
+        self._retries = self._counter("retries", "Prompts planned again, or in full, after a failure")
         self._loaded = self._counter("loaded_bytes", "Bytes that requests read from slow tiers")
         self._ttft = self._seconds("ttft_seconds", "From the call to the first token", _LONG)
         self._total = self._seconds("request_seconds", "From the call to the last token", _LONG)
@@ -102,6 +103,7 @@ class PrometheusObserver(Observer):
             self._prompt.labels(*tenant, source).inc(getattr(link, f"{source}_tokens"))
         (self._output.labels(*tenant) if tenant else self._output).inc(report.output_tokens)
         self._fallbacks.inc(link.fallback is not None)
+        self._retries.inc(link.retries)
         self._loaded.inc(link.loaded_bytes)
         self._ttft.observe(report.ttft_ms / 1e3)
         self._total.observe(report.total_ms / 1e3)

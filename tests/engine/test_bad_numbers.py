@@ -39,8 +39,7 @@ def test_of_the_queue(rag):
     both(lambda v: rag.generate_batch([PROMPT], wait=v, **ASKED), "wait", true=True)
     both(lambda v: rag.submit(PROMPT, max_time=v), "max_time")
     both(lambda v: rag.generate(PROMPT, max_time=v), "max_time")
-    stages = [["document"]]
-    both(lambda v: SpeculativePipeline(rag).submit(stages, lambda _: PROMPT, deadline=v), "deadline")
+    both(lambda v: SpeculativePipeline(rag).begin(deadline=v), "deadline")
     assert rag.queue.stats().submitted == 1, "the one that warmed it"
 
 

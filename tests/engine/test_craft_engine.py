@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -54,7 +58,7 @@ def test_forgetting_follows_the_context():
     assert [use.source for use in report.uses] == ["host", "computed", "computed", "computed"]
 
 
-def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
+def test_a_restart_finds_variants(tmp_path):
     config = StoreConfig(disk_path=tmp_path / "kv")
     with warmed(store=config):
         pass
@@ -62,9 +66,31 @@ def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
         second = rag.generate(SECOND, **ASKED).report.link
         assert {use.source for use in second.uses} == {"disk"}
         assert 0 < second.recompute_ratio < 1
-        again = rag.generate(FIRST, **ASKED)
-        assert {use.source for use in again.report.link.uses} == {"host"}
-        assert again.token_ids == greedy(plain("llama"), ids(FIRST), 8)
+
+
+def asked(folder, cold, *numbers):
+    """Exact tokens of prompts with a chunk each, over a pool with room for three."""
+    store = StoreConfig(host_bytes=0, disk_path=folder, disk_bytes=138_000)
+    options = {"encoder": "in-prompt", "policy": "craft:1", "load": "always"}
+    with rag_for("llama", store=store, cold=cold, **options) as rag:
+        prompts = [Prompt([text(9, 1), chunk(40, number), text(6, 4)]) for number in numbers]
+        return [rag.generate(prompt, max_new_tokens=1).report.link.exact_tokens for prompt in prompts]
+
+
+def test_after_a_restart_the_variant_of_the_fewest_uses_is_evicted_all_the_same(tmp_path):
+    before = 1, 2, 3, 1, 1, 1, 2, 3, 3
+    asked(tmp_path / "one", "now", *before, 4)
+    for folder in ("two", "lost"):
+        asked(tmp_path / folder, "now", *before)
+    for database in (tmp_path / "lost" / "uses").iterdir():
+        database.write_bytes(b"damaged")
+    asked(tmp_path / "lost", "now", 4)
+    code = "import sys, test_craft_engine; test_craft_engine.asked(sys.argv[1], 'now', 4)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "two")], env=env, check=True)
+    left = {folder: asked(tmp_path / folder, "never", 1, 2, 3, 4) for folder in ("one", "two", "lost")}
+    assert left["one"] == left["two"] == [49, 9, 49, 49]
+    assert left["lost"] == [49, 49, 9, 49], "the last one, as without counts"
 
 
 @pytest.fixture

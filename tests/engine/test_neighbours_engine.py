@@ -42,9 +42,14 @@ class Keys(HostStore):
 
 
 @pytest.fixture
-def make(opened):
+def keys():
+    return Keys()
+
+
+@pytest.fixture
+def make(opened, keys):
     def make(neighbours, **options):
-        own = {"policy": "reuse", "encoder": "similar:1", "cold": "never", "store": Keys()}
+        own = {"policy": "reuse", "encoder": "similar:1", "cold": "never", "store": keys}
         return opened(neighbours=neighbours, **{**own, **options})
 
     return make
@@ -76,7 +81,7 @@ class TestEncodeAndAsk:
             assert off(ours.values, layer.values) < 1e-5
 
     @pytest.mark.parametrize("cold", ["now", "background"])
-    def test_cold_chunks_are_encoded_behind_their_neighbours(self, make, cold):
+    def test_cold_chunks_are_encoded_behind_their_neighbours(self, make, keys, cold):
         rag = make(DOCUMENT, cold=cold, encode_after=1)
         rag.register([THREE, TWO])  # not the neighbour ONE: nobody ever retrieved it
         first = rag.generate(PROMPT, **ASKED)
@@ -85,8 +90,8 @@ class TestEncodeAndAsk:
         assert {s for _, s, _ in used(rag.generate(PROMPT, **ASKED))} == {"host"}
         tokens = rag.components.parser.tokens
         one, two, three = (chunk_id(tokens.chunk(t), "default") for t in (ONE, TWO, THREE))
-        assert [k.context[1:] for k in rag.components.store.under(three, "similar:1")] == [(two,)]
-        assert [k.context[1:] for k in rag.components.store.under(two, "similar:1")] == [(one,)]
+        assert [k.context[1:] for k in keys.under(three, "similar:1")] == [(two,)]
+        assert [k.context[1:] for k in keys.under(two, "similar:1")] == [(one,)]
 
 
 class TestWithoutNeighbours:
@@ -126,7 +131,7 @@ class TestOtherNeighbours:
 
 
 class TestForget:
-    def test_a_forgotten_neighbour_takes_what_was_encoded_behind_it_along(self, make):
+    def test_a_forgotten_neighbour_takes_what_was_encoded_behind_it_along(self, make, keys):
         rag = make(DOCUMENT)
         one, two, three = rag.encode([ONE, TWO, THREE], system=BEFORE)
         assert rag.forget([one]) == 2  # itself, and two behind it
@@ -134,7 +139,7 @@ class TestForget:
         answer = rag.generate(prompt, **ASKED)
         assert used(answer)[1][1] == "host", "two's own system encoding is left, and exact here"
         assert used(answer)[1][2]
-        put = len(rag.components.store.put_keys)
+        put = len(keys.put_keys)
         rag.encode([TWO], system=BEFORE)
-        assert not any(one in (k.chunk_id, *k.context) for k in rag.components.store.put_keys[put:])
-        assert [k.context[1] for k in rag.components.store.under(three, "similar:1")] == [two]
+        assert not any(one in (k.chunk_id, *k.context) for k in keys.put_keys[put:])
+        assert [k.context[1] for k in keys.under(three, "similar:1")] == [two]

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcachekit import Chunk, Prompt, RagCache, RagCacheError, SpeculativePipeline, Text
+from ragcachekit import RagCacheError, SpeculativePipeline
 from ragcachekit.engine.speculation import PipelineStats
-from speaking import byte_level, speaker
 
 
 class FakeRequest:
@@ -19,6 +18,9 @@ class FakeRequest:
 
     def cancel(self):
         self.cancelled = True
+
+    def failed(self):
+        return False
 
 
 class FakeRag:
@@ -47,11 +49,18 @@ def joined(documents):
     return " ".join(documents)
 
 
+def ask(pipeline, stages):
+    with pipeline.begin() as speculation:
+        for documents in stages:
+            speculation.offer(joined(documents))
+        return speculation.submit(joined(documents))
+
+
 def test_the_example_of_the_paper():
     """RAGCache, figure 13: [D1, D3], then [D1, D2] until the end."""
     rag = FakeRag()
     pipeline = SpeculativePipeline(rag)
-    request = pipeline.submit([["D1", "D3"], ["D1", "D2"], ["D1", "D2"], ["D1", "D2"]], joined)
+    request = ask(pipeline, [["D1", "D3"], ["D1", "D2"], ["D1", "D2"], ["D1", "D2"]])
     assert rag.prompts == ["D1 D3", "D1 D2"]
     assert rag.alive == [request]
     assert pipeline.stats == PipelineStats(searches=1, provisional=2, right=1)
@@ -69,7 +78,7 @@ def test_whatever_the_stages_the_last_one_is_answered(searches, most):
     pipeline = SpeculativePipeline(rag, max_waiting=most)
     for stages, rag.queue.waiting in searches:
         rag.requests.clear()
-        request = pipeline.submit(stages, joined)
+        request = ask(pipeline, stages)
         assert request.prompt == joined(stages[-1])
         assert rag.alive == [request]
         if rag.queue.waiting >= most:
@@ -87,13 +96,13 @@ def test_lists_that_are_always_wrong_are_soon_not_submitted():
     pipeline = SpeculativePipeline(rag)
     for number in range(20):
         rag.requests.clear()
-        pipeline.submit([[f"{number} wrong"], [f"{number} too"], [f"{number}"]], joined)
+        ask(pipeline, [[f"{number} wrong"], [f"{number} too"], [f"{number}"]])
     assert rag.prompts == ["19"]
     assert pipeline.stats.provisional == 2  # of the first search
     assert pipeline.stats.right == 0
     for number in range(2):  # right lists are seen without being submitted
         rag.requests.clear()
-        pipeline.submit([[f"{number}"], [f"{number}"]], joined)
+        ask(pipeline, [[f"{number}"], [f"{number}"]])
     assert pipeline.stats.right == 1
 
 
@@ -106,36 +115,11 @@ def test_an_error_of_the_search_ends_the_request(error):
         raise error
 
     with pytest.raises(error):
-        SpeculativePipeline(rag).submit(stages(), joined)
+        ask(SpeculativePipeline(rag), stages())
     assert rag.prompts == ["a"]
     assert not rag.alive
 
 
-@pytest.mark.parametrize("policy", ["full", "prefix", "reuse"])
-def test_answers_are_those_without_speculation(tmp_path, policy):
-    """Whatever the provisional lists: right from the start, wrong until the end, or changing."""
-    texts = [f"The river of town {n} flows to the sea. " * 2 for n in range(6)]
-    asked = [[texts[a], texts[b]] for a, b in ((0, 1), (2, 3), (4, 5), (1, 2))]
-    stages = [
-        [asked[0]] * 3,
-        [asked[0], asked[2], asked[1]],
-        [asked[2][::-1], asked[2], asked[2]],
-        [[texts[1]], asked[3]],
-    ]
-
-    def prompt(documents):
-        return Prompt([Text("Read. "), *map(Chunk, documents), Text(" Where does it flow?")])
-
-    options = {"max_new_tokens": 12, "do_sample": False}
-    model = speaker(num_hidden_layers=2, max_position_embeddings=1024)
-    with RagCache(model, byte_level(), policy=policy, cold="never", cache_dir=tmp_path) as rag:
-        rag.encode(texts)
-        expected = [rag.generate(prompt(documents), **options).token_ids for documents in asked]
-        pipeline = SpeculativePipeline(rag)
-        for lists, ids in zip(stages, expected, strict=True):
-            assert pipeline.submit(lists, prompt, **options).result().token_ids == ids
-        assert rag.queue.drain(30)
-        stats = rag.queue.stats()
-        assert pipeline.stats.right >= 1
-        assert stats.done + stats.cancelled == stats.submitted
-        assert stats.submitted - stats.cancelled >= len(asked)
+def test_a_streamer_is_refused():
+    with pytest.raises(ValueError, match="request's stream"):
+        SpeculativePipeline(FakeRag()).begin(streamer=object())

@@ -8,16 +8,9 @@ from transformers import DynamicCache
 
 from families import build, off, plain, prefill, tokens
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward import attention
-from ragcachekit.forward.attention import (
-    BatchCache,
-    BatchRows,
-    RequestKV,
-    TaggedKeys,
-    decode,
-    install,
-    tagged,
-)
+from ragcachekit.forward import decode as module
+from ragcachekit.forward.attention import TaggedKeys, install, tagged
+from ragcachekit.forward.decode import BatchCache, BatchRows, RequestKV, decode
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -46,22 +39,40 @@ def dense(query, keys, values, window, softcap, sinks):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 50])
+def sharing(monkeypatch):
+    """Three requests that begin alike: all for six rows, the first two for nine; and one that does not."""
+    monkeypatch.setattr(module, "MIN_SHARED", 2)
+    whole, out = torch.randn(2, KV_HEADS, 14, DIM), []
+    for rows, common in ((14, 14), (12, 9), (8, 6), (5, 1)):
+        sides, cache = torch.randn(2, KV_HEADS, rows, DIM), DynamicCache()
+        sides[:, :, :common] = whole[:, :, :common]
+        cache.update(sides[:1], sides[1:], 0)
+        request = RequestKV(cache, rows, 3)
+        if out:
+            request.share(out[0][0], min(rows, 11), [one for one, _ in out])
+        out.append((request, sides))
+    assert [request.start for request, _ in out] == [9, 9, 6, 0]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 50])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_each_request_attends_to_its_own_rows(window, softcap, has_sinks):
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_request_attends_to_its_rows(window, softcap, has_sinks, shared, monkeypatch):
     sinks = torch.linspace(-1, 2, HEADS) if has_sinks else None
-    pairs = [request_of(rows) for rows in (1, 3, 17)]
+    pairs = sharing(monkeypatch) if shared else [request_of(rows) for rows in (1, 3, 17)]
     requests = [request for request, _ in pairs]
-    query, new = torch.randn(3, HEADS, 1, DIM), torch.randn(2, 3, KV_HEADS, 1, DIM)
+    query, new = torch.randn(len(pairs), HEADS, 1, DIM), torch.randn(2, len(pairs), KV_HEADS, 1, DIM)
     BatchCache(requests).update(new[0], new[1], 0)
     options = AttentionOptions(scale=0.3, window=window, softcap=softcap, sinks=sinks)
     out = BatchRows(requests, 0).attend(0, query, new[0], new[1], options)
-    assert out.shape == (3, 1, HEADS, DIM)
+    assert out.shape == (len(pairs), 1, HEADS, DIM)
     for item, (_, before) in enumerate(pairs):
         keys, values = torch.cat((before, new[:, item]), 2)
         expected = dense(query[item, :, 0], keys, values, window, softcap, sinks)
         assert torch.allclose(out[item, 0].double(), expected, atol=1e-5)
+        assert torch.equal(requests[item].as_cache().layers[0].keys[0], before[0])
 
 
 def test_keys_that_are_not_those_of_the_cache_are_refused():
@@ -74,7 +85,7 @@ def test_keys_that_are_not_those_of_the_cache_are_refused():
 
 
 def test_rows_survive_the_growth_of_a_buffer(monkeypatch):
-    monkeypatch.setattr(attention, "GROWTH", 2)
+    monkeypatch.setattr(module, "GROWTH", 2)
     request, before = request_of(3, new=1)
     rows = [before]
     for _ in range(6):
@@ -87,7 +98,7 @@ def test_rows_survive_the_growth_of_a_buffer(monkeypatch):
     expected = torch.cat(rows, 2)
     assert torch.equal(layer.keys[0], expected[0])
     assert torch.equal(layer.values[0], expected[1])
-    assert request.keys[0].shape[1] <= 3 + 6 + 2
+    assert request.own.rows <= 3 + 6 + 2
 
 
 def test_the_prompts_cache_is_emptied():

@@ -193,13 +193,6 @@ def test_an_entry_that_fails_in_the_middle_is_computed(policy, layer, error):
     rag.close()
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_at_ratio_one_the_answer_is_exact_whatever_fails(layer):
-    rag, _, _ = spoiled("qwen3", layer, OSError(5, "I/O"), policy="lego:1000")
-    assert rag.generate(PROMPT, **ASKED).token_ids == greedy(plain("qwen3"), ids(PROMPT), 6)
-    rag.close()
-
-
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 3}, {"num_beams": 2}])
 def test_a_streamer_sees_prompt_and_tokens_once(options):
     rag, alone, spoil = spoiled("llama", 1, EntryDamaged("flipped"))
@@ -222,29 +215,6 @@ def test_a_streamer_sees_prompt_and_tokens_once(options):
         assert heard.calls[0] == list(ids(PROMPT))
         assert list(chain(*heard.calls[1:])) == list(answer.token_ids)
     assert ours == calls != []
-    rag.close()
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_link_gives_out_nothing_that_can_still_fail(layer):
-    rag, alone, spoil = spoiled("llama", layer, EntryDamaged("flipped"), policy="reuse")
-    linked, expected = rag.link(PROMPT), alone.link(PROMPT)
-    assert spoil.spoiled
-    assert linked.report.notes
-    for ours, theirs in zip(linked.cache.layers, expected.cache.layers, strict=True):
-        assert torch.equal(ours.keys, theirs.keys)
-        assert torch.equal(ours.values, theirs.values)
-    rag.close()
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_batch_goes_on_without_what_failed(layer):
-    rag, alone, spoil = spoiled("llama", layer, OSError(5, "I/O"), tokens=25)
-    answers = rag.generate_batch([PROMPT, OTHER], **ASKED)
-    expected = alone.generate_batch([PROMPT, OTHER], **ASKED)
-    assert [a.token_ids for a in answers] == [a.token_ids for a in expected]
-    assert spoil.spoiled
-    assert [bool(a.report.link.notes) for a in answers] == [True, False]
     rag.close()
 
 

@@ -54,6 +54,9 @@ class FakeRequest:
             self.cancel()
             raise
 
+    def listen(self, read):
+        self._streamer.listen(read)
+
     def add_done_callback(self, callback):
         self.callbacks.append(callback)
         if self._done.is_set():

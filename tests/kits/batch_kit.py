@@ -35,6 +35,13 @@ def finish(decoder: BatchDecoder) -> None:
         decoder.step()
 
 
+def held(decoder: BatchDecoder) -> int:
+    """Bytes of the storages that hold KV of the active requests, each counted once."""
+    parts = [part for one in decoder.active if one.kv is not None for _, _, part in one.kv.parts]
+    storages = [side.untyped_storage() for part in parts for side in (*part.keys, *part.values)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @dataclass
 class Asked:
     """A request, with what it should get: ``dropped`` is after how many steps it is given up."""

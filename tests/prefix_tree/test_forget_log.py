@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from _thread import interrupt_main
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_a_forget_waits_for_a_writer_and_reaches_whoever_read_from_it(tmp_path: 
             if len(waited) == len(PATH):
                 request(reader, PATH)
                 if killed:
-                    raise KeyboardInterrupt
+                    interrupt_main()
             return stored
 
     writer = KnowledgeTree(host_bytes=1 << 20, disk=Overtaken(tmp_path, 1 << 24))

@@ -11,6 +11,7 @@ from tree_check import check
 
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root, Step
+from ragcachekit.store.base import StoreStats
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import open_eviction
 from ragcachekit.store.forgets import ForgottenTexts
@@ -30,8 +31,12 @@ def known(tree: KnowledgeTree, *names: str) -> int:
     return len(tree.match(ROOT, path_of(*names)))
 
 
+def record(tree: KnowledgeTree, tier: str) -> StoreStats:
+    return next(one for one in tree.stats() if one.tier == f"tree:{tier}")
+
+
 def evictions(tree: KnowledgeTree, tier: str) -> int:
-    return {record.tier: record for record in tree.stats()}[f"tree:{tier}"].evictions
+    return record(tree, tier).evictions
 
 
 # -- matching --------------------------------------------------------------------------------------
@@ -357,3 +362,40 @@ def test_a_tier_counts_the_uses_that_another_one_served() -> None:
         request(tree, path_of(name))  # b goes there too, and the others have to leave
         check(tree)
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["host"]
+
+
+# -- a GPU that fails ------------------------------------------------------------------------------
+
+
+def test_hot_nodes_of_the_gpu_outlive_it_on_the_host() -> None:
+    """RAGCache section 6; the device is the CPU here."""
+    tree = two_tiers(100, 100)
+    for name in ("a4", "b5", "a4", "a4", "a4"):
+        request(tree, path_of("s3", name))
+    assert tiers(tree.match(ROOT, path_of("s3", "a4"))) == ["gpu", "gpu"]
+    assert record(tree, "host").entries == 2, "the system text and a4, which were looked up more than twice"
+    tree.levels.give_up_gpu()
+    check(tree)
+    assert tiers(tree.match(ROOT, path_of("s3", "a4"))) == ["host", "host"]
+    assert known(tree, "s3", "b5") == 1
+    lost = record(tree, "gpu")
+    assert (lost.entries, lost.failures, lost.writable) == (0, 1, False)
+    request(tree, path_of("s3", "b5"))
+    assert known(tree, "s3", "b5") == 2
+
+
+def test_a_gpu_that_cannot_be_read_is_given_up_and_closing_writes_what_is_left(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path, 1 << 20)
+    tree = KnowledgeTree(gpu_bytes=9 * ROW, host_bytes=90 * ROW, device="meta", disk=disk)
+    request(tree, path_of("s3", "a4"))  # a meta tensor has lost its numbers
+    request(tree, path_of("b5"))  # evicts a4, which cannot be copied
+    assert known(tree, "s3", "a4") == 1
+    tree.check_gpu()
+    assert (known(tree, "s3"), known(tree, "b5")) == (0, 0)
+    request(tree, path_of("s3", "a4"))
+    assert tiers(tree.match(ROOT, path_of("s3", "a4"))) == ["host", "host"]
+    check(tree)
+    tree.close()
+    with_disk = KnowledgeTree(host_bytes=90 * ROW, disk=DiskStore(tmp_path, 1 << 20))
+    assert known(with_disk, "s3", "a4") == 2
+    with_disk.close()

@@ -87,6 +87,7 @@ def test_a_queued_request(rag, traces, prompt) -> None:
         "ragcachekit.encoder": "standalone",
         "ragcachekit.chunks": 2,
         "ragcachekit.fell_back": False,
+        "ragcachekit.retries": 0,
         "ragcachekit.batch": 1,
         "ragcachekit.tokens.exact": link.exact_tokens,
         "ragcachekit.tokens.approximate": link.approximate_tokens,

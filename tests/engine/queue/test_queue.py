@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
@@ -264,6 +266,23 @@ def test_what_one_computes_exactly_is_there_for_those_that_wait_before_it_is_ans
     assert [answer.report.link.tree_tokens for answer in answers] == [0, 49, 49, 49]
     oracle = [greedy(plain("llama"), ids(prompt), 40, eos_token_id=-1) for prompt in shared]
     assert [answer.token_ids for answer in answers] == oracle
+
+
+def test_a_request_that_waits_holds_no_kv():
+    def tensor_bytes():
+        gc.collect()
+        kept = [
+            one.untyped_storage() for one in gc.get_objects() if type(one) is torch.Tensor and one.dim() > 2
+        ]
+        return sum({one.data_ptr(): one.nbytes() for one in kept}.values())
+
+    with warmed("llama", PROMPT, policy="lego:4", tree=TreeConfig(host_bytes=1 << 24)) as rag:
+        rag.flush()
+        before = tensor_bytes()
+        with held(rag):
+            requests = [rag.submit(PROMPT, **ASKED) for _ in range(4)]
+            assert tensor_bytes() == before > 0
+        assert len({request.result(LONG).token_ids for request in requests}) == 1
 
 
 def test_entries_of_waiting_requests_are_loaded_while_others_are_decoded():

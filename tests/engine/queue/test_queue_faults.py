@@ -52,19 +52,6 @@ def usable(rag: RagCache) -> None:
     assert not rag.queue.runner.decoder.active
 
 
-@pytest.mark.parametrize("where", ["plan", "link"])
-def test_a_failed_link_is_computed_in_full(rag, where, caplog):
-    begin = rag.queue.runner.decoder
-    owner, name = {"plan": (rag.components.planner, "plan"), "link": (begin, "begin")}[where]
-    fail_next(owner, name, RuntimeError("torn"))
-    answer = rag.submit(PROMPT, **ASKED).result(LONG)
-    assert answer.token_ids == greedy(plain("llama"), ids(PROMPT), 6, eos_token_id=-1)
-    assert "torn" in answer.report.link.fallback
-    assert answer.report.link.reused_tokens == 0
-    assert "computed in full" in caplog.text
-    usable(rag)
-
-
 def test_a_changed_model_is_not_decoded_in_the_batch(rag):
     rag.submit(PROMPT, **ASKED).result(LONG)
     rag.model.set_attn_implementation("sdpa")

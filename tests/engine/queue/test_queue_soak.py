@@ -18,7 +18,7 @@ from queue_kit import LONG
 from ragcachekit import Cancelled, CancelScope, DeadlineExceeded, Prompt, QueueConfig, QueueFull, StoreConfig
 from ragcachekit.engine.request import Request
 from ragcachekit.errors import EngineError
-from ragcachekit.forward.attention import RequestKV
+from ragcachekit.forward.decode import RequestKV
 from ragcachekit.forward.linker import LinkedCache
 from ragcachekit.generate.batch import Decoding
 from snapshots_kit import model_of, rag_of

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from batch_kit import Asked, decoder_for, serve
+from batch_kit import Asked, begin, decoder_for, finish, held, serve
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import FAMILIES, VOCAB, greedy, plain
 from ragcachekit import Prompt
@@ -71,3 +71,31 @@ def test_sizes(size, seed):
     model = plain("gemma3")
     asked = requests(lambda prompt, **o: greedy(model, ids(prompt), o["max_new_tokens"], **o), seed, 24)
     assert assert_answered(decoder_for(rag, max_batch=size), rag, asked, seed) <= size
+
+
+@pytest.mark.parametrize("policy", ["lego:4", "sensitive:0.2", "cacheblend:0.2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss", "smollm3"])
+def test_requests_over_the_same_chunks_share_memory(name, policy):
+    """Each has the tokens that it gets alone; one that ends frees its own rows, the last one all."""
+    common = [text(9, 1), chunk(33, 2), chunk(40, 3), chunk(35, 5)]
+    prompts = [Prompt([*common, text(4 + 3 * n, 20 + n)]) for n in range(3)]
+    prompts += [Prompt([*common[:3], chunk(25, 6), text(4, 23)]), Prompt([chunk(33, 2), text(9, 24)])]
+    rag = warmed(name, *prompts, policy=policy)
+    rag.after_answer.cold = "never"
+    asked = {"max_new_tokens": 7, "eos_token_id": NEVER, "repetition_penalty": 1.5}
+    alone = [rag.generate(prompt, do_sample=False, **asked).token_ids for prompt in prompts]
+    decoder = decoder_for(rag)
+    running = [begin(decoder, rag, prompt, **asked) for prompt in prompts]
+    if name != "gpt-oss" and policy != "cacheblend:0.2":  # whose rows round as those beside them do
+        assert min(one.kv.start for one in running[:3]) >= 117
+        assert running[3].kv.start >= 82
+    assert running[4].kv.start == 0
+    own = [sum(side.nbytes for side in (*one.kv.own.keys, *one.kv.own.values)) for one in running]
+    decoder.step()
+    before = held(decoder)
+    for number in (0, 4):
+        decoder.drop(running[number])
+        assert held(decoder) == (before := before - own[number])
+    finish(decoder)
+    assert [one.generated().token_ids for one in running[1:4]] == alone[1:4]
+    assert held(decoder) == 0

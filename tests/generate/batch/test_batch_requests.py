@@ -132,6 +132,9 @@ class TestRoom:
         assert one.tokens == len(ids(PROMPT)) + 20 == 93
         assert decoder.has_room(107)
         assert not decoder.has_room(108)
+        begin(decoder, rag, PROMPT, max_new_tokens=20)  # shares all 73 rows
+        assert decoder.has_room(87)
+        assert not decoder.has_room(88)
 
 
 class TestOptions:
@@ -175,7 +178,7 @@ class TestModels:
 
     def test_a_model_without_our_attention_fails_the_check(self, monkeypatch):
         assert "attention was exchanged" in why_not_together(build("llama"))
-        monkeypatch.setattr("ragcachekit.forward.attention.is_installed", lambda _: True)
+        monkeypatch.setattr("ragcachekit.forward.decode.is_installed", lambda _: True)
         assert "differ from the model's own" in why_not_together(build("llama"))
 
     def test_a_model_that_fails_says_why(self, monkeypatch):
@@ -222,7 +225,7 @@ def test_the_cache_is_that_of_one_run(name, policy):
 
 
 def test_what_is_generated_so_far_stays_as_it_is(decoder, rag, monkeypatch):
-    monkeypatch.setattr("ragcachekit.forward.attention.GROWTH", 2)
+    monkeypatch.setattr("ragcachekit.forward.decode.GROWTH", 2)
     one = begin(decoder, rag, PROMPT, max_new_tokens=9, eos_token_id=NEVER)
     decoder.step()
     before = one.generated()
