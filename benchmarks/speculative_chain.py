@@ -102,6 +102,7 @@ def chain_rows(
         if len({timed[way][-1].text for way in WAYS}) != 1:
             raise RagCacheError(f"{question!r} has another answer with speculation; no figures are given")
     base = timed[PLAIN]
+    plain_prefill = statistics.fmean(one.prefill for one in base)
     for way in WAYS:
         exposed = [one.exposed for one in timed[way]]
         reports = [one.report.get("speculation") or {} for one in timed[way]]
@@ -112,12 +113,13 @@ def chain_rows(
             "ef_search": ef_search,
             "way": way,
             "search_ms": statistics.fmean(searches),
-            "search_share": sum(searches) / sum(one.prefill for one in base),
+            "search_share": statistics.fmean(searches) / plain_prefill,
             "prefill_ms": statistics.fmean(one.prefill for one in timed[way]),
             "exposed_ms": mean,
             "exposed_ms_p10": low,
             "exposed_ms_p50": statistics.median(exposed),
             "exposed_ms_p90": high,
+            "beyond_plain_prefill_ms": ttft - plain_prefill,
             "exposed_gain": statistics.fmean(one.exposed for one in base) / mean,
             "ttft_ms": ttft,
             "ttft_gain": statistics.fmean(one.ttft for one in base) / ttft,

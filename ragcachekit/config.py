@@ -179,7 +179,8 @@ class LoadConfig:
 
     - ``when``: ``auto`` computes a chunk if loading its KV would take longer, by times measured on this
       machine.
-    - ``deadline``: Seconds that a request waits for an entry; after that its chunk is computed.
+    - ``deadline``: Seconds that a request waits for an entry, and for each call of a store of your own; after
+      that its chunk is computed. After three late calls that store is not asked for 5 s.
     - ``threads``: Number of simultaneous reads.
     - ``bytes_in_flight``: Bytes that :meth:`RagCache.prefetch` may read ahead for future prompts.
     """

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from langchain_core.callbacks import (
@@ -28,7 +29,6 @@ from langchain_ragcachekit.search import (
     DEFAULT_K,
     LANGCHAIN,
     Search,
-    metric_of,
     vector_store_of,
 )
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
@@ -47,6 +47,7 @@ HIT_EVENT = "ragcachekit_query_hit"
 MISS_EVENT = "ragcachekit_query_miss"
 
 INTERNAL = "__pregel"  # prefix of LangGraph's own names among the configurable values of a run
+RANKING = ("k", "fetch_k", "lambda_mult", "score_threshold")  # search arguments that are no filter
 UNSTATED_K = 1  # of a partition where none was given
 CONFIG = "_run_config"
 """Keyword under which ``invoke`` passes its config on: LangChain gives a retriever only the callbacks."""
@@ -79,7 +80,7 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    rag, namespace, tolerance, capacity, metric, eviction, ttl, guard, version, partition, order
+    rag, namespace, tolerance, capacity, metric, ttl, guard, version, partition, order, path
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -93,7 +94,6 @@ class RagCacheRetriever(BaseRetriever):
     tolerance: float = 0.0
     capacity: int = 1000
     metric: str | None = None
-    eviction: str = "fifo"
     ttl: float | None = Field(default=None, gt=0)
     guard: SkipValidation[bool | Callable[[str, str], bool]] = True
     version: SkipValidation[Callable[[], object] | None] = Field(default=None, exclude=True, repr=False)
@@ -101,6 +101,7 @@ class RagCacheRetriever(BaseRetriever):
         default=None, exclude=True, repr=False
     )
     order: Order = "found"
+    path: str | os.PathLike[str] | None = None
     _retrieval: RetrieverCache[Document] = PrivateAttr()
 
     @classmethod
@@ -125,7 +126,6 @@ class RagCacheRetriever(BaseRetriever):
         embeddings: Embeddings,
         *,
         index: str = "faiss-flat",
-        path: str | os.PathLike[str] | None = None,
         k: int = DEFAULT_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
@@ -135,11 +135,13 @@ class RagCacheRetriever(BaseRetriever):
 
         With a ``path``, documents that are there already are not embedded again, and an empty list opens
         what is there. ``retriever.vectorstore`` adds and deletes. Results are put in order anew for each
-        question, and found again until the index changes.
+        question, and found again until the index changes, with a ``path`` by later processes, too.
         """
+        path = settings.pop("path", None)
         store = RagCacheVectorStore(
             embeddings, index=index, path=path, metric=index_metric, **(index_options or {})
         )
+        settings["path"] = None if path is None else Path(path) / "questions"
         retriever = cls.wrap(store, k=k, **settings)
         store.add_documents(documents)
         return retriever
@@ -170,8 +172,6 @@ class RagCacheRetriever(BaseRetriever):
         if self.embeddings is None and store is not None:
             self.embeddings = store.embeddings
         index = store.index if isinstance(store, RagCacheVectorStore) else None
-        if self.metric is None and index is None:
-            self.metric = metric_of(store)
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
         if self.partition is not None and not callable(self.partition):
@@ -180,10 +180,19 @@ class RagCacheRetriever(BaseRetriever):
             name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
         }
         try:
-            self._retrieval = RetrieverCache(LANGCHAIN, index=index, **settings)
+            self._retrieval = RetrieverCache(
+                LANGCHAIN, retriever=self.retriever, store=store, index=index, **settings
+            )
         except TypeError as error:
             raise ValueError(str(error)) from error
+        if type(self.retriever) is VectorStoreRetriever and self.partition is None:
+            self._retrieval.follow(self.retriever, lambda: self._namespace, self._nearest)
         return self
+
+    def _nearest(self, text: str, most: int) -> list[Document]:
+        (vector,) = self.embeddings.embed_documents([text])
+        given = {n: one for n, one in self.retriever.search_kwargs.items() if n not in RANKING}
+        return self.retriever.vectorstore.similarity_search_by_vector(vector, k=most, **given)  # type: ignore[no-any-return]
 
     @property
     def _namespace(self) -> str:
@@ -232,6 +241,8 @@ class RagCacheRetriever(BaseRetriever):
         if isinstance(retriever, DynamicRunnable):
             retriever, config = retriever.prepare(given)
         overrides = {**({} if self.k is None else {"k": self.k}), **kwargs}
+        if overrides.keys() - {"k"}:
+            self._retrieval.unfollow()
         search = Search(retriever, self.embeddings, query, overrides, config, callbacks)
         embed = self.embeddings.aembed_query if is_async else self.embeddings.embed_query
         return Call(

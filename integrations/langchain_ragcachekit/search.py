@@ -47,22 +47,18 @@ def source_of(document: Document) -> str | None:
     return next((str(one) for one in named if isinstance(one, str | int) and one != ""), None)
 
 
-def metric_of(store: VectorStore | None) -> str | None:
-    """The metric that a store says it searches by."""
-    strategy = getattr(store, "distance_strategy", getattr(store, "_distance_strategy", None))
-    named = str(getattr(strategy, "value", strategy)).lower()
-    space = getattr(getattr(store, "_collection", None), "metadata", None) or {}
-    named = str(space.get("hnsw:space", named)) if isinstance(space, Mapping) else named
-    known = {"euclid": "l2", "l2": "l2", "inner": "ip", "ip": "ip", "cos": "cosine"}
-    return next((metric for word, metric in known.items() if named.startswith(word)), None)
-
-
 LANGCHAIN = Framework(
     RULES,
     lambda document: document.id,
     lambda document: document.page_content,
     source_of,
     lambda record, _distance, _metric: as_document(record),
+    lambda document: {
+        "id": document.id,
+        "text": document.page_content,
+        "metadata": document.metadata,
+    },
+    lambda value: Document(value["text"], id=value["id"], metadata=value["metadata"]),
 )
 
 BY_VECTOR = frozenset(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, Unpack
 
 from llama_index.core import StorageContext, VectorStoreIndex
@@ -112,12 +112,15 @@ class RagCacheRetriever(BaseRetriever):
         self._exact = settings.get("tolerance", 0) == 0
         given: Any = dict(settings)
         namespace = given.pop("namespace", None)
-        self.query_cache = RetrieverCache(LLAMA_INDEX, index=own_index_of(retriever), **given)
+        index, store = own_index_of(retriever), getattr(retriever, "_vector_store", None)
+        self.query_cache = RetrieverCache(LLAMA_INDEX, retriever=retriever, store=store, index=index, **given)
         super().__init__(callback_manager=callback_manager)
         self._retriever = retriever
         self._embed_model = embed_model or Settings.embed_model
         self._namespace = self.query_cache.namespace_of(namespace)
         self._on_stage: Callable[[tuple[NodeWithScore, ...] | None], object] | None = None
+        if self._custom is None and is_by_embedding(retriever, self._embed_model):
+            self.query_cache.follow(retriever, lambda: self._namespace, self._nearest)
 
     @classmethod
     def from_nodes(
@@ -126,7 +129,6 @@ class RagCacheRetriever(BaseRetriever):
         embed_model: BaseEmbedding | None = None,
         *,
         index: str = "faiss-flat",
-        path: str | os.PathLike[str] | None = None,
         k: int = DEFAULT_SIMILARITY_TOP_K,
         index_metric: str = "cosine",
         index_options: dict[str, Any] | None = None,
@@ -136,14 +138,15 @@ class RagCacheRetriever(BaseRetriever):
 
         With a ``path``, nodes that are there already are not embedded again, and an empty list opens
         what is there. ``retriever.index`` inserts and deletes. Results are put in order anew for each
-        question, and found again until the index changes.
+        question, and found again until the index changes, with a ``path`` by later processes, too.
         """
-        model = embed_model or Settings.embed_model
+        model, path = embed_model or Settings.embed_model, settings.pop("path", None)
         store = RagCacheVectorStore(
             index=index, path=path, metric=index_metric, embedder=name_of(model), **(index_options or {})
         )
         context = StorageContext.from_defaults(vector_store=store)
         over = VectorStoreIndex([], storage_context=context, embed_model=model)
+        settings["path"] = None if path is None else Path(path) / "questions"
         retriever = cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
         over.insert_nodes(store.changed(nodes))
         return retriever
@@ -164,6 +167,11 @@ class RagCacheRetriever(BaseRetriever):
         """What decides about results where this retriever is part of another one that is cached."""
         order = self.query_cache.order
         return self._retriever, self._embed_model, self._namespace, self._exact, self._custom, order
+
+    def _nearest(self, text: str, most: int) -> list[NodeWithScore]:
+        wider: Any = copy(self._retriever)
+        wider.similarity_top_k = most
+        return wider._retrieve(QueryBundle(text, embedding=self._embed_model.get_text_embedding(text)))  # type: ignore[no-any-return]
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return _handed_out(*finished(self.query_cache.retrieve(self._call(query_bundle, is_async=False))))

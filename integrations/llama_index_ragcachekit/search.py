@@ -13,6 +13,7 @@ from llama_index.core.indices.base import BaseIndex
 from llama_index.core.retrievers import BaseRetriever, VectorIndexRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.storage.docstore import BaseDocumentStore
+from llama_index.core.storage.docstore.utils import doc_to_json, json_to_doc
 from llama_index.core.storage.index_store.types import BaseIndexStore
 from llama_index.core.storage.kvstore.types import BaseKVStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQueryMode
@@ -79,4 +80,6 @@ LLAMA_INDEX = Framework[NodeWithScore](
     lambda item: text_of(item.node),
     lambda item: item.node.ref_doc_id,
     _found,
+    lambda item: {"node": doc_to_json(item.node), "score": item.score},
+    lambda value: NodeWithScore(node=json_to_doc(value["node"]), score=value["score"]),
 )

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from ragcachekit.commands.corpus import Corpus, CorpusChunk
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.reports import Answer
-    from ragcachekit.retrieval.cached_retrieval import ResultId, Retrieved
+    from ragcachekit.retrieval.cached_retrieval import Retrieved
     from ragcachekit.retrieval.index import VectorIndex
+    from ragcachekit.retrieval.saved import ResultId
 
 CAPACITY = 1000
 """Entries of the query cache."""

@@ -96,7 +96,8 @@ class RagCache:
         the default is the policy's own, or else ``standalone``. If set, ``auto`` chooses only the policy.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
-        :class:`PrecedingChunks` or your own; a mapping gives one per namespace.
+        :class:`PrecedingChunks` or your own; a mapping gives one per namespace. Without, ``similar:n`` takes
+        the nearest chunks in the stores of this engine's retrievers.
     companions : {"any", "same-source"}
         Which chunks a chunk may be encoded after. "same-source": only those of its own document, by the
         ``sources`` of :meth:`register` and :meth:`encode` or through a retriever. For corpora to which
@@ -514,6 +515,7 @@ class RagCache:
     def add_query_cache(self, cache: CachedRetrieval[Any]) -> None:
         """Let :meth:`forget` drop results of this query cache, and observers see it; called by retrievers."""
         self.chunks.query_caches.add(cache)
+        self.components.planner.companions.follow(cache)
         cache.observers = self._observers
 
     # -- state -------------------------------------------------------------------------------------

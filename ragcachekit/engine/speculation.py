@@ -139,7 +139,7 @@ class Speculation:
         """Submit the prompt of a stage, unless it is unlikely to be right. Cancelled once closed."""
         if self._is_closed:
             raise Cancelled("nobody waits for this search any more")
-        stage = len(self._prompts)
+        self._report["search"], stage = "staged", len(self._prompts)
         self._prompts.append(prompt)
         if self._request is not None and prompt != self._prompts[-2]:
             self._request.cancel()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import numpy as np
 
@@ -115,7 +116,8 @@ _Near = OrderedDict[str, tuple[_Named, tuple[_Named, ...]]]  # by text: the chun
 class Companions:
     """The chunks that each chunk is encoded after, by namespace, without forgotten ones. Thread safe.
 
-    A namespace's source of neighbours lists them. Without one they are the other chunks of its block: a list
+    A namespace's source of neighbours lists them, else a retriever's store: twice ``nearest`` chunks, for a
+    chunk that it holds. Without these they are the other chunks of its block: a list
     of chunks (what a retriever found for one question, or what :meth:`RagCache.encode` was given) is cut
     into blocks of ``block`` chunks or a few more, and a chunk belongs to the first one. Chunks of a block are
     encoded after each other, and share the forwards that encode them. One tenant's chunks never affect
@@ -132,11 +134,13 @@ class Companions:
         tokenise: Callable[[str], Ids],
         same_source: bool = False,
         block: int = 3,
+        nearest: int = 0,
     ) -> None:
         for source in sources.values():
             if not isinstance(source, Neighbours):
                 raise TypeError(f"neighbours need a method of(text), and {type(source).__name__} has none")
         self._given, self.same_source, self._block = dict(sources), same_source, block
+        self._nearest, self._followed = nearest, WeakSet[Any]()
         self._tokenise = lru_cache(MAX_TOKENISED)(tokenise)
         self._lock = threading.Lock()
         self._near: defaultdict[str, _Near] = defaultdict(_Near)
@@ -151,7 +155,7 @@ class Companions:
         """Token ids of the companions of ``text``, most similar first, or those that follow it first."""
         if (given := self._given.get(namespace)) is not None:
             near = checked_texts(given.of(text))
-        else:
+        elif not (near := self._of_stores(text, namespace)):
             with self._lock:
                 found = self._near.get(namespace, _Near()).get(text.rstrip())
             near = [other.text for other in found[1]] if found else []
@@ -163,6 +167,11 @@ class Companions:
             if not everything and not exceptions:
                 return ids
             return tuple(one for one in ids if (chunk_id(one, namespace) in exceptions) == everything)
+
+    def follow(self, cache: Any) -> None:
+        """Take neighbours from the store of a retriever, if its query cache has ``neighbours_of``."""
+        if self._nearest and hasattr(cache, "neighbours_of"):
+            self._followed.add(cache)
 
     def observe(self, namespace: str, texts: Sequence[str]) -> None:
         """Note a list of chunks, in the order of a document or of a search."""
@@ -217,6 +226,11 @@ class Companions:
     def _except(self, namespace: str, ids: Iterable[str], add: bool) -> None:
         exceptions = self._exceptions[namespace]
         (exceptions.update if add else exceptions.difference_update)(ids)
+
+    def _of_stores(self, text: str, namespace: str) -> list[str]:
+        most = 2 * self._nearest  # some may be forgotten, or too long
+        found = (cache.neighbours_of(text, namespace, most) for cache in list(self._followed))
+        return list(next(filter(None, found), ()))
 
     def _name_of(self, text: str, namespace: str) -> str:
         return chunk_id(self._tokenise(text), namespace)

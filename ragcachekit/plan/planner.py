@@ -30,7 +30,7 @@ from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.remote import reported
-from ragcachekit.types import DEFAULT_NEIGHBOURS, Ids, KVKey, whole_id
+from ragcachekit.types import DEFAULT_NEIGHBOURS, Ids, KVKey, parse_encoder, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,9 @@ class Planner:
         is_linked: bool = True,
     ) -> None:
         self.context, self.last_prompts = rope.context, LastPrompts()
-        self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source, block_size(encoder))
+        kind, count = parse_encoder(encoder or "standalone")
+        near = {"block": block_size(encoder), "nearest": count if kind == "similar" else 0}
+        self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source, **near)
         budget = int(SHARE * max((record.budget for record in store.stats()), default=0))
         self.variants = VariantPool(
             budget=budget, free=lambda key: store.discard(key, damaged=False), allow=self.companions.allow

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -16,13 +17,12 @@ from ragcachekit.errors import RetrievalError
 from ragcachekit.observers import Observers, QueryLookup, epoch_ns
 from ragcachekit.retrieval.near_misses import Guard, near_miss
 from ragcachekit.retrieval.proximity import Entry, ProximityCache, QueryCacheStats
+from ragcachekit.retrieval.saved import Group, Held, ResultId, SavedQuestions
 from ragcachekit.types import SECONDS_OR_NONE, check_number
 
 log = logging.getLogger(__name__)
 
 Document = TypeVar("Document")
-ResultId: TypeAlias = str | int
-"""What names one document."""
 Found: TypeAlias = Sequence[tuple[ResultId, Document]]
 """What a search returns: ``(id, document)`` in order of relevance."""
 
@@ -47,19 +47,10 @@ class Retrieved(Generic[Document]):
     refused: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Held(Generic[Document]):
-    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached."""
-
-    found: tuple[tuple[ResultId, Document], ...]
-    question: str | None
-    found_at: float
-
-
 class Lookup(NamedTuple, Generic[Document]):
     """A finished lookup: its result, and what an insert after a miss needs.
 
-    ``started_at`` is in seconds of :func:`time.perf_counter`.
+    ``started_at`` is in seconds of :func:`time.perf_counter`; in ``group`` the insert is saved.
     """
 
     result: Retrieved[Document]
@@ -68,6 +59,7 @@ class Lookup(NamedTuple, Generic[Document]):
     epoch: int
     question: str | None = None
     started_at: float = 0.0
+    group: Group | None = None
 
     def event(self, searched: int | None = None) -> QueryLookup:
         """The lookup for observers; after a search, with how many documents it found."""
@@ -104,6 +96,10 @@ class CachedRetrieval(Generic[Document]):
         returns whether the cached documents may be used, such as by the score of a cross-encoder.
     ttl : float, optional
         Seconds after its search at which an entry expires; a hit does not prolong them.
+    saved : SavedQuestions, optional
+        Where entries are kept for the next process.
+    shown : callable, optional
+        Makes of what is cached the document for ``where`` of :meth:`invalidate`.
 
     Attributes
     ----------
@@ -118,9 +114,12 @@ class CachedRetrieval(Generic[Document]):
         *,
         guard: bool | Guard = True,
         ttl: float | None = None,
+        saved: SavedQuestions[Document] | None = None,
+        shown: Callable[[Document], Document] = lambda document: document,
     ) -> None:
         check_number("ttl", ttl, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
         self._cache, self._text, self._ttl = cache, text, ttl
+        self._saved, self._shown = saved, shown
         self._guard = guard if cache.tolerance > 0 else False
         self._epoch = 0
         self._lock = threading.Lock()  # entries and epoch change together
@@ -187,9 +186,20 @@ class CachedRetrieval(Generic[Document]):
             with self._lock:
                 if held.found and lookup.epoch == self._epoch:
                     self._cache.insert(lookup.embedding, [held], partition=lookup.partition)
+                    if self._saved is not None and lookup.group is not None:
+                        namespace = getattr(lookup.partition, "namespace", "")
+                        self._saved.put(lookup.group, namespace, lookup.embedding, held)
         except Exception as error:
             return replace(result, note=self._note(error))
         return result
+
+    def restore(self, partition: Hashable, group: Group, width: int) -> None:
+        """Insert what earlier processes left in a group, if its embeddings have ``width`` numbers."""
+        with self._lock:
+            for embedding, held in () if self._saved is None else self._saved.take(group):
+                if len(embedding) == width and not self._is_expired(held):
+                    with suppress(RetrievalError):  # another metric was asked for
+                        self._cache.insert(embedding, [held], partition=partition)
 
     def searched(self, lookup: Lookup[Document], documents: Iterable[Document]) -> Retrieved[Document]:
         """The result of a search that is not kept; tells the observers."""
@@ -220,7 +230,7 @@ class CachedRetrieval(Generic[Document]):
 
         def counts(one: ResultId, document: Document) -> bool:
             of_text = text is not None and bool(gone) and text(document).strip() in gone
-            return one in named or of_text or (where is not None and where(document))
+            return one in named or of_text or (where is not None and where(self._shown(document)))
 
         return self._invalidate(lambda _, held: everything or any(counts(*pair) for pair in held.found))
 
@@ -264,7 +274,7 @@ class CachedRetrieval(Generic[Document]):
     def _invalidate(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
         with self._lock:
             self._epoch += 1  # what a search of before finds from here on is not inserted
-            return self._drop(goes)
+            return self._drop(goes) + (0 if self._saved is None else self._saved.drop(goes))
 
     def _note(self, error: Exception) -> str:
         """The error as a note; logged once, since an embedder that fails may fail at every question."""

@@ -29,6 +29,7 @@ Labels: TypeAlias = NDArray[np.int64]
 
 _SPARE = 8  # candidates beyond k, so that float32 rounding does not decide which are among the k
 _FORMAT = 4
+_BREADTHS = 4  # of a graph's search, each four times the last; narrower ones are mostly wrong
 _REMOVED_SHARE = 0.3  # of the graph's nodes, beyond which it is built anew
 
 
@@ -279,8 +280,8 @@ class HnswIndex(VectorIndex):
         return graph
 
     def _scopes(self, query: Float32, count: int, stages: int) -> list[Any]:
-        breadths = {max(count, self._ef_search >> step) for step in range(stages)}
-        return [*sorted(breadths)[:-1], None]  # doubling, and None for the full one
+        breadths = {max(count, self._ef_search >> 2 * step) for step in range(min(stages, _BREADTHS))}
+        return [*sorted(breadths)[:-1], None]  # all before the full one cost a third of it
 
     def _candidates(self, query: Float32, count: int, scope: Any = None) -> Labels:
         breadth, nodes = scope or max(self._ef_search, count), self._index.ntotal

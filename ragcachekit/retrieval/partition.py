@@ -29,6 +29,11 @@ MAX_VALUES = 10_000
 _MAX_SETTING = 100  # values in an attribute of an index; more are its documents
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, types.EllipsisType)
 _VALUES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+_MODEL_SETTINGS = (
+    *("model_name", "model", "model_id", "deployment", "repo_id", "dimensions", "truncate_dim"),
+    *("encode_kwargs", "normalize", "query_instruction", "text_instruction", "embed_instruction"),
+)
+"""Attributes of embedding models, in both frameworks, that name the model or change its vectors."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, type)
 _COPYING = ("__getstate__", "__copy__", "__deepcopy__")
@@ -85,11 +90,23 @@ class Identity:
         with suppress(TypeError):
             self._object = weakref.ref(value)  # one and the same for every call
 
+    @property
+    def value(self) -> Any:
+        """The object; None where it is deleted."""
+        return self._object() if isinstance(self._object, weakref.ref) else self._object
+
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and self._object is other._object
+
+
+class Version(NamedTuple):
+    """An index and the number of its changes in this process."""
+
+    of: Identity
+    number: int | None
 
 
 class NotKeyable(TypeError):
@@ -169,7 +186,7 @@ class KeyReader:
         found, is_index = list[Hashable](), isinstance(value, self._rules.indexes)
         if is_index:
             parts = self._rules.parts_of(type(value))
-            found.append((Identity(value), changes_of(value), parts and self.key(parts(value))))
+            found.append((Version(Identity(value), changes_of(value)), parts and self.key(parts(value))))
         kinds = self._rules.indexes if is_index else (*self._rules.indexes, *self._rules.retrievers)
         for one in attributes(value).values() if depth else ():
             for item in one if isinstance(one, list | tuple) and not is_index else [one]:
@@ -236,7 +253,35 @@ class KeyReader:
             else:
                 with suppress(NotKeyable):  # no setting, but its documents, a client, an embedder
                     written.append(self._add((name, KeyReader(limit=_MAX_SETTING).key(one))))
-        return f"{self._add(Identity(value))}{version}({','.join(written)})"
+        return f"{self._add(Version(Identity(value), version))}({','.join(written)})"
+
+
+def lasting(key: object, state: Callable[[Any], object], watcher: object, states: list[object]) -> object:
+    """A key as other processes name it: classes and embedding models by name, indexes by their ``state``.
+
+    A ``state`` is what every process reads from an index (a count, a version), a function that reads all its
+    content, or None. It is added to ``states``. If it may miss a change, that calls ``watcher.clear()``.
+    NotKeyable for other objects.
+    """
+    if isinstance(key, Version):
+        index = key.of.value
+        found, changes = state(index), getattr(index, "__dict__", {}).get(_COUNTER)
+        if callable(found):
+            found = found() if changes is None else changes.read(found)
+        elif changes is not None:
+            changes.watchers.add(watcher)
+        states.append(found)
+        return class_name(type(index)), found
+    if isinstance(key, tuple):
+        return [lasting(one, state, watcher, states) for one in key]
+    if isinstance(key, Identity):
+        value = key.value
+        if isinstance(value, _CODE):
+            return class_name(value)
+        if not hasattr(value, "embed_query") and not hasattr(value, "get_query_embedding"):
+            raise NotKeyable(f"a {class_name(type(value))} is known by this very object only")
+        return name_of(value)
+    return class_name(key) if isinstance(key, type) else key
 
 
 class _Changes:
@@ -245,12 +290,22 @@ class _Changes:
     def __init__(self, owner: Callable[[], object]) -> None:
         self.owner, self.version, self._numbers = owner, 0, itertools.count(1)
         self.names: frozenset[str] = frozenset()  # of the wrappers
+        self.watchers, self._content = weakref.WeakSet[Any](), (-1, object())
+
+    def read(self, content: Callable[[], object]) -> object:
+        """What ``content`` gives, called once per version."""
+        version = self.version
+        if self._content[0] != version:
+            self._content = version, content()
+        return self._content[1]
 
     def __deepcopy__(self, memo: object) -> _Changes:
         return self
 
     def count(self) -> None:
         self.version = next(self._numbers)
+        for one in list(self.watchers):
+            one.clear()
 
 
 def changes_of(index: object) -> int | None:
@@ -272,6 +327,20 @@ def changes_of(index: object) -> int | None:
         except (TypeError, AttributeError):  # an object without attributes or without weak references
             return None
         return changes.version
+
+
+def class_name(kind: Any) -> str:
+    """Module and name of a class or function."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def name_of(embedder: object) -> str:
+    """Identity of an embedding model, as far as its class and the name of its model tell."""
+    named = {name: getattr(embedder, name, None) for name in _MODEL_SETTINGS}
+    shown = ",".join(
+        f"{name}={value}" for name, value in named.items() if isinstance(value, str | int | dict)
+    )
+    return f"{class_name(type(embedder))}:{shown}"
 
 
 def attributes(value: object) -> dict[str, Any]:

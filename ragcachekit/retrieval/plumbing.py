@@ -7,10 +7,15 @@ same; then the texts are registered with the engine.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import numpy as np
@@ -20,7 +25,6 @@ from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.cached_retrieval import (
     CachedRetrieval,
     Lookup,
-    ResultId,
     Retrieved,
 )
 from ragcachekit.retrieval.distances import as_rows
@@ -33,9 +37,14 @@ from ragcachekit.retrieval.partition import (
     KeyRules,
     NotKeyable,
     Partition,
+    Version,
     is_bypassed,
+    lasting,
+    name_of,
 )
 from ragcachekit.retrieval.proximity import ProximityCache
+from ragcachekit.retrieval.saved import Group, SavedQuestions
+from ragcachekit.retrieval.stores import metric_of, state_of
 from ragcachekit.types import positive
 
 __all__ = [
@@ -64,11 +73,8 @@ FACTOR = 4
 STAGES = 8
 """Of a search in an index of one's own that is watched."""
 
-_MODEL_SETTINGS = (
-    *("model_name", "model", "model_id", "deployment", "repo_id", "dimensions", "truncate_dim"),
-    *("encode_kwargs", "normalize", "query_instruction", "text_instruction", "embed_instruction"),
-)
-"""Attributes of embedding models, in both frameworks, that name the model or change its vectors."""
+_MAX_FOLLOWED = 4096  # chunks whose neighbours in the store are remembered
+
 _ENGINE = ("register", "prefetch", "add_query_cache")
 
 
@@ -84,9 +90,10 @@ class RetrieverSettings(TypedDict, total=False):
     tolerance : float
         Maximum distance of a hit in the metric's unit; 0 (the default) is an equal vector, and an equal
         question where the search does not go by vector. Calibrate anything else.
-    capacity, metric, eviction
+    capacity, metric
         As for :class:`ragcachekit.ProximityCache`; 1,000 questions by default. ``metric`` is that of
-        the index or store that is searched, where it says one, else ``cosine``.
+        the index or store that is searched. Where that is not known, it is ``cosine``, and with a tolerance
+        the log says so.
     ttl : float or None
         Seconds after which a result expires.
     guard : bool or callable
@@ -103,6 +110,10 @@ class RetrieverSettings(TypedDict, total=False):
         "cached" puts the documents that continue the longest beginning in the engine's knowledge tree first
         (:meth:`ragcachekit.RagCache.cached_first`), at every call. Their prompt reuses more exactly, and the
         answer may depend on the order.
+    path : path or None
+        A folder that keeps cached questions for the next process; over an index of its own, the folder of the
+        index. They are used again while the stores have the same count, version or content; those of stores
+        without need ``ttl`` or ``version``.
     """
 
     rag: Any
@@ -110,12 +121,12 @@ class RetrieverSettings(TypedDict, total=False):
     tolerance: float
     capacity: int
     metric: str | None
-    eviction: str
     ttl: float | None
     guard: bool | Guard
     version: Callable[[], object] | None
     partition: Callable[..., object] | None
     order: Order
+    path: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ class Framework(Generic[Document]):
     """What a framework's documents are like.
 
     ``source`` names what a document is a chunk of. ``document`` makes one of what an index of one's own
-    holds, its distance from the question, and the metric.
+    holds, its distance from the question, and the metric. ``to_json`` and ``from_json`` save documents.
     """
 
     rules: KeyRules
@@ -131,6 +142,8 @@ class Framework(Generic[Document]):
     text: Callable[[Document], str]
     source: Callable[[Document], str | None]
     document: Callable[[Record, float, str], Document]
+    to_json: Callable[[Document], object]
+    from_json: Callable[[Any], Document]
 
 
 class Candidate(NamedTuple):
@@ -206,25 +219,27 @@ class Call(Generic[Document]):
 class RetrieverCache(CachedRetrieval[Document]):
     """A :class:`CachedRetrieval` with the partitions of one retriever, registered with the engine.
 
-    ``index`` is one's own. For the settings see :class:`RetrieverSettings`. ValueError or TypeError for bad
-    ones.
+    ``store`` is what ``retriever`` searches, ``index`` one's own below it. For the settings see
+    :class:`RetrieverSettings`. ValueError or TypeError for bad ones.
     """
 
     def __init__(
         self,
         framework: Framework[Document],
         *,
+        retriever: object = None,
+        store: object = None,
         index: DocumentIndex | None = None,
         rag: Any = None,
         tolerance: float = 0.0,
         capacity: int = 1000,
         metric: str | None = None,
-        eviction: str = "fifo",
         ttl: float | None = None,
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
         order: Order = "found",
+        path: str | os.PathLike[str] | None = None,
     ) -> None:
         if order not in ("found", "cached"):
             raise ValueError(f"order must be 'found' or 'cached', got {order!r}")
@@ -236,10 +251,24 @@ class RetrieverCache(CachedRetrieval[Document]):
         def text_of(found: Any) -> str:
             return found.record.text if isinstance(found, Candidate) else framework.text(found)
 
-        metric = metric or ("cosine" if index is None else index.metric)
-        keys = ProximityCache(capacity, tolerance, metric, eviction)
-        super().__init__(keys, text_of, guard=guard, ttl=ttl)
-        self._reads_files = index is not None and index.path is not None
+        def shown(found: Any) -> Any:
+            return framework.document(found.record, 0.0, "") if isinstance(found, Candidate) else found
+
+        metric = metric or (metric_of(store) if index is None else index.metric)
+        self.metric = metric or "cosine"
+        keys = ProximityCache(capacity, tolerance, self.metric)
+        if metric is None and tolerance and store is not None:
+            log.warning(
+                "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
+            )
+        saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
+        super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved, shown=shown)
+        self._reads_files = path is not None or (index is not None and index.path is not None)
+        self._follows: Callable[[str, str, int], Sequence[str]] | None = None
+        self._index, self._is_fresh = index, ttl is not None or version is not None
+        with suppress(Exception):  # of the user's code: then nothing is cached
+            if saved is not None:  # a change of these indexes may erase it from now on
+                lasting(KeyReader(framework.rules).versions(retriever), state_of, saved, [])
         self._framework, self.rag, self.order = framework, rag, order
         self._custom, self._present_version = partition, version or (lambda: None)
         if rag is not None:
@@ -282,7 +311,7 @@ class RetrieverCache(CachedRetrieval[Document]):
                 return None
             asked = reader.key((arguments, self._present_version()))
             if own is not None:
-                version = Identity(own.index), own.index.version
+                version = Version(Identity(own.index), own.index.version)
                 return Partition(namespace, k, asked, reader.key(counts), version)
             if self._custom is None:
                 return Partition(namespace, k, asked, reader.key(retriever), reader.key(configurable))
@@ -294,6 +323,39 @@ class RetrieverCache(CachedRetrieval[Document]):
                 f"read ({why}); pass partition= to name what counts"
             )
             return None
+
+    def follow(
+        self,
+        retriever: object,
+        namespace: Callable[[], str],
+        nearest: Callable[[str, int], Iterable[Document]],
+    ) -> None:
+        """Find the neighbours of chunks by ``nearest``, anew after changes of the retriever or its indexes.
+
+        It gets a text and a number, and finds only what whoever asks the retriever may read.
+        """
+
+        def found(text: str, most: int, _key: Hashable) -> tuple[str, ...]:
+            texts = list(map(self._framework.text, nearest(text, most + 1)))
+            others = [one for one in texts if one.strip() != text]
+            return tuple(dict.fromkeys(others)) if len(others) < len(texts) else ()
+
+        cached, rules = lru_cache(_MAX_FOLLOWED)(found), self._framework.rules
+        self._follows = lambda text, asked, most: (
+            cached(text.strip(), most, KeyReader(rules).key(retriever)) if asked == namespace() else ()
+        )
+
+    def unfollow(self) -> None:
+        """Find no neighbours from now on, as calls name what they may find."""
+        self._follows = None
+
+    def neighbours_of(self, text: str, namespace: str, most: int) -> Sequence[str]:
+        """Chunks nearest to one of the store that is searched, nearest first; none for a text it lacks."""
+        try:
+            return () if self._follows is None else self._follows(text, namespace, most)
+        except Exception as error:
+            self._warn(f"the store cannot be searched for the neighbours of chunks: {error!r}")
+            return ()
 
     async def retrieve(self, call: Call[Document]) -> tuple[tuple[Document, ...], Retrieved[Document] | None]:
         """Answer a question from the cache or by its search, and register the texts with the engine.
@@ -314,28 +376,13 @@ class RetrieverCache(CachedRetrieval[Document]):
                 result = await _in_thread(call, self._search_own, call, lookup, epoch)
             elif not result.hit:
                 found = tuple(await _searched(call, None if result.note else embedding))
-                result = self._keep(call, lookup, [(self._framework.id(one), one) for one in found])
+                pairs = [(self._framework.id(one), one) for one in found]
+                result = await self._aside(call, self._keep, call, lookup, pairs)
             documents = result.documents
         await self._aside(call, self._register, call.namespace, documents, epoch)
         if self.order == "cached":
             documents = await _in_thread(call, self._cached_first, call.namespace, documents)
         return documents, result
-
-    def invalidate(
-        self,
-        *,
-        ids: Iterable[ResultId] | None = None,
-        texts: Iterable[str] | None = None,
-        where: Callable[[Document], bool] | None = None,
-    ) -> int:
-        """Forget results with one of these documents, all without any; returns how many."""
-
-        def accepts(found: Any) -> bool:
-            assert where is not None
-            own = isinstance(found, Candidate)
-            return where(self._framework.document(found.record, 0.0, "cosine") if own else found)
-
-        return super().invalidate(ids=ids, texts=texts, where=where and accepts)
 
     async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
         """Call in a thread where a file may be read or written, else here."""
@@ -355,7 +402,11 @@ class RetrieverCache(CachedRetrieval[Document]):
             except (TypeError, ValueError):
                 self._not_embedded()
                 return None
+        if partition not in self._cache and (group := self._group(partition)):
+            self.restore(partition, group, row.size)
         lookup = self.lookup(row, partition, question=call.question)
+        if not lookup.result.hit:
+            lookup = lookup._replace(group=self._group(partition))
         if call.own is None or not lookup.result.hit:
             return lookup
         return lookup._replace(result=self._ordered(call.own, lookup.result, row))
@@ -388,8 +439,38 @@ class RetrieverCache(CachedRetrieval[Document]):
     ) -> Retrieved[Document]:
         """Insert what a search found, if the partition is the same after it."""
         if call.partition() == lookup.partition:
+            if lookup.group is not None and self._group(lookup.partition) != lookup.group:
+                lookup = lookup._replace(group=None)
             return self.insert(lookup, pairs)
         return self.searched(lookup, [document for _, document in pairs])
+
+    def _group(self, partition: Hashable) -> Group | None:
+        """The name of a partition in the folder; None, and one line in the log, if it has none."""
+        if self._saved is None:
+            return None
+        epoch, states = self._saved.epoch, list[object]()
+        try:
+            named = lasting(partition, state_of, self._saved, states)
+            if not self._is_fresh and (not states or None in states):
+                raise NotKeyable("a store without a count or version; pass ttl= or version=")
+        except Exception as error:
+            self._warn(f"cached questions are not kept for the next process: {error}")
+            return None
+        return hashlib.sha256(repr(named).encode()).hexdigest()[:32], epoch
+
+    def _to_json(self, found: Any) -> object:
+        if isinstance(found, Candidate):
+            return found.record.id
+        value = json.loads(json.dumps(self._framework.to_json(found)))
+        if self._framework.from_json(value) != found:
+            raise ValueError("a document that is no JSON")
+        return value
+
+    def _read(self, value: Any) -> Any:
+        if self._index is None or isinstance(value, dict):
+            return self._framework.from_json(value)
+        (record,), (vector,) = self._index.get([value]), self._index.vectors([value])
+        return Candidate(record, vector)
 
     def _register(self, namespace: str, documents: Sequence[Document], epoch: int) -> None:
         """Register and prefetch texts, unless something was forgotten since ``epoch``.
@@ -434,15 +515,6 @@ def finished(coroutine: Coroutine[Any, Any, T]) -> T:
         return end.value  # type: ignore[no-any-return]
     coroutine.close()
     raise RuntimeError("a synchronous retriever awaited something")
-
-
-def name_of(embedder: object) -> str:
-    """Identity of an embedding model, as far as its class and the name of its model tell."""
-    named = {name: getattr(embedder, name, None) for name in _MODEL_SETTINGS}
-    shown = ",".join(
-        f"{name}={value}" for name, value in named.items() if isinstance(value, str | int | dict)
-    )
-    return f"{type(embedder).__module__}.{type(embedder).__qualname__}:{shown}"
 
 
 async def _in_thread(call: Call[Any], work: Callable[..., T], *arguments: Any) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -74,16 +73,14 @@ class ProximityCache:
     Parameters
     ----------
     capacity : int
-        Maximum number of entries over all partitions (c in the paper).
+        Maximum number of entries over all partitions (c in the paper). The oldest insert leaves first; a hit
+        changes nothing.
     tolerance : float
         Maximum distance of a hit (tau), in the unit of the metric: see
         :mod:`ragcachekit.retrieval.distances`. The default 0 is equal vectors (-0.0 equals 0.0) and nothing
         else. Calibrate anything above with :func:`ragcachekit.calibrate`.
     metric : {"cosine", "l2", "ip"}
         Use that of the vector index.
-    eviction : {"fifo", "lru"}
-        ``fifo``: oldest insert first, a hit changes nothing (the paper's choice). ``lru``: a hit
-        makes its entry the newest.
 
     Raises
     ------
@@ -91,22 +88,21 @@ class ProximityCache:
         For bad settings.
     """
 
-    def __init__(
-        self, capacity: int, tolerance: float = 0.0, metric: str = "cosine", eviction: str = "fifo"
-    ) -> None:
+    def __init__(self, capacity: int, tolerance: float = 0.0, metric: str = "cosine") -> None:
         check_number("tolerance", tolerance, "a distance")
         self.capacity, self.tolerance = positive("capacity", capacity), float(tolerance)
-        self.metric, self.eviction = check_metric(metric), eviction
-        if eviction not in ("fifo", "lru"):
-            raise ValueError(f"unknown eviction {eviction!r}; known: fifo, lru")
+        self.metric = check_metric(metric)
         self._lock = threading.Lock()
-        self._order: OrderedDict[_Stored, None] = OrderedDict()  # the one that leaves next comes first
+        self._order: dict[_Stored, None] = {}  # the one that leaves next comes first
         self._partitions: dict[Hashable, _Keys] = {}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._dim: int | None = None  # that of the first insert
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __contains__(self, partition: object) -> bool:
+        return partition in self._partitions
 
     def lookup(
         self,
@@ -117,8 +113,7 @@ class ProximityCache:
     ) -> Hit | None:
         """The nearest entry of ``partition`` within the tolerance, or None (Algorithm 1, lines 3-6).
 
-        ``accept`` is called once, with the entry found; it must not call the cache. False from it is a miss,
-        and not a use for LRU.
+        ``accept`` is called once, with the entry found; it must not call the cache. False from it is a miss.
 
         RetrievalError for NaN or infinite numbers, a zero vector under cosine, or another width.
         """
@@ -130,8 +125,6 @@ class ProximityCache:
                 self._counts["misses"] += 1
                 return None
             self._counts["hits"] += 1
-            if self.eviction == "lru":
-                self._order.move_to_end(stored)
             return Hit(stored.entry.results, gap)
 
     def insert(

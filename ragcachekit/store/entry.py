@@ -274,7 +274,7 @@ def read_key(path: Path) -> KVKey:
     return entry.header.key
 
 
-def decode_entry(raw: memoryview, key: KVKey) -> ChunkKV:
+def decode_entry(raw: bytes | memoryview, key: KVKey) -> ChunkKV:
     """A copy of the KV in ``raw``; EntryDamaged unless every byte is that of :func:`encode_entry`."""
     copy = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
     return EntryReader(lambda at, nbytes: copy[at : at + nbytes], len(copy), key).kv()

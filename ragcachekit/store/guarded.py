@@ -69,8 +69,10 @@ class GuardedStore(KVStore):
         kv = ChunkKV.checked(kv.keys, kv.values, kv.start, {**kv.sums, DIGEST: digest}, kv.quantised)
         job = Job(lambda: self._store.put(key, kv))
         kept = not self._forgets.hides(key) and bool(self._executor.run(job, False))
-        late = {**self._late, job: key} if job.given_up else self._late
-        self._late = {job: key for job, key in late.items() if job.begun and not job.done}
+        if job.given_up and job.begun:
+            self._late[job] = key
+        for ended in [job for job in list(self._late) if job.done]:
+            self._late.pop(ended, None)
         return kept
 
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
@@ -81,8 +83,8 @@ class GuardedStore(KVStore):
         return iter(keys)
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
-        late = [job for job, key in self._late.items() if concerns(key, namespace, chunk_ids)]
-        running = any(not job.done for job in late)
+        late = list(self._late.items())
+        running = any(concerns(key, namespace, chunk_ids) and not job.done for job, key in late)
 
         def forget() -> int:
             dropped = self._store.forget(namespace, chunk_ids)

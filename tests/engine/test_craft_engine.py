@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 
@@ -59,7 +58,7 @@ def test_forgetting_follows_the_context():
     assert [use.source for use in report.uses] == ["host", "computed", "computed", "computed"]
 
 
-def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
+def test_a_restart_finds_variants(tmp_path):
     config = StoreConfig(disk_path=tmp_path / "kv")
     with warmed(store=config):
         pass
@@ -67,9 +66,6 @@ def test_a_restart_finds_variants_and_what_stands_in_its_own_context(tmp_path):
         second = rag.generate(SECOND, **ASKED).report.link
         assert {use.source for use in second.uses} == {"disk"}
         assert 0 < second.recompute_ratio < 1
-        again = rag.generate(FIRST, **ASKED)
-        assert {use.source for use in again.report.link.uses} == {"host"}
-        assert again.token_ids == greedy(plain("llama"), ids(FIRST), 8)
 
 
 def asked(folder, cold, *numbers):
@@ -84,8 +80,8 @@ def asked(folder, cold, *numbers):
 def test_after_a_restart_the_variant_of_the_fewest_uses_is_evicted_all_the_same(tmp_path):
     before = 1, 2, 3, 1, 1, 1, 2, 3, 3
     asked(tmp_path / "one", "now", *before, 4)
-    asked(tmp_path / "two", "now", *before)
-    shutil.copytree(tmp_path / "two", tmp_path / "lost")
+    for folder in ("two", "lost"):
+        asked(tmp_path / folder, "now", *before)
     for database in (tmp_path / "lost" / "uses").iterdir():
         database.write_bytes(b"damaged")
     asked(tmp_path / "lost", "now", 4)

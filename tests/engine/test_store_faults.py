@@ -22,6 +22,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats, concerns
+from ragcachekit.store.entry import decode_entry, encode_entry
 from server_kit import engine
 from speaking import ONE, TWO, byte_level, speaker
 
@@ -199,7 +200,15 @@ def test_layers_that_come_late_or_wrong(fault, way, mine, expected):
         assert (rag.stats()[0].failures > 0) == (fault != "close hangs")
 
 
+def altered(key, entries):
+    """An entry of a store of bytes, as the page about own stores has it, with another bit."""
+    raw = bytearray(b"".join(encode_entry(key, entries[key])))
+    raw[-9] ^= 1
+    return decode_entry(bytes(raw), key)
+
+
 LIES = {
+    "altered": altered,
     "half precision": lambda key, entries: entries[key].each(torch.Tensor.half),
     "cut short": lambda key, entries: entries[key].each(lambda tensor: tensor[:, 1:].clone()),
     "no KV": lambda key, entries: "nonsense",

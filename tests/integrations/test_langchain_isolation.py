@@ -276,10 +276,12 @@ def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
 
 @pytest.mark.parametrize(
     ("says", "metric"),
-    [("EUCLIDEAN_DISTANCE", "l2"), ("MAX_INNER_PRODUCT", "cosine"), ("COSINE", "cosine"), (None, "cosine")],
+    [("EUCLIDEAN_DISTANCE", "l2"), ("MAX_INNER_PRODUCT", "ip"), ("COSINE", "cosine"), ("JACCARD", "cosine")],
 )
 def test_a_tolerance_is_in_the_metric_that_the_store_says(says, metric):
-    store = InMemoryVectorStore(WordEmbeddings())
-    store.distance_strategy = says
-    assert (RagCacheRetriever.wrap(store).metric or "cosine") == metric
-    assert RagCacheRetriever.wrap(store, metric="ip").metric == "ip"
+    class Store(InMemoryVectorStore):
+        distance_strategy = says
+
+    store = Store(WordEmbeddings())
+    assert RagCacheRetriever.wrap(store).query_cache.metric == metric
+    assert RagCacheRetriever.wrap(store, metric="ip").query_cache.metric == "ip"

@@ -27,4 +27,4 @@ class TestOverItsRetrieverWithTolerance(TestOverVectorStore):
         embeddings = WordEmbeddings()
         store = InMemoryVectorStore.from_texts(list(FACTS), embeddings)
         inner = store.as_retriever(search_kwargs={"k": 2})
-        return {"retriever": inner, "embeddings": embeddings, "tolerance": 0.1, "eviction": "lru"}
+        return {"retriever": inner, "embeddings": embeddings, "tolerance": 0.1}

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from integration_kit import FACTS, raising
+from integration_kit import FACTS
 from llama_index.core import VectorStoreIndex
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.query_engine import RetrieverQueryEngine
@@ -77,32 +77,6 @@ def test_no_request_goes_on_without_its_reader(rag, retriever, way):
     assert stats().cancelled > 0
 
 
-def test_a_failing_stage_is_no_failing_question(rag, retriever):
-    stages = []
-
-    class Fails(SimilarityPostprocessor):
-        def _postprocess_nodes(self, nodes, query_bundle=None):
-            stages.append(len(nodes))
-            return nodes if len(stages) > 6 else raising(LookupError("not all are there"))
-
-    synthesizer = RagCacheSynthesizer(RagCacheLLM(rag=rag, max_tokens=2))
-    engine = SpeculativeQueryEngine(retriever, synthesizer, [Fails()])
-    assert len(engine.query(QUESTIONS[0]).source_nodes) == 2
-    assert len(stages) == 7
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        (lambda rag, own, llm: (own.index.as_retriever(), RagCacheSynthesizer(llm)), TypeError),
-        (lambda rag, own, llm: (own, get_response_synthesizer(llm)), TypeError),
-        (
-            lambda rag, own, llm: (RagCacheRetriever(own.index.as_retriever()), RagCacheSynthesizer(llm)),
-            ValueError,
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(rag, retriever, embedder, wrong, error, monkeypatch):
-    monkeypatch.setattr("llama_index.core.settings.Settings._embed_model", embedder)
-    with pytest.raises(error, match="SpeculativeQueryEngine needs"):
-        SpeculativeQueryEngine(*wrong(rag, retriever, RagCacheLLM(rag=rag)))
+def test_another_synthesizer_is_refused(rag, retriever):
+    with pytest.raises(TypeError, match="RagCacheSynthesizer"):
+        SpeculativeQueryEngine(retriever, get_response_synthesizer(RagCacheLLM(rag=rag)))

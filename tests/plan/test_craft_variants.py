@@ -92,6 +92,7 @@ class TestLookUp:
     def test_its_very_context_wins_and_enters_the_pool(self):
         store, _ = self.store(("x", "sa"), ("x", "sb"))
         pool = VariantPool()
+        assert self.find(store, pool, "x", "sc") is None
         found = self.find(store, pool, "x", "sa")
         assert (found.key, found.renew) == (key("x", "sa"), False)
         assert key("x", "sa") in pool
@@ -114,11 +115,6 @@ class TestLookUp:
         store, pool = self.store(("x", "sa"))
         store.put(key("x", "sa"), kv("sa", tokens=3))
         assert self.find(store, pool, "x", "sa") is None
-
-    def test_with_an_empty_pool_only_its_very_context_does(self):
-        store, _ = self.store(("x", "sa"))
-        assert self.find(store, VariantPool(), "x", "sa").key == key("x", "sa")
-        assert self.find(store, VariantPool(), "x", "sb") is None
 
 
 CHUNKS, CONTEXTS, SPACES = (

@@ -10,7 +10,7 @@ import pytest
 from ragcachekit.retrieval.proximity import ProximityCache
 
 DIM = 192
-CAPACITY = 150
+CAPACITY, QUERIES = 150, 2000
 NOBODY = -1
 
 
@@ -24,13 +24,12 @@ def distances(metric: str, q: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 class Algorithm1:
-    """Cache lines: key, partition, id (which rises), time of last use."""
+    """Cache lines: key, partition, id (which rises)."""
 
-    def __init__(self, metric: str, tolerance: float, eviction: str) -> None:
-        self.metric, self.tolerance, self.eviction = metric, tolerance, eviction
+    def __init__(self, metric: str, tolerance: float) -> None:
+        self.metric, self.tolerance = metric, tolerance
         self.keys, self.partitions = np.ones((CAPACITY, DIM)), np.full(CAPACITY, NOBODY)
-        self.ids, self.used = np.zeros((2, CAPACITY), int)
-        self.uses = 0
+        self.ids = np.zeros(CAPACITY, int)
 
     def __len__(self) -> int:
         return int((self.partitions != NOBODY).sum())
@@ -42,22 +41,17 @@ class Algorithm1:
         nearest = np.flatnonzero(gaps == gaps.min())
         # Of several nearest the equal one, else the oldest.
         line = min(nearest, key=lambda line: ((self.keys[line] != q).any(), self.ids[line]))
-        self.uses += 1
-        self.used[line] = self.uses
         return int(self.ids[line])
 
     def insert(self, q: np.ndarray, partition: int, number: int) -> list[int]:
         same = np.flatnonzero((self.partitions == partition) & (self.keys == q).all(axis=1))
         free = np.flatnonzero(self.partitions == NOBODY)
         if len(same) or not len(free):
-            order = {"fifo": self.ids, "lru": self.used}[self.eviction]
-            line = same[0] if len(same) else order.argmin()
+            line = same[0] if len(same) else self.ids.argmin()
             left = [int(self.ids[line])]
         else:
             line, left = free[0], []
-        self.uses += 1
         self.keys[line], self.partitions[line], self.ids[line] = q, partition, number
-        self.used[line] = self.uses
         return left
 
 
@@ -83,18 +77,15 @@ EDGES = {"cosine": 0.25, "l2": 2.0, "ip": 1.0}
 AMONG_WORDINGS = {"cosine": 0.05, "l2": 4.4, "ip": 9.6}
 
 
-@pytest.mark.parametrize(("eviction", "queries"), [("fifo", 2000), ("lru", 1500)])
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
 @pytest.mark.parametrize("workload", [lattice, wordings])
-def test_every_hit_miss_and_eviction_is_that_of_algorithm_1(
-    workload, metric: str, eviction: str, queries: int
-) -> None:
+def test_every_hit_miss_and_eviction_is_that_of_algorithm_1(workload, metric: str) -> None:
     rng = np.random.default_rng(11)
     tolerance = (EDGES if workload is lattice else AMONG_WORDINGS)[metric]
-    cache = ProximityCache(CAPACITY, tolerance, metric, eviction)
-    model = Algorithm1(metric, tolerance, eviction)
+    cache = ProximityCache(CAPACITY, tolerance, metric)
+    model = Algorithm1(metric, tolerance)
     hits, left, drawn = 0, 0, workload(rng)
-    for number in range(queries):
+    for number in range(QUERIES):
         vector, partition = next(drawn), int(rng.choice(3, p=[0.75, 0.2, 0.05]))
         if rng.random() < 0.95:
             expected = model.lookup(vector.astype(np.float64), partition)
@@ -109,4 +100,4 @@ def test_every_hit_miss_and_eviction_is_that_of_algorithm_1(
         left += len(gone)
     stats = cache.stats()
     assert (stats.hits, stats.entries, stats.evictions + stats.replacements) == (hits, len(model), left)
-    assert min(stats.hits, stats.misses, stats.evictions) > queries / 50
+    assert min(stats.hits, stats.misses, stats.evictions) > QUERIES / 50

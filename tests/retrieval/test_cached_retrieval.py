@@ -14,7 +14,7 @@ from ragcachekit.retrieval.partition import Partition
 from ragcachekit.retrieval.proximity import Entry, ProximityCache
 from stale_kit import change_and_ask
 
-A, NEAR_A, B, C = [1.0, 0.0], [1.0, 0.01], [0.0, 1.0], [-1.0, 0.0]
+A, NEAR_A, B = [1.0, 0.0], [1.0, 0.01], [0.0, 1.0]
 
 
 class Search:
@@ -49,17 +49,6 @@ def test_partitions_share_no_document_under_one_id() -> None:
     assert retrieval.get(A, "acme", Search()).documents == ("acme's",)
     assert retrieval.invalidate(where=lambda document: document == "acme's") == 1
     assert retrieval.get(A, "other", Search()).hit
-
-
-def test_documents_leave_with_their_entry() -> None:
-    retrieval = make(capacity=2)
-    retrieval.get(A, "p", Search(("1", "one"), ("2", "two")))
-    retrieval.get(B, "p", Search(("2", "two"), ("3", "three")))
-    retrieval.get(C, "p", Search(("3", "three")))  # A leaves
-    assert retrieval.get(B, "p", Search()).documents == ("two", "three")
-    assert retrieval.invalidate(ids=["2"]) == 1
-    assert retrieval.clear() == 1
-    assert retrieval.stats().entries == 0
 
 
 def test_nothing_found_is_not_kept() -> None:

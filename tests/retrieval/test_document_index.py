@@ -217,3 +217,14 @@ def test_a_change_ends_the_stages_by_a_whole_search(make: Make) -> None:
         stages = index.search_stages(query, 3)
         index.delete(index.ids)
         assert [*stages] == [[]]
+
+
+@pytest.mark.parametrize(("where", "k"), [({"even": True}, 3), (lambda record: record.id == "d7", 2)])
+def test_stages_show_only_what_the_filter_accepts(make: Make, where: Any, k: int) -> None:
+    query = rows(1, seed=2)[0]
+    with filled(make) as index:
+        *earlier, last = index.search_stages(query, k, 4, where)
+        assert last == index.search(query, k, where)
+        accepted = {hit.record.id for hit in index.search(query, 20, where)}
+        assert any(earlier)
+        assert {hit.record.id for hits in earlier for hit in hits} <= accepted

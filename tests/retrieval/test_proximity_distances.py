@@ -76,7 +76,6 @@ def test_scaling_changes_nothing_under_cosine() -> None:
         ({"capacity": 2, "tolerance": math.nan}, ValueError, "tolerance must be"),
         ({"capacity": 2, "tolerance": math.inf}, ValueError, "tolerance must be"),
         ({"capacity": 2, "metric": "hamming"}, ValueError, "known: cosine, ip, l2"),
-        ({"capacity": 2, "eviction": "random"}, ValueError, "known: fifo, lru"),
     ],
 )
 def test_bad_configuration(arguments: dict[str, float], error: type[Exception], match: str) -> None:

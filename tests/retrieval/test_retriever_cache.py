@@ -41,7 +41,7 @@ class Engine:
 
 
 def made(engine: Engine | None = None, **settings: Any) -> RetrieverCache[str]:
-    plain = Framework[str](KeyRules(), str, str, lambda text: None, lambda record, *_: record.text)
+    plain = Framework[str](KeyRules(), str, str, lambda text: None, lambda record, *_: record.text, str, str)
     return RetrieverCache(plain, rag=engine, **settings)
 
 
@@ -55,7 +55,7 @@ def call(
 
 
 def test_settings_are_the_arguments() -> None:
-    taken = set(inspect.signature(RetrieverCache).parameters) - {"framework", "index"}
+    taken = set(inspect.signature(RetrieverCache).parameters) - {"framework", "retriever", "store", "index"}
     assert set(RetrieverSettings.__annotations__) == taken | {"namespace"}
 
 

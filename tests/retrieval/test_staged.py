@@ -41,7 +41,7 @@ def test_the_last_stage_is_the_one_shot_result(kind: str, metric: str) -> None:
             for result in results:
                 assert list(result.scores) == sorted(result.scores)
                 assert len(result.ids) == len(set(result.ids)) <= k
-    assert earlier > 80
+    assert earlier > 60
 
 
 def test_stages_go_through_parts() -> None:

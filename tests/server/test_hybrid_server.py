@@ -89,7 +89,7 @@ def made(client, texts, system=None):
 
 
 @pytest.mark.parametrize("system", ["Answer from the context.", None])
-def test_the_whole_of_a_context_is_cached_from_the_first_request_on(client_of, system):
+def test_the_whole_of_a_context_is_cached_from_the_first_request_on(client_of, rag, system):
     ada, bob = client_of("ada"), client_of("bob")
     texts = [f"Context {number} {system}: {text}" for number in range(4) for text in DOCUMENTS]  # two turns
     context = made(ada, texts, system)
@@ -99,6 +99,9 @@ def test_the_whole_of_a_context_is_cached_from_the_first_request_on(client_of, s
     assert context["usageMetadata"]["totalTokenCount"] <= cached(one) <= cached(two)
     some = ada.post(CHAT, json={**asked, "chunk_ids": context["chunkIds"][:3]}).json()
     assert sum(map(len, texts[:2])) / 4 < cached(some) < cached(one), "its beginning is that of the whole"
+    named = {"id": rag.encode(texts[:1], namespace="ada")[0], "chunk": True}
+    prompts = [[{"role": "user", "content": [chunk, " Why?"]}] for chunk in (named, texts[0])]
+    assert len({rag.link(prompt, namespace="ada").report.prompt_tokens for prompt in prompts}) == 1
     assert bob.post(CHAT, json=asked).status_code == 404
     assert ada.delete(f"/v1beta/{context['name']}").status_code == 200
     assert ada.post(CHAT, json=asked).status_code == 404

@@ -56,6 +56,7 @@ async def test_a_restart_keeps_contexts(rag, folder, clock, ada, bob):
     assert again.get(ada, made.name) == made
     assert again.all(ada) == [made]
     assert again.all(bob) == []
+    assert (again.holding(ada, made.chunk_ids), again.holding(bob, made.chunk_ids)) == ([made.name], [])
     assert texts_of([f"ada-{TWO}", f"ada-{ONE}", f"ada-{TWO}"], [made], "it") == [TWO, ONE, TWO]
     with pytest.raises(ApiError, match="no chunk 'bob"):
         texts_of([f"bob-{ONE}"], [made], "it")

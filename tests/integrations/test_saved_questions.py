@@ -1,0 +1,292 @@
+"""``path=`` on the retrievers: a second process answers the first one's questions without a search."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import faiss
+import pytest
+from integration_kit import FACTS, WordEmbeddings
+from langchain_chroma import Chroma
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_qdrant import QdrantVectorStore
+from llama_index.core import StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.schema import TextNode
+from llama_index.vector_stores.faiss import FaissVectorStore
+from llama_kit import Embedder
+from qdrant_client import QdrantClient
+from qdrant_client.models import Distance, VectorParams
+
+from langchain_ragcachekit import RagCacheRetriever
+from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
+from ragcachekit.json_store import JsonStore
+
+QUESTION = "Where was Ada Lind born?"
+DOCUMENTS = [Document(text, id=f"{n:032x}", metadata={"row": n}) for n, text in enumerate(FACTS)]
+NODES = [TextNode(text=text, id_=str(n)) for n, text in enumerate(FACTS)]
+
+
+def chroma(folder):
+    store = Chroma("facts", WordEmbeddings(), persist_directory=str(folder / "chroma"))
+    if not store.get()["ids"]:
+        store.add_documents(DOCUMENTS)
+    return RagCacheRetriever.wrap(store, k=2, path=folder / "questions", tolerance=1.5, guard=False)
+
+
+def qdrant(folder):
+    client = QdrantClient(path=str(folder / "qdrant"))
+    if not client.collection_exists("facts"):
+        client.create_collection("facts", vectors_config=VectorParams(size=64, distance=Distance.COSINE))
+    store = QdrantVectorStore(client, "facts", WordEmbeddings())
+    if not client.count("facts").count:
+        store.add_documents(DOCUMENTS)
+    return RagCacheRetriever.wrap(store, k=2, path=folder / "questions")
+
+
+def memory(folder):
+    store = InMemoryVectorStore(WordEmbeddings())
+    store.add_documents(DOCUMENTS)
+    return RagCacheRetriever.wrap(store, k=2, path=folder / "questions")
+
+
+def own(folder):
+    return RagCacheRetriever.from_documents(DOCUMENTS, WordEmbeddings(), path=folder / "index", k=2)
+
+
+def llama_own(folder):
+    return LlamaRetriever.from_nodes(NODES, Embedder(asked=[]), path=folder / "index", k=2)
+
+
+def llama_faiss(folder):
+    model, at = Embedder(asked=[]), str(folder / "faiss")
+    if os.path.exists(at):
+        vectors = FaissVectorStore.from_persist_dir(at)
+        index = load_index_from_storage(
+            StorageContext.from_defaults(vector_store=vectors, persist_dir=at), embed_model=model
+        )
+    else:
+        context = StorageContext.from_defaults(vector_store=FaissVectorStore(faiss.IndexFlatL2(64)))
+        index = VectorStoreIndex(NODES, storage_context=context, embed_model=model)
+        index.storage_context.persist(at)
+    inner = index.as_retriever(similarity_top_k=2)
+    return LlamaRetriever(inner, embed_model=model, path=folder / "questions")
+
+
+KINDS = {one.__name__: one for one in (chroma, qdrant, memory, own, llama_own, llama_faiss)}
+
+
+def texts(retriever, question=QUESTION):
+    if isinstance(retriever, LlamaRetriever):
+        return [(one.node_id, one.text, one.score) for one in retriever.retrieve(question)]
+    return [(one.id, one.page_content, one.metadata) for one in retriever.invoke(question)]
+
+
+def asked_elsewhere(kind, folder, *questions):
+    """What a process of its own finds, and how many of the questions it did not search for."""
+    code = "import json, sys; from test_saved_questions import main; main(*sys.argv[1:])"
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", code, kind, str(folder), *questions],
+        env={**os.environ, "PYTHONPATH": here},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, hits = json.loads(ran.stdout.splitlines()[-1])
+    return [[tuple(one) for one in each] for each in found], hits
+
+
+def main(kind, folder, *questions):
+    retriever = KINDS[kind](Path(folder))
+    found = [texts(retriever, question) for question in questions]
+    sys.stdout.write(json.dumps([found, retriever.query_cache.stats().hits]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_process_finds_the_same_without_a_search(kind, tmp_path):
+    first, hits = asked_elsewhere(kind, tmp_path, QUESTION)
+    assert hits == 0
+    again, hits = asked_elsewhere(kind, tmp_path, QUESTION, "Where is the harbour frozen?")
+    assert (again[0], hits) == (first[0], 1)
+
+
+def restarted(folder, documents=DOCUMENTS, **settings):
+    """A retriever as a new process makes it, over a store in memory."""
+    store = InMemoryVectorStore(WordEmbeddings())
+    store.add_documents(documents)
+    return RagCacheRetriever.wrap(store, k=2, path=folder / "questions", **settings)
+
+
+def is_hit(retriever, question=QUESTION):
+    before = retriever.query_cache.stats().hits
+    texts(retriever, question)
+    return retriever.query_cache.stats().hits > before
+
+
+def content(folder):
+    return b"".join(file.read_bytes() for file in (folder / "questions").rglob("*") if file.is_file())
+
+
+def test_other_content_another_count_or_another_search_finds_nothing_of_before(tmp_path):
+    assert not is_hit(restarted(tmp_path))
+    assert not is_hit(restarted(tmp_path, [*DOCUMENTS[1:], Document("Ada Lind lives in Chur.", id="0")]))
+    assert not is_hit(restarted(tmp_path, namespace="other"))
+    assert not is_hit(restarted(tmp_path, partition=lambda *_: "ann"))
+    assert [is_hit(restarted(tmp_path)), is_hit(restarted(tmp_path, partition=lambda *_: "ann"))] == [
+        True
+    ] * 2
+    retriever = chroma(tmp_path)
+    assert not is_hit(retriever)
+    retriever.vectorstore._collection.add(ids=["z"], embeddings=[[0.0] * 64], documents=["unseen"])
+    assert not is_hit(chroma(tmp_path))
+    assert is_hit(chroma(tmp_path))
+    assert is_hit(chroma(tmp_path), "Where was Ada Lind born, please?"), "near ones hit as before"
+
+
+def test_a_change_that_keeps_the_count_erases_what_was_saved(tmp_path):
+    first = chroma(tmp_path)
+    (name, *_), *_ = texts(first)
+    first.vectorstore.update_document(
+        name, Document("Ada Lind was born in Chur, as of today.", metadata={"row": 0})
+    )
+    assert "Chur" in texts(chroma(tmp_path))[0][1]
+    chroma(tmp_path).vectorstore.update_document(name, DOCUMENTS[int(name, 16)])  # before any question
+    assert "Chur" not in texts(chroma(tmp_path))[0][1]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_forgotten_texts_are_gone_from_the_files_of_all_processes(tmp_path, asked):
+    (_, text, _), *_ = texts(restarted(tmp_path))
+    texts(restarted(tmp_path, namespace="other"), "Where is the harbour frozen?")
+    assert text.encode() in content(tmp_path)
+    later = restarted(tmp_path)
+    if asked:
+        assert is_hit(later)
+    later.query_cache.forget_texts("default", lambda one: one == text)
+    assert text.encode() not in content(tmp_path)
+    assert not is_hit(restarted(tmp_path))
+    assert is_hit(restarted(tmp_path, namespace="other"), "Where is the harbour frozen?")
+    assert restarted(tmp_path).query_cache.clear() == 2
+    assert not is_hit(restarted(tmp_path))
+
+
+class Found(BaseRetriever):
+    """A search in a system of the user's own, without a count."""
+
+    documents: list
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        return self.documents
+
+    def cache_key_parts(self):
+        return ("everything",)
+
+
+def test_a_store_without_a_count_needs_a_ttl_or_a_version(tmp_path, caplog, monkeypatch):
+    def asked(documents=DOCUMENTS, **settings):
+        inner = Found(documents=documents)
+        return is_hit(
+            RagCacheRetriever.wrap(
+                inner, embeddings=WordEmbeddings(), path=tmp_path / "questions", **settings
+            )
+        )
+
+    assert [asked(), asked()] == [False, False]
+    assert "not kept for the next process" in caplog.text
+    assert "pass ttl= or version=" in caplog.text
+    assert [asked(ttl=60), asked(ttl=60)] == [False, True]
+    assert [asked(version=lambda: 1), asked(version=lambda: 2), asked(version=lambda: 1)] == [
+        False,
+        False,
+        True,
+    ]
+    now = time.time() + 61
+    monkeypatch.setattr("time.time", lambda: now)
+    assert not asked(ttl=60)
+    no_json = [Document("a", metadata={"at": (1, 2)})]
+    assert [asked(no_json, version=lambda: 3), asked(no_json, version=lambda: 3)] == [False, False]
+
+
+@pytest.mark.parametrize("damage", ["a byte", "the file", "a text file", "another program's"])
+def test_damage_means_an_empty_cache(tmp_path, damage, caplog):
+    folder = tmp_path / "questions"
+    if damage == "a text file":
+        folder.write_text("mine")
+    elif damage == "another program's":
+        with JsonStore(folder) as store:
+            store.put({"head": 1, "query:x:y": {"documents": 3}})
+    else:
+        texts(restarted(tmp_path))
+        database = folder / "cache.db"
+        sqlite3.connect(database).execute("PRAGMA wal_checkpoint(TRUNCATE)")  # all is in the one file now
+        raw = bytearray(database.read_bytes())
+        at = raw.index(b"Ada Lind was")
+        raw[at : at + 3] = b"Bob"
+        database.write_bytes(raw if damage == "a byte" else b"x" * 4096)
+        for file in folder.glob("cache.db-*"):
+            file.unlink()
+    found = texts(restarted(tmp_path))
+    assert found == [(one.id, one.page_content, one.metadata) for one in (DOCUMENTS[0], DOCUMENTS[4])]
+    assert is_hit(restarted(tmp_path)) == (damage != "a text file")
+    if damage == "a text file":
+        assert "kept in memory only" in caplog.text
+        assert folder.read_text() == "mine"
+    if damage == "another program's":
+        restarted(tmp_path).query_cache.clear()
+        with JsonStore(folder) as store:
+            assert store.keys() == ["head"]
+
+
+def in_qdrant(distance):
+    client = QdrantClient(":memory:")
+    client.create_collection("facts", vectors_config={"v": VectorParams(size=64, distance=distance)})
+    return QdrantVectorStore(client, "facts", WordEmbeddings(), vector_name="v", distance=distance)
+
+
+def in_chroma(space):
+    settings = None if space is None else {"hnsw": {"space": space}}
+    return Chroma(f"of-{space}", WordEmbeddings(), collection_configuration=settings)
+
+
+def in_llama_index(kind):
+    store = None if kind is None else FaissVectorStore(kind(64))
+    context = StorageContext.from_defaults(vector_store=store)
+    return VectorStoreIndex(NODES, storage_context=context, embed_model=Embedder(asked=[])).as_retriever()
+
+
+METRICS = {
+    "chroma": (in_chroma, [(None, "l2"), ("cosine", "cosine"), ("ip", "ip")]),
+    "qdrant": (in_qdrant, [(Distance.COSINE, "cosine"), (Distance.DOT, "ip"), (Distance.EUCLID, "l2")]),
+    "llama": (in_llama_index, [(faiss.IndexFlatL2, "l2"), (faiss.IndexFlatIP, "ip"), (None, "cosine")]),
+}
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_the_metric_is_that_of_the_store(kind):
+    make, expected = METRICS[kind]
+    for setting, metric in expected:
+        store = make(setting)
+        if kind == "llama":
+            retriever = LlamaRetriever(store, embed_model=Embedder(asked=[]))
+        else:
+            retriever = RagCacheRetriever.wrap(store)
+        assert retriever.query_cache.metric == metric
+
+
+def test_an_unknown_metric_is_said_once(caplog):
+    store = in_qdrant(Distance.MANHATTAN)
+    store.add_documents(DOCUMENTS)
+    retriever = RagCacheRetriever.wrap(store, tolerance=0.1)
+    assert is_hit(retriever) < is_hit(retriever)
+    assert [one.message for one in caplog.records if "metric" in one.message] == [
+        "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
+    ]
+    RagCacheRetriever.wrap(store, tolerance=0.1, metric="cosine")
+    RagCacheRetriever.wrap(store)  # equal questions only
+    assert len(caplog.records) == 1
