@@ -70,6 +70,7 @@ def novel_questions(
         for name in tqdm(dict.fromkeys([FULL, *opt.names(policies)]), unit="policy", desc="warm-up"):
             tree = TreeConfig(host_bytes=room) if name == PREFIX else None
             options: dict[str, Any] = {"tree": tree, "encode_after": 1, "cache_dir": folder}
+            options["encoder"] = "standalone"  # one entry per chunk, as the budget counts
             rag = RagCache(lm, tokenizer, policy=name, store=StoreConfig(host_bytes=room), **options)
             engines[name] = opened.enter_context(rag)
             warm_up(rag, texts, chunks, prompts[:TUNED])

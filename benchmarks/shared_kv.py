@@ -53,7 +53,8 @@ def shared_kv(
 
     Prompts have the same documents in the same order, and other questions. The ways take turns on one engine.
     ``kv_mb`` is held per request while the last token is chosen; ``step_ms`` is the median time between two
-    tokens of the request that begins last; ``tokens_per_s`` counts the prefills, too. The last rows have
+    tokens of the request that begins last, in CPU time of the engine's thread; ``tokens_per_s`` counts the
+    prefills, too, by the clock. The last rows have
     memory for the KV of ``limit`` requests. Every answer must be that of the request alone.
     """
     quiet_loading()
@@ -107,11 +108,13 @@ class _Watch(TokenTimes):
 
     def __init__(self, rag: RagCache, new_tokens: int) -> None:
         self.times: list[float] = []
+        self.cpu: list[float] = []  # whatever else runs on the machine
         super().__init__(self.times)
         self._rag, self._new_tokens, self.held = rag, new_tokens, 0
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value)
+        self.cpu.append(time.thread_time())
         if len(self.times) == self._new_tokens:
             active = self._rag.queue.runner.decoder.active
             self.held = held_bytes(one.kv for one in active if one.kv is not None)
@@ -148,7 +151,7 @@ def _measured(
                 )
             batches[way] = max(answer.report.batch for answer in answers)
             last = max(watches, key=lambda watch: watch.times[0])
-            step = statistics.median(b - a for a, b in itertools.pairwise(last.times))
+            step = statistics.median(b - a for a, b in itertools.pairwise(last.cpu[1:]))
             held = max(watch.held for watch in watches) / batches[way] / MB
             figures[way].append((held, step * 1e3, len(prompts) * new_tokens / seconds))
     return [

@@ -63,7 +63,7 @@ def compare(model: Any, oracle: Any, seed: int = 3) -> tuple[Difference, ...]:
     prompt = Prompt([(Chunk if i in CHUNKS else Text)(token_ids=part) for i, part in enumerate(parts)])
     with (
         tempfile.TemporaryDirectory(prefix="ragcachekit-") as scratch,
-        RagCache(model, policy="reuse", cold="now", cache_dir=scratch) as rag,
+        RagCache(model, policy="reuse", encoder="standalone", cold="now", cache_dir=scratch) as rag,
     ):
         rag.generate(prompt, **_options(1))
         # Whoever turns keys wrongly may do so in place or in a module's state: compare after use.

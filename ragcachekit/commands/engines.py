@@ -6,17 +6,16 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ragcachekit.commands.questions import Question, QuestionPrompt
-from ragcachekit.commands.workspace import needs_neighbours
+from ragcachekit.commands.questions import OtherPrompts, Question, QuestionPrompt, Sample
 from ragcachekit.config import QUANTISATIONS, StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import LinkedPrompt
-from ragcachekit.plan.companions import Neighbours, SimilarChunks
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.quality.compare import Comparison, Continuation, Reference, compare
 from ragcachekit.reports import Answer, LinkReport
 from ragcachekit.store.tiered import open_store
+from ragcachekit.types import parse_encoder
 
 FULL = PolicyAndEncoder("full", "none")
 """Reads no cache, and so has no encoder."""
@@ -28,8 +27,8 @@ class Engines:
     """One :class:`RagCache` per encoder; one store, and one more per quantisation. Close it.
 
     Chunks of the encoder ``standalone+int8`` are rounded to eight bits at rest. ``neighbours`` are for the
-    encoders ``similar:n``; ``average:n`` takes the nearest chunks if they are :class:`SimilarChunks`, else
-    those of a question, or of its document. ``stop`` are texts where an answer ends.
+    encoders ``similar:n``. ``average:n`` takes chunks of :class:`OtherPrompts`, so that no chunk is encoded
+    after one of the prompt that is measured. ``stop`` are texts where an answer ends.
     """
 
     def __init__(
@@ -37,10 +36,10 @@ class Engines:
         model: Any,
         tokenizer: Any,
         encoders: Iterable[str],
+        sample: Sample,
         *,
         stop: Sequence[str] = (),
         max_new_tokens: int = 64,
-        neighbours: Neighbours | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         encoders = list(encoders)
@@ -51,17 +50,14 @@ class Engines:
             kind: open_store(StoreConfig(quantise={"host": kind} if kind else {}))
             for kind in dict.fromkeys(map(quantisation, encoders))
         }
+        near = {"similar": sample.neighbours, "average": OtherPrompts(sample.questions)}
         self._engines = {
             name: RagCache(
                 model,
                 tokenizer,
                 policy="reuse",
                 encoder=name.partition("+")[0],
-                # A mean over contexts takes the chunks encoded together, not those before in a document.
-                neighbours=neighbours
-                if needs_neighbours(name)
-                or (name.startswith("average") and isinstance(neighbours, SimilarChunks))
-                else None,
+                neighbours=near.get(parse_encoder(name.partition("+")[0])[0]),
                 store=self._stores[quantisation(name)],
                 cold="now",
                 cache_dir=cache_dir,
@@ -110,17 +106,11 @@ class Engines:
             store.close()
 
     def _encode(self, question: Question, prompt: QuestionPrompt, encoder: str) -> None:
-        """Encode chunks one by one: in a batch the last digits would depend on the order of questions.
-
-        For ``average:n`` the document is encoded as a whole: its chunks share forwards.
-        """
-        new = [text for text in question.chunks if (encoder, prompt.before, text) not in self._encoded]
-        groups = [[text] for text in new]
-        if new and encoder.startswith("average"):
-            groups = [list(question.document or question.chunks)]
-        for texts in groups:
-            self._engines[encoder].encode(texts, system=prompt.before)
-            self._encoded.update((encoder, prompt.before, text) for text in texts)
+        """Encode chunks one by one: in a batch the last digits would depend on the order of questions."""
+        for text in question.chunks:
+            if (encoder, prompt.before, text) not in self._encoded:
+                self._engines[encoder].encode([text], system=prompt.before)
+                self._encoded.add((encoder, prompt.before, text))
 
     def _link(self, prompt: QuestionPrompt, way: PolicyAndEncoder) -> LinkedPrompt:
         """Try again if something was missing: what was computed in place would be too good."""

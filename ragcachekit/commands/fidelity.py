@@ -29,7 +29,7 @@ from ragcachekit.types import Ids
 POLICIES = (
     *("reuse", "lego0", "lego:4", "lego:16"),
     *(f"{kind}:0.15" for kind in ("random", "heavy", "query", "cacheblend", "cacheblend-gradual")),
-    *(f"{kind}:{r}" for kind in ("deep", "impact") for r in (0.05, 0.1, 0.15, 0.3)),
+    *(f"{kind}:{r}" for kind in ("deep", "impact", "sensitive") for r in (0.05, 0.1, 0.15, 0.3)),
     *("craft:0.1", "craft:0.3", "craft-focused:0.6"),  # over standalone half of it is spent
 )
 REUSE = PolicyAndEncoder("reuse", "system")
@@ -139,7 +139,7 @@ def measure(
         model,
         tokenizer,
         dict.fromkeys(way.encoder for way in ways if way != FULL),
-        neighbours=sample.neighbours,
+        sample,
         stop=maker.stop,
         max_new_tokens=max_new_tokens,
         cache_dir=cache_dir,

@@ -10,13 +10,14 @@ from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import note, quiet_loading, show, written
 from ragcachekit.commands.grades import CALIBRATE, FIDELITY, check_linked, refuse_prefix
 from ragcachekit.commands.workspace import CacheFolder, load_checked
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
 
 
 def calibrate(
     model: opt.Model = "",
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
-    encoder: opt.Encoders = "standalone",
+    encoder: opt.Encoders = DEFAULT_ENCODER,
     budget: opt.Budget = 0.1,
     policies: opt.Policies = None,
     namespace: opt.Namespace = "default",
@@ -66,7 +67,7 @@ def fidelity(
     questions: opt.QuestionsFile = None,
     corpus: opt.OptionalCorpus = None,
     policies: opt.Policies = None,
-    encoders: opt.Encoders = "standalone",
+    encoders: opt.Encoders = DEFAULT_ENCODER,
     probes: opt.Probes = 200,
     chunk_tokens: opt.ChunkTokens = 200,
     seed: opt.Seed = 0,
@@ -112,8 +113,8 @@ def ttft(
     prompt_tokens: opt.PromptTokens = "2048",
     chunk_tokens: opt.PromptChunkTokens = 490,
     question_tokens: opt.QuestionTokens = 64,
-    policies: opt.PolicyNames = "full,lego:16,reuse",
-    encoder: opt.Encoder = None,
+    policies: opt.PolicyNames = f"full,{DEFAULT_POLICY},reuse",
+    encoder: opt.Encoder = DEFAULT_ENCODER,
     tiers: opt.Tiers = "host",
     dtype: opt.Dtypes = "float32",
     runs: opt.Runs = 5,

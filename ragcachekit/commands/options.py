@@ -208,13 +208,13 @@ Encoder = Annotated[
     str | None,
     typer.Option(
         callback=_encoders,
-        help="Context that chunks are encoded in: standalone, sinks:4, system, similar:1 (that, and the "
-        "chunk before it in its file).",
+        help="Context that chunks are encoded in: average:2 (the mean of two contexts, the default), "
+        "standalone, sinks:4, system, similar:1 (that, and the chunk before it in its file).",
     ),
 ]
 Encoders = Annotated[
     str,
-    typer.Option(callback=_encoders, help="standalone,sinks:4,system, ...; standalone+int8: quantised."),
+    typer.Option(callback=_encoders, help="average:2,standalone,system, ...; standalone+int8: quantised."),
 ]
 K = Annotated[int, typer.Option("-k", "--k", min=1, help="Chunks that are retrieved.")]
 Tolerance = Annotated[

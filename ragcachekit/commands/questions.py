@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ SEPARATOR = "\n\n"
 
 CHUNKS = 4
 """Chunks per probe: one and its predecessor in the document, among random others."""
+
+MAX_OTHERS = 8
+"""Chunks of other questions that one is encoded after, at most."""
 
 MIN_CHARS, MAX_CHARS = 24, 400
 """Length of the sentence that a probe cuts in half."""
@@ -93,6 +97,28 @@ def _question(found: Any, needs: Sequence[str]) -> Question:
         raise TypeError("'type' must be a text other than 'all'")
     answers = (found["answer"],) if "answer" in found else ()
     return Question(found["question"], tuple(chunks or ()), answers, kind, tuple(document))
+
+
+class OtherPrompts:
+    """For each chunk, those of other questions: of its document first; none that a prompt has beside it."""
+
+    def __init__(self, questions: Sequence[Question]) -> None:
+        self._beside: defaultdict[str, set[str]] = defaultdict(set)
+        self._document: dict[str, tuple[str, ...]] = {}
+        for one in questions:
+            for text in one.chunks:
+                self._beside[text.strip()].update(other.strip() for other in one.chunks)
+                self._document.setdefault(text.strip(), one.document)
+        self._all = tuple(dict.fromkeys(text for one in questions for text in one.chunks))
+
+    def of(self, text: str) -> Sequence[str]:
+        """A few of them, in a random order that depends on ``text`` alone."""
+        rng, beside = random.Random(text.strip()), self._beside[text.strip()]
+        for pool in (self._document.get(text.strip(), ()), self._all):
+            apart = [other for other in dict.fromkeys(pool) if other.strip() not in beside]
+            if apart:
+                return rng.sample(apart, min(MAX_OTHERS, len(apart)))
+        return ()
 
 
 @dataclass(frozen=True)

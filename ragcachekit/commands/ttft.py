@@ -37,7 +37,7 @@ from ragcachekit.store.base import KVStore
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.memory import GpuStore, HostStore
 from ragcachekit.store.tiered import TieredStore
-from ragcachekit.types import Chunk, Prompt, Text
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, Chunk, Prompt, Text
 
 NO_TIER = "none"
 SYSTEM_TOKENS = 24
@@ -62,7 +62,7 @@ class TtftSettings:
     prompt_tokens: Sequence[int] = (2048,)
     chunk_tokens: int = 490
     question_tokens: int = 64
-    policies: Sequence[str] = ("full", "lego:16", "reuse")
+    policies: Sequence[str] = ("full", DEFAULT_POLICY, "reuse")
     encoder: str | None = None
     dtypes: Sequence[str] = ("float32",)
     runs: int = 5
@@ -221,7 +221,7 @@ def run(settings: TtftSettings, progress: bool = False) -> BenchReport:
                 for t in timings:
                     reads_chunks = t.tier != NO_TIER and grade.name == "linked"
                     encoder = open_policy(t.policy).encoder if reads_chunks else "none"
-                    named = {"policy": t.policy, "encoder": encoder or settings.encoder or "standalone"}
+                    named = {"policy": t.policy, "encoder": encoder or settings.encoder or DEFAULT_ENCODER}
                     found.append({"dtype": dtype, **named, **t.row(full_ms)})
     return BenchReport("ttft", ", ".join([settings.model, *settings.dtypes]), settings.seed, tuple(found))
 

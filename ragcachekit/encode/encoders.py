@@ -127,13 +127,13 @@ def ingredients(item: Missing) -> list[tuple[int, Missing]]:
 def with_ingredients(missing: Iterable[Missing], store: KVStore) -> list[Missing]:
     """``missing`` after the entries that go with it and that ``store`` lacks, each once.
 
-    Of ``similar:n`` these are its context; of ``average:n`` the chunk after the system text alone, which is
-    exact where the chunk is a prompt's first.
+    Of ``similar:n`` these are its context; of ``average:n`` the chunk after the system text alone, where that
+    is known: it is exact where the chunk is a prompt's first.
     """
     missing = list(missing)
     needed = {part.key: part for item in missing for _, part in ingredients(item)}
-    firsts = (alone(item, item.token_ids) for item in missing if isinstance(item.encoding, AverageEncoding))
-    needed |= {part.key: part for part in firsts}
+    means = (one for one in missing if isinstance(one.encoding, AverageEncoding) and one.encoding.before)
+    needed |= {part.key: part for part in (alone(item, item.token_ids) for item in means)}
     absent = {key: part for key, part in needed.items() if key not in store}
     return list((absent | {item.key: item for item in missing}).values())
 

@@ -140,7 +140,7 @@ class Chunks:
             ids = [chunk_id(self._parser.chunk_ids(text), namespace) for text in texts]
             self._register_named(texts, ids, namespace, since)
             return EncodedIds(ids)
-        policy = self._parts.policy_to_encode(namespace, known=(system, prompt) != (None, None))
+        policy = self._parts.policy_to_encode(namespace)
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._register_named(texts, [item.key.chunk_id for item in items], namespace, since)
         todo = encoder.complete(item for item in items if not self._is_stored(item))
@@ -349,7 +349,8 @@ def is_stored(item: Missing, store: KVStore, known: VariantPool, gone: Container
     key = item.key if mean is None else mean
     if key not in store or any(one in gone for one in key.context):
         return False
-    return mean is None or SENSITIVITY in (store.sums(mean) or {})
+    one = isinstance(item.encoding, AverageEncoding) and not item.encoding.neighbours
+    return mean is None or one or SENSITIVITY in (store.sums(mean) or {})
 
 
 def several(items: Iterable[_Item], what: str) -> list[_Item]:

@@ -38,7 +38,7 @@ from ragcachekit.plan.encodings import Fetch
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
-from ragcachekit.policies.base import SelectionPolicy
+from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
 from ragcachekit.policies.measured import BOUND, Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
@@ -156,8 +156,8 @@ class EngineComponents:
             opened.callback(self.loads.close)
         if not is_linked:
             _warn_of_unused(settings, self.policy)
-        if not is_linked and settings.tree is None:
-            settings = replace(settings, tree=_tree_of_store(settings.store))
+        if settings.tree is None and (not is_linked or isinstance(self.policy, ExactPolicy)):
+            settings = replace(settings, tree=_tree_of_store(settings.store, is_linked))
         self.tree = _tree(self.model, settings, self._layout, self.cost, opened) if self._layout else None
 
     def _open_planner(self, tokenizer: Any, settings: EngineSettings) -> None:
@@ -229,12 +229,12 @@ class EngineComponents:
             self.background,
             self.active.wait_for_none,
         )
-        self.policy_to_encode(settings.namespace, known=True)  # warns now of what there is to warn of
+        self.policy_to_encode(settings.namespace)  # warns now of what there is to warn of
 
-    def policy_to_encode(self, namespace: str, *, known: bool) -> SelectionPolicy:
-        """The default policy, as chunks are encoded for it; ``known``: the text before them was given."""
+    def policy_to_encode(self, namespace: str) -> SelectionPolicy:
+        """The default policy, as chunks are encoded for it."""
         if isinstance(self.policy, Auto):
-            return self.auto.to_encode(namespace, known)
+            return self.auto.resolve(namespace).policy
         if isinstance(self.policy, Budget):
             return self.budgets.resolve(self.policy, namespace).policy
         return self.policy
@@ -282,10 +282,10 @@ def _warn_of_unused(settings: EngineSettings, policy: SelectionPolicy) -> None:
         log.warning("not used, as this model's chunks cannot be linked: %s", ", ".join(names))
 
 
-def _tree_of_store(store: StoreConfig | KVStore | None) -> TreeConfig:
-    """The budgets of the store for a tree, where chunks cannot be linked."""
+def _tree_of_store(store: StoreConfig | KVStore | None, is_linked: bool) -> TreeConfig:
+    """The budgets of the store for a tree, where chunks are not linked."""
     config = store if isinstance(store, StoreConfig) else StoreConfig()
-    if config.quotas or config.quantise or config.redis_url or config.bulk_url:
+    if not is_linked and (config.quotas or config.quantise or config.redis_url or config.bulk_url):
         log.warning(
             "quotas, eight bits and remote tiers are for chunks, which this model cannot link: not used"
         )

@@ -92,8 +92,9 @@ class RagCache:
         (not with ``cold="now"`` or ``"never"``). ``budget:0.1`` instead says how much may be lost; the last
         ``ragcachekit calibrate`` then decides the policy.
     encoder : str, optional
-        What chunks are encoded after: ``standalone``, ``sinks:4``, ``system``, ``similar:10``, ``in-prompt``;
-        the default is the policy's own, or else ``standalone``. If set, ``auto`` chooses only the policy.
+        What chunks are encoded after: ``standalone``, ``sinks:4``, ``system``, ``similar:10``, ``in-prompt``,
+        ``average:2``, the default (``system`` where RoPE frequencies depend on the length, longrope). With
+        it, ``auto`` chooses the policy alone.
     neighbours : Neighbours or mapping of str to Neighbours, optional
         Which chunks are similar, for the encoder ``similar:n`` and for ``auto``: :class:`SimilarChunks`,
         :class:`PrecedingChunks` or your own; a mapping gives one per namespace. Without, ``similar:n`` takes
@@ -425,8 +426,8 @@ class RagCache:
         ----------
         system : str, optional
             Text before a prompt's first chunk, as the model sees it, for encoders that need it; default is
-            the last one used in the namespace. Before any, ``policy="auto"`` encodes chunks alone
-            (``standalone``), and uses them so until its check.
+            the last one used in the namespace. Before any, ``average:n`` encodes chunks without it; prompts
+            reuse them so, and compute them again one by one.
         prompt : str, messages or Prompt, optional
             A prompt like those to come, with at least one of the texts: instead of ``system``, the text
             before its first chunk. Nothing is generated.

@@ -21,7 +21,7 @@ GROWTH = 256
 """Rows that a full buffer grows by: a copy every so many tokens, not memory for all that may come."""
 
 MIN_SHARED = 32
-"""Rows that are shared at least: attention over a part of its own costs about as much as over so many."""
+"""Rows that are shared at least: fewer save little, and every part costs a call of attention."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What torch's attention runs on a CPU; it returns the log-sum-exp, too."""
@@ -166,22 +166,23 @@ class BatchRows(NamedTuple):
         of its rows.
         """
         own = list[tuple[Tensor, Tensor]]()
-        readers = dict[tuple[int, int], tuple[Tensor, Tensor, list[int]]]()
+        readers = dict[tuple[int, int], tuple[Part, list[int]]]()
         for item, request in enumerate(self.requests):
             first = 0 if options.window is None else max(0, request.rows + 1 - options.window)
             for start, stop, part in request.parts:
                 low, rows = max(0, first - start), stop - start + (part is request.own)
-                keys, values = (sides[self.number][:, low:rows] for sides in part)
                 if part is request.own:
+                    keys, values = (sides[self.number][:, low:rows] for sides in part)
                     own.append(_attend_part(query[item : item + 1], keys, values, options))
                 elif low < rows:
-                    readers.setdefault((id(part), low), (keys, values, []))[2].append(item)
+                    readers.setdefault((id(part), low), (part, []))[1].append(item)
         wide = torch.promote_types(query.dtype, torch.float32)
         out, total = (torch.cat(parts).to(wide) for parts in zip(*own, strict=True))
         if options.sinks is not None:  # which take attention, and give nothing
             both = torch.logaddexp(total, options.sinks.to(total))
             out, total = out * (total - both).exp()[..., None], both
-        for keys, values, items in readers.values():
+        for (_, low), (part, items) in readers.items():
+            keys, values = (sides[self.number][:, low:] for sides in part)
             more, extra = _attend_part(query[items], keys, values, options)
             before, both = total[items], torch.logaddexp(total[items], extra)
             weighed = more * (extra - both).exp()[..., None]

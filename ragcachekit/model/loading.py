@@ -53,6 +53,8 @@ def _source(options: Mapping[str, Any]) -> dict[str, Any]:
 def check_at_hand(name: str, source: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raise the errors of :func:`load_model` for what neither a disk nor a hub has; needs no torch."""
     if Path(name).is_dir():
+        if not any(Path(name).iterdir()):
+            raise FileNotFoundError(f"the model folder {name} is empty")
         return
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

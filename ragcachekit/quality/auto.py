@@ -29,14 +29,7 @@ from ragcachekit.quality.check import (
     choice,
     means,
 )
-from ragcachekit.quality.records import (
-    STANDALONE,
-    TuneReport,
-    TuneRow,
-    choice_path,
-    read_choice,
-    write_record,
-)
+from ragcachekit.quality.records import TuneReport, TuneRow, choice_path, read_choice, write_record
 from ragcachekit.quality.savings import Savings
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import BackgroundWorker
@@ -47,18 +40,11 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 64  # namespaces whose check may wait
 MAX_TOKENS = 1 << 20  # of all kept prompts; beyond, those of the namespace that was idle longest go
 
-CHANGING = "auto: the text before the first chunk changes with the prompts, so chunks are encoded alone"
-UNKNOWN = (
-    "auto: chunks were encoded before any prompt, so alone, and are used so until its check; "
-    "encode(texts, prompt=...) encodes them after the text before them there"
-)
-
 
 @dataclass
 class _Namespace:
     report: TuneReport | None
     checked: bool = False  # or being checked, or it was found not to be needed
-    encoded_alone: bool = False  # chunks were encoded while no system text was known
     savings: Savings = field(default_factory=Savings)
 
 
@@ -111,26 +97,17 @@ class AutoPolicies:
         with self._lock:
             known = self._of(namespace)
             self.used.add(namespace)
-            pair, notes = self._pair(namespace, known)
-        return ResolvedPolicy(self._policies[pair], f"auto -> {pair}", notes)
+            if known.report is not None:  # the text may be forgotten after many other namespaces
+                self._planner.last_prompts.suggest(namespace, known.report.system)
+            pair, changing = next(iter(self._policies)), self._planner.last_prompts.changing(namespace)
+            if known.report is not None and (self._encoder is not None or not changing):
+                pair = known.report.pair  # over means where the text before the chunks changes
+        return ResolvedPolicy(self._policies[pair], f"auto -> {pair}")
 
     def record(self, namespace: str) -> TuneReport | None:
         """What was measured for the namespace, if anything was."""
         with self._lock:
             return self._of(namespace).report
-
-    def to_encode(self, namespace: str, given: bool) -> SelectionPolicy:
-        """The policy that chunks are encoded for; ``given``: with a system text.
-
-        Without one they are encoded alone, and used so until a check: its record has the text.
-        """
-        with self._lock:
-            known = self._of(namespace)
-            if known.report is not None:  # by tune, or before many other namespaces
-                self._planner.last_prompts.suggest(namespace, known.report.system)
-            unknown = known.encoded_alone or self._planner.last_prompts.last(namespace) is None
-            known.encoded_alone = self._encoder is None and unknown and not given
-        return self.resolve(namespace).policy
 
     def follow(self, request: PromptRequest, background: bool, rows: int, seconds: float | None) -> None:
         """After a request whose first token took ``seconds`` (None: there is none): keep its prompt.
@@ -196,22 +173,11 @@ class AutoPolicies:
             path = self._path(namespace)
             report = read_choice(path, self._fingerprint, namespace, self._policies.keys())
             self._namespaces[namespace] = _Namespace(report, checked=report is not None)
-            if report is not None:
-                self._planner.last_prompts.suggest(namespace, report.system)
         return self._namespaces[namespace]
 
     def _path(self, namespace: str) -> Path:
         scope = self._encoder or ("neighbours" if self._planner.companions else "")
         return choice_path(self._folder, self._fingerprint, namespace, scope)
-
-    def _pair(self, namespace: str, known: _Namespace) -> tuple[PolicyAndEncoder, tuple[str, ...]]:
-        default, report = next(iter(self._policies)), known.report
-        changing = self._encoder is None and self._planner.last_prompts.changing(namespace)
-        if not changing and (report is not None or not known.encoded_alone):
-            return default if report is None else report.pair, ()
-        alone = report.standalone if report is not None else None
-        alone = alone or next((pair for pair in self._policies if pair.encoder == STANDALONE), default)
-        return alone, (CHANGING if changing else UNKNOWN,)
 
     def _check_in_background(self, namespace: str) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from ragcachekit.reports import Report
 
 log = logging.getLogger(__name__)
 
-FULL, STANDALONE = "full", "standalone"
+FULL = "full"
 SCHEMA = 4
 
 
@@ -67,12 +67,6 @@ class TuneReport(Report):
     def pair(self) -> PolicyAndEncoder:
         """Policy and encoder of the choice."""
         return PolicyAndEncoder(self.policy, self.encoder)
-
-    @property
-    def standalone(self) -> PolicyAndEncoder | None:
-        """The best choice over chunks encoded alone, if one was measured."""
-        rows = [row for row in self.rows if row.encoder == STANDALONE]
-        return min(rows, key=lambda row: row.kl).pair if rows else None
 
     def _shown(self) -> list[tuple[str, object]]:
         return [shown for shown in super()._shown() if shown[0] not in ("fingerprint", "system")]

@@ -232,6 +232,8 @@ class CompletionJob:
             options["max_length"] = self._model.max_tokens
         if self._tools:
             options["tools"] = self._tools
+        if body.policy is not None:
+            options["policy"] = body.policy
         if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
             return {**options, "do_sample": False}
         if body.seed is not None:

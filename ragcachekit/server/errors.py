@@ -34,7 +34,7 @@ _GOOGLE = {
     **{501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED", 507: "RESOURCE_EXHAUSTED"},
 }
 _HEAD, _TAIL = 300, 100  # characters
-_TYPES = ("str", "int", "float", "bool")  # tags of a union's members
+_TYPES = ("str", "int", "float", "bool", "Document")  # tags of a union's members
 _Body = TypeVar("_Body", bound=BaseModel)
 
 

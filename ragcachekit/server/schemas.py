@@ -135,6 +135,7 @@ class Completion(BaseModel):
     chunk_ids: Some[str] = []
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    policy: Annotated[Any, _only(None, "full")] = None  # reuses nothing, for comparisons
     # Without effect
     user: Any = None
     # Refused, but for the value that changes nothing

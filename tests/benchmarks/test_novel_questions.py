@@ -28,6 +28,7 @@ def rows(documents, tmp_path_factory):
         engines[name] = RagCache(
             model,
             policy=name,
+            encoder="standalone",
             store=StoreConfig(host_bytes=budget),
             tree=TreeConfig(host_bytes=budget) if name == PREFIX else None,
             encode_after=1,

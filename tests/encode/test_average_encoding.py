@@ -173,6 +173,12 @@ def test_stored_means_are_found_whatever_is_behind_them():
         averages.add_average(one)
     assert averages.average(key("s")) == key("s", "a", "b")
     assert averages.average(key("t")) is None
+    assert averages.latest(key("t")) == key("s", "a", "b")
+    assert averages.latest(key("t", chunk="y")) is None
+    averages.add_average(key("t"))
+    assert averages.latest(key("s")) == key("t")
+    averages.discard(key("t"))
+    assert averages.latest(key("s")) is None
     assert averages.average(key("s", chunk="y")) is None
     averages.forget("other")
     averages.forget("space", frozenset(["c"]))

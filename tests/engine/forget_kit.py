@@ -55,7 +55,14 @@ class Engine:
             byte_level(),
             cache_dir=FOLDER.name,
             namespace=SPACE,
-            **{"store": self.store, "tree": self.tree, "policy": "reuse", "load": "always", **options},
+            **{
+                "store": self.store,
+                "tree": self.tree,
+                "policy": "reuse",
+                "encoder": "standalone",
+                "load": "always",
+                **options,
+            },
             encode_after=1,
         )
         assert self.rag.grade == grade

@@ -76,7 +76,7 @@ def test_windows_that_are_only_in_the_mask_are_kept(kind, special, tmp_path):
     model = tiny(kind, sliding_window=64, **MOE, **special)
     prompt = Prompt([text(9, 1), chunk(120, 2), chunk(100, 3), text(6, 4)])
     want = greedy(model, ids(prompt), 6)
-    rag = RagCache(model, cache_dir=tmp_path, cold="now", policy="lego:1000")
+    rag = RagCache(model, cache_dir=tmp_path, cold="now", policy="lego:1000", encoder="standalone")
     rag.generate(prompt, max_new_tokens=1)
     answer = rag.generate(prompt, max_new_tokens=6, do_sample=False)
     assert answer.report.link.recomputed_tokens == 220
@@ -171,7 +171,7 @@ class TestModelChangedUnderOurFeet:
 
     def test_work_that_waited_is_dropped(self, tmp_path, monkeypatch):
         model = build("llama")
-        rag = RagCache(model, cache_dir=tmp_path, policy="lego:16", cold="now")
+        rag = RagCache(model, cache_dir=tmp_path, policy="lego:16", encoder="standalone", cold="now")
         encode = ChunkEncoder.encode
 
         def changed_meanwhile(*args):

@@ -46,7 +46,7 @@ def make(model, folder):
     with contextlib.ExitStack() as opened:
 
         def new(**options):
-            options = {"cold": "never", "policy": "lego:4", **options}
+            options = {"cold": "never", "policy": "lego:4", "encoder": "standalone", **options}
             return opened.enter_context(RagCache(model, byte_level(), cache_dir=folder, **options))
 
         yield new

@@ -80,7 +80,7 @@ class TestView:
 class TestRepr:
     def test_names_what_matters(self, rag) -> None:
         shown = repr(rag)
-        for part in ("LlamaForCausalLM on cpu", "lego:4", "standalone", "'default'"[1:-1], "host", "entries"):
+        for part in ("LlamaForCausalLM on cpu", "lego:4", "average:2", "'default'"[1:-1], "host", "entries"):
             assert part in shown
         assert len(shown) < 300
         assert "<table>" in rag._repr_html_()

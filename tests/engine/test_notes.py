@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 
 @pytest.fixture
 def rag(opened):
-    return opened(cold="now", policy="lego:4")
+    return opened(cold="now", policy="lego:4", encoder="standalone")
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, MESSAGES])

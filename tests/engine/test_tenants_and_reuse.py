@@ -16,7 +16,7 @@ ASKED = {"max_new_tokens": 4, "do_sample": False}
 
 @pytest.fixture
 def reader(opened):
-    return opened(cold="never", policy="lego:4")
+    return opened(cold="never", policy="lego:4", encoder="standalone")
 
 
 class TestNamespaces:

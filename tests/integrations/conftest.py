@@ -117,7 +117,9 @@ def rag(request, tiny_tokenizer, digests, caplog):
 
     grade = getattr(request, "param", "linked")
     model = request.getfixturevalue("tiny_model" if grade == "linked" else "tiny_hybrid")
-    engine = RagCache(model, tiny_tokenizer, policy="lego:4", cold="now", cache_dir=digests)
+    engine = RagCache(
+        model, tiny_tokenizer, policy="lego:4", encoder="standalone", cold="now", cache_dir=digests
+    )
     assert engine.grade == grade
     yield engine
     engine.close()

@@ -163,7 +163,8 @@ def test_an_answer_that_does_not_fit_is_an_error_or_the_raw_message():
 
 @pytest.fixture
 def tooled(tiny_model, tiny_tokenizer, digests):
-    engine = RagCache(tiny_model, with_tools(tiny_tokenizer), policy="lego:4", cold="now", cache_dir=digests)
+    own = {"policy": "lego:4", "encoder": "standalone", "cold": "now", "cache_dir": digests}
+    engine = RagCache(tiny_model, with_tools(tiny_tokenizer), **own)
     yield engine
     engine.close()
 

@@ -35,8 +35,14 @@ EXACT = Prompt([text(9, 1), chunk(40, 2), text(6, 4)])
 
 
 def rag_for(name: str, **options: Any) -> RagCache:
-    """The family's shared model in a RagCache that encodes what it missed before it returns."""
-    return RagCache(wrapped(name), cache_dir=FOLDER.name, **{"cold": "now", "policy": "lego:16", **options})
+    """The family's shared model in a RagCache that encodes what it missed before it returns.
+
+    Chunks are encoded alone unless ``options`` name an encoder or a policy that has one.
+    """
+    options = {"cold": "now", "policy": "lego:16", **options}
+    if options["policy"] not in ("auto", "lego0"):
+        options = {"encoder": "standalone", **options}
+    return RagCache(wrapped(name), cache_dir=FOLDER.name, **options)
 
 
 def warmed(name: str, *prompts: Prompt, **options: Any) -> RagCache:

@@ -22,7 +22,6 @@ from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.quality import check
-from ragcachekit.quality.auto import CHANGING, UNKNOWN
 from ragcachekit.quality.check import (
     DEFAULT,
     MAX_PROMPTS,
@@ -253,36 +252,47 @@ def test_what_cannot_be_measured(make, options, asked, message):
 
 
 def test_texts_that_change_with_the_prompts(make):
-    rag = make()
-    for number in range(MAX_PROMPTS):
-        stable = rag.generate(prompt(number), **ONE).report.link
-    assert (stable.encoder, stable.notes) == ("average:2", ())
-    encoders = []
-    for number in range(MAX_PROMPTS):
-        report = rag.generate(prompt(number, f"It is {number} o'clock. {SYSTEM}"), **ONE).report.link
-        encoders.append(report.encoder)
-    assert encoders == ["average:2"] * 9 + ["standalone"] * 7
-    assert CHANGING in report.notes
-    assert report.approximate_tokens > 0, "chunks are found again"
-    for number in range(MAX_PROMPTS):
-        report = rag.generate(prompt(number), **ONE).report.link
-    assert (report.encoder, report.notes) == ("average:2", ())
+    """Means serve after other texts than their own; when these always change, none is computed again."""
+    rag, sources = make(), []
+    for number in range(2 * MAX_PROMPTS):
+        asked = prompt(number, f"It is {number} o'clock. {SYSTEM}")
+        report = rag.generate(asked, **ONE).report.link
+        rag.flush()
+        assert (report.encoder, report.notes) == ("average:2", ())
+        sources.append([use.source for use in report.chunks])
+    assert sources[0] == ["computed"] * 2
+    assert sources[9:] == [["host"] * 2] * (2 * MAX_PROMPTS - 9), "more than half of the window is new"
+    stored = rag.stats()[0].entries
+    rag.generate(prompt(0, f"Now. {SYSTEM}"), **ONE)
+    rag.flush()
+    assert rag.stats()[0].entries == stored + 1, "the text before the chunks alone"
 
 
-def test_chunks_encoded_before_any_prompt_are_reused(make):
+def test_chunks_encoded_before_any_prompt_are_reused_and_computed_again_one_by_one(make):
     rag = make()
     rag.encode(TEXTS)
-    report = rag.generate(prompt(0), **ONE).report.link
-    assert report.encoder == "standalone"
-    assert [use.source for use in report.chunks] == ["host"] * 2
-    rag.encode(TEXTS[:2])
-    assert rag.generate(prompt(1), **ONE).report.link.encoder == "standalone"
-    assert UNKNOWN in report.notes
+    joined = [part for text in TEXTS[:4] for part in (Chunk(text), Text("\n"))]
+    asked = Prompt([Text(SYSTEM), *joined, Text("Where does the river flow?")])
+    first = rag.generate(asked, **ONE).report.link
+    assert first.encoder == "average:2"
+    assert [use.source for use in first.chunks] == ["computed", "host", "host", "host"]
+    rag.flush()
+    second = rag.generate(asked, **ONE).report.link
+    assert [use.source for use in second.chunks] == ["host", "computed", "host", "host"]
+    assert second.exact_tokens > first.exact_tokens, "the first chunk was computed after the system text"
     rag.encode(TEXTS, system=SYSTEM)
-    report = rag.generate(prompt(0), **ONE).report.link
-    assert report.encoder == "average:2"
+    report = rag.generate(prompt(1), **ONE).report.link
     assert [use.source for use in report.chunks] == ["host"] * 2
     assert report.notes == ()
+
+
+def test_a_chunk_encoded_before_any_prompt_without_companions_is_reused(make):
+    rag = make()
+    rag.encode(TEXTS[1:2])
+    rag.encode(TEXTS[1:2])
+    assert rag.encoding_stats().encoded_tokens == rag.count_tokens(TEXTS[1])
+    report = rag.generate(prompt(0), **ONE).report.link
+    assert [use.source for use in report.chunks] == ["computed", "host"]
 
 
 def test_a_prompt_that_shows_nothing_is_refused(make):

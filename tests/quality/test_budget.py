@@ -188,7 +188,12 @@ def engine(tmp_path):
     made = []
 
     def make(**options):
-        rag = RagCache(model, cold="now", cache_dir=tmp_path, **{"policy": "budget:0.01", **options})
+        rag = RagCache(
+            model,
+            cold="now",
+            cache_dir=tmp_path,
+            **{"policy": "budget:0.01", "encoder": "standalone", **options},
+        )
         made.append(rag)
         return rag
 

@@ -19,7 +19,7 @@ from ragcachekit import RagCache
 from ragcachekit.commands import calibrate
 from ragcachekit.commands.app import app
 from ragcachekit.commands.calibrate import Loss, candidates, lower_bound, race, upper_bound
-from ragcachekit.commands.questions import PromptMaker, Sample, make_probes, read_questions
+from ragcachekit.commands.questions import OtherPrompts, PromptMaker, Sample, make_probes, read_questions
 from ragcachekit.model.loading import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
 
@@ -179,11 +179,12 @@ def test_the_losses_are_what_the_engine_gives(
     model, tokenizer = load_model(READER, "cpu")
     maker, asked = PromptMaker(tokenizer), world_questions(0, PER_TYPE)
     kls: list[float] = []
-    with RagCache(model, tokenizer, policy="reuse", cold="now", cache_dir=folder) as rag:
+    options: dict[str, Any] = {"neighbours": OtherPrompts(asked), "cold": "never", "cache_dir": folder}
+    with RagCache(model, tokenizer, policy="reuse", **options) as rag:
         for question in asked:
-            prompt = maker.prompt(question).prompt
-            rag.encode(question.chunks)
-            rag.generate(prompt, policy="reuse", **ASKED)
+            prompt, before = maker.prompt(question).prompt, maker.prompt(question).before
+            for text in question.chunks:
+                rag.encode([text], system=before)
             stop = list(maker.stop) or None
             answer = rag.generate(prompt, policy="full", stop=stop, **ASKED).token_ids
             full, reuse = (distributions(rag, prompt, name, answer) for name in ("full", "reuse"))
@@ -248,6 +249,7 @@ def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Pat
     output = command(
         *("calibrate", "--model", READER, "--corpus", corpus, "--chunk-tokens", 60, "--probes", 8),
         *("--policies", "lego:2000", "--namespace", "probed", "--budget", "0.001"),
+        *("--encoder", "standalone"),
         *("--json", tmp_path / "c.json"),
         folder=folder,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
 from ragcachekit.commands.engines import FULL, Engines
-from ragcachekit.commands.questions import PromptMaker
+from ragcachekit.commands.questions import OtherPrompts, PromptMaker, Sample
 from ragcachekit.plan.companions import SimilarChunks
 from ragcachekit.policies.base import PolicyAndEncoder
-from ragcachekit.quality.compare import Continuation
+from ragcachekit.quality.compare import Continuation, compare
 
 NAMES = ("reuse", "lego:4", "random:0.2", "query:0.2", "deep:0.2", "cacheblend:0.2", "craft:0.3")
 WAYS = (PolicyAndEncoder("reuse", "system"), *(PolicyAndEncoder(name, "standalone") for name in NAMES))
@@ -49,7 +48,9 @@ def test_figures_are_those_of_one_step_per_token(tmp_path: Path, make: Any) -> N
     ways = WAYS if make is random_model else WAYS[:3]
     model, prompt, gold = make(), MAKER.prompt(QUESTION), MAKER.answer_ids(QUESTION.answers[0])
     options: dict[str, Any] = {"max_new_tokens": 4, "cache_dir": tmp_path}
-    with closing(Engines(model, TOKENIZER, ["system", "standalone"], **options)) as engines:
+    with closing(
+        Engines(model, TOKENIZER, ["system", "standalone"], Sample((QUESTION,)), **options)
+    ) as engines:
         full, reference = engines.full(prompt, gold)
         found = {way: engines.compare(QUESTION, prompt, way, reference)[0] for way in (FULL, *ways)}
     assert found[FULL].kl == found[FULL].first_kl == 0.0
@@ -103,25 +104,30 @@ def test_greedy_answers_are_those_of_generate_up_to_an_end_token() -> None:
     torch.testing.assert_close(full.log_probs(answer[:-1]), rows, rtol=1e-4, atol=1e-4)
 
 
-class Asked(SimilarChunks):
-    """Notes whose neighbours were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__(QUESTION.chunks, torch.eye(len(QUESTION.chunks)).numpy() + 0.1)
-        self.texts: set[str] = set()
-
-    def of(self, text: str) -> Sequence[str]:
-        self.texts.add(text.strip())
-        return super().of(text)
-
-
 @pytest.mark.parametrize("encoder", ["similar:1", "average:2"])
-def test_similar_chunks_are_the_companions_of_both_encoders_that_pair_chunks(
+def test_no_chunk_is_encoded_after_one_that_the_measured_prompt_has_beside_it(
     tmp_path: Path, encoder: str
 ) -> None:
-    prompt, near = MAKER.prompt(QUESTION), Asked()
-    options: dict[str, Any] = {"max_new_tokens": 2, "cache_dir": tmp_path, "neighbours": near}
-    with closing(Engines(reader(), TOKENIZER, [encoder], **options)) as engines:
+    """Contexts of the prompt itself would flatter; those of ``similar:n`` are what the sample names."""
+    questions = world_questions(0, 1)[:3]
+    others, near = OtherPrompts(questions), SimilarChunks(QUESTION.chunks, torch.eye(len(QUESTION.chunks)))
+    for question in questions:
+        for text in question.chunks:
+            apart = set(others.of(text))
+            assert apart
+            assert apart.isdisjoint(question.chunks)
+            assert others.of(text) == OtherPrompts(questions).of(text)
+    model, prompt, way = reader(), MAKER.prompt(QUESTION), PolicyAndEncoder("reuse", encoder)
+    sample = Sample(tuple(questions), neighbours=near)
+    with closing(
+        Engines(model, TOKENIZER, [encoder], sample, max_new_tokens=2, cache_dir=tmp_path)
+    ) as engines:
         _, reference = engines.full(prompt)
-        engines.compare(QUESTION, prompt, PolicyAndEncoder("reuse", encoder), reference)
-    assert near.texts == {text.strip() for text in QUESTION.chunks}
+        found, _ = engines.compare(QUESTION, prompt, way, reference)
+    given = others if encoder == "average:2" else near
+    options: dict[str, Any] = {"encoder": encoder, "neighbours": given, "cold": "now", "cache_dir": tmp_path}
+    with RagCache(model, TOKENIZER, policy="reuse", **options) as rag:
+        for text in QUESTION.chunks:
+            rag.encode([text], system=prompt.before)
+        linked = rag.link(prompt.prompt)
+        assert compare(Continuation(model, linked.inputs), reference).kl == pytest.approx(found.kl, abs=1e-6)

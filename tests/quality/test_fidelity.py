@@ -82,7 +82,7 @@ def test_the_baselines_are_always_there_and_each_way_once(rows: Rows) -> None:
 
 def test_answers_and_ratios_are_those_of_the_library_used_by_hand(rows: Rows, home: Path) -> None:
     asked = world_questions(0, PER_TYPE)
-    with RagCache.from_pretrained(READER, policy="lego:4", cold="now") as rag:
+    with RagCache.from_pretrained(READER, policy="lego:4", encoder="standalone", cold="now") as rag:
         rag.encode([chunk for question in asked for chunk in question.chunks])
         rag.generate(messages(asked[0].chunks, asked[0].question), max_new_tokens=1)  # the system text
         found = [rag.generate(messages(q.chunks, q.question), max_new_tokens=16) for q in asked]

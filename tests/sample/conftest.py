@@ -27,7 +27,7 @@ def loaded(folder):
 
 @pytest.fixture(scope="session")
 def engine(loaded, digests):
-    with RagCache(*loaded, policy="lego:4", cold="now", cache_dir=digests) as engine:
+    with RagCache(*loaded, policy="lego:4", encoder="standalone", cold="now", cache_dir=digests) as engine:
         yield engine
 
 

@@ -103,7 +103,9 @@ def test_what_is_stored_stays_the_same_whatever_uses_it(loaded, digests):
         return found.hexdigest()
 
     store = open_store(StoreConfig())
-    with RagCache(*loaded, policy="reuse", store=store, cold="now", cache_dir=digests) as rag:
+    with RagCache(
+        *loaded, policy="reuse", encoder="standalone", store=store, cold="now", cache_dir=digests
+    ) as rag:
         rag.encode(list(DOCUMENTS))
         rag.generate(prompt_of((0, 1, 2), QUESTIONS[0]), max_new_tokens=2)  # stores the system text
         before = digest(store)

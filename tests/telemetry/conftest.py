@@ -24,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rag(folder: Path) -> Iterator[RagCache]:
-    with RagCache(speaker(), byte_level(), cold="now", policy="lego:4", cache_dir=folder) as rag:
+    with RagCache(
+        speaker(), byte_level(), cold="now", policy="lego:4", encoder="standalone", cache_dir=folder
+    ) as rag:
         yield rag
 
 

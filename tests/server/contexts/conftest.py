@@ -35,7 +35,9 @@ def clock():
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
-    with RagCache(speaker(), byte_level(), cache_dir=folder, cold="never", policy="lego:4") as rag:
+    with RagCache(
+        speaker(), byte_level(), cache_dir=folder, cold="never", policy="lego:4", encoder="standalone"
+    ) as rag:
         yield rag
 
 

@@ -27,7 +27,9 @@ async def server(tmp_path):
     file = tmp_path / "keys.json"
     keys = {name: add_key(file, name) for name in ("ada", "bob")}
     config = ServerConfig(model_name="tiny", keys=file, contexts=tmp_path / "contexts", max_body_bytes=5000)
-    with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="lego:4", encode_after=1) as rag:
+    with RagCache(
+        speaker(), byte_level(), cache_dir=tmp_path, policy="lego:4", encoder="standalone", encode_after=1
+    ) as rag:
         app = create_app(rag, config)
 
         def client(name):
