@@ -120,7 +120,6 @@ class PrecomputeSettings(OwnFiles):
     actors: int = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.ray and self.chunk_encoder.startswith(("average", "in-prompt")):
             raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
 
@@ -167,7 +166,7 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
     from ragcachekit.store.tiered import open_store
 
     config = settings.store
-    corpus = settings.read_corpus(check=not dry)
+    corpus = settings.read_corpus()
     with ExitStack() as stack:
         is_read = settings.shared or not dry or settings.folder.kv.is_dir()
         if dry and not settings.shared:
