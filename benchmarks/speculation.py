@@ -94,7 +94,8 @@ def speculation(
                 asker.ask(0, None)
                 found += rows(asker, questions, probes, bar)
                 del asker, index  # two large ones at once may not fit
-    name = f"{model}, {policy}; {workload.name}; {results} results in at most {STAGES if chain else stages} stages"
+    steps = STAGES if chain else stages
+    name = f"{model}, {policy}; {workload.name}; {results} results in at most {steps} stages"
     report = BenchReport("speculation", name, 0, tuple(found))
     show(report.table(f"Speculative pipelining: {name}"))
     written(report, json)
