@@ -1,4 +1,4 @@
-"""``bench kernels``: a whole prompt of chunks placed and rotated, as it was computed and from eight bits."""
+"""``bench kernels``: a whole prompt of chunks placed and rotated."""
 
 from __future__ import annotations
 
@@ -11,33 +11,28 @@ from benchmarks.kernels.cases import CHUNK, TOLERANCE, Case, Sizes, distance, la
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import Place, Places, Rotation
 
-Pieces = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Tensors of the chunks in one plane, and their scales (none unless they are in eight bits)."""
-
 
 def assembly_cases(sizes: Sizes) -> Iterator[Case]:
-    """A whole prompt of chunks, keys and values of all layers; as kept and from int8."""
+    """A whole prompt of chunks, keys and values of all layers."""
     into = [sizes.random(sizes.kv_heads, sizes.tokens, sizes.head_dim) for _ in range(2 * sizes.layers)]
     starts = range(0, sizes.tokens, CHUNK)
     places = Places(tuple(Place(start, min(CHUNK, sizes.tokens - start)) for start in starts))
     rotation = _angles(sizes)
-    for name in ("as computed", "from int8"):
-        pieces = [_pieces(sizes, places, plane, name) for plane in range(len(into))]
+    pieces = [_pieces(sizes, places, plane) for plane in range(len(into))]
 
-        def all_layers(pieces: Sequence[Pieces] = pieces) -> None:
-            for plane, (out, (tensors, scales)) in enumerate(zip(into, pieces, strict=True)):
-                dispatch.assemble(out, tensors, places, None if plane % 2 else rotation, scales)
+    def all_layers() -> None:
+        for plane, (out, tensors) in enumerate(zip(into, pieces, strict=True)):
+            dispatch.assemble(out, tensors, places, None if plane % 2 else rotation)
 
-        moved = sum(t.nbytes for t in into) + sum(t.nbytes for tensors, _ in pieces for t in tensors)
-        yield Case(
-            "assembly",
-            f"{name}, {sizes.layers} layers",
-            moved,
-            "GB/s",
-            [all_layers],
-            partial(_assembly_error, all_layers, into, places, pieces, rotation),
-            TOLERANCE[sizes.dtype],
-        )
+    yield Case(
+        "assembly",
+        f"as computed, {sizes.layers} layers",
+        sum(t.nbytes for t in into) + sum(t.nbytes for tensors in pieces for t in tensors),
+        "GB/s",
+        [all_layers],
+        partial(_assembly_error, all_layers, into, places, pieces, rotation),
+        TOLERANCE[sizes.dtype],
+    )
 
 
 def _angles(sizes: Sizes) -> Rotation:
@@ -48,26 +43,16 @@ def _angles(sizes: Sizes) -> Rotation:
     return Rotation(angles.cos().float(), angles.sin().float())
 
 
-def _pieces(sizes: Sizes, places: Places, plane: int, name: str) -> Pieces:
-    tensors, scales = list[torch.Tensor](), list[torch.Tensor]()
-    for number, place in enumerate(places):
-        shape = (sizes.kv_heads, place.tokens, sizes.head_dim)
-        if name == "as computed":
-            tensors.append(sizes.random(*shape, salt=1000 * number + plane))
-            continue
-        tensors.append(
-            (40 * sizes.random(*shape, salt=1000 * number + plane)).clamp(-127, 127).to(torch.int8)
-        )
-        of = (shape[0], place.tokens, 1) if plane % 2 else (shape[0], 1, shape[2])
-        scales.append(sizes.random(*of, salt=1000 * number + plane).float().abs() / 127)
-    return tensors, scales
+def _pieces(sizes: Sizes, places: Places, plane: int) -> list[torch.Tensor]:
+    shapes = ((sizes.kv_heads, place.tokens, sizes.head_dim) for place in places)
+    return [sizes.random(*shape, salt=1000 * number + plane) for number, shape in enumerate(shapes)]
 
 
 def _assembly_error(
     call: Callable[[], None],
     into: Sequence[torch.Tensor],
     places: Places,
-    pieces: Sequence[Pieces],
+    pieces: Sequence[Sequence[torch.Tensor]],
     rotation: Rotation,
 ) -> float:
     """Keys and values of the first and last layer, every piece, by the formula (RoFormer eq. 34)."""
@@ -76,12 +61,9 @@ def _assembly_error(
     call()
     distances = []
     for plane in {0, 1, len(into) - 2, len(into) - 1}:
-        tensors, scales = pieces[plane]
         for number, place in enumerate(places):
             at = slice(place.start, place.start + place.tokens)
-            expected = tensors[number].double()
-            if scales:
-                expected = expected * scales[number].double()
+            expected = pieces[plane][number].double()
             if plane % 2 == 0:
                 cos, sin = rotation.cos[at].double(), rotation.sin[at].double()
                 x, y = expected.chunk(2, -1)

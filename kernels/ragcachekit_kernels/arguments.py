@@ -148,19 +148,18 @@ class Places(_OnDevices[Place]):
         return self.items[-1].start + self.items[-1].tokens if self.items else 0
 
     def rows(self, device: torch.device, chosen: tuple[int, ...]) -> Tensor:
-        """``[3, rows]`` int32 for the rows of the chosen places, one after the other.
+        """``[2, rows]`` int32 for the rows of the chosen places, one after the other.
 
-        Their positions, the positions to rotate them to (-1: none), and the numbers of their pieces among the
-        chosen ones.
+        Their positions, and the positions to rotate them to (-1: none).
         """
 
         def make() -> Tensor:
             parts = []
-            for number, piece in enumerate(chosen):
+            for piece in chosen:
                 start, tokens, rotated = self.items[piece]
                 at = torch.arange(start, start + tokens, dtype=torch.int32)
                 turn = torch.full_like(at, -1) if rotated else at
-                parts.append(torch.stack((at, turn, torch.full_like(at, number))))
+                parts.append(torch.stack((at, turn)))
             return torch.cat(parts, 1)
 
         return self._on(device, make, chosen)

@@ -6,7 +6,7 @@ second load of a row comes from the L1 cache.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -47,11 +47,10 @@ def paired(dim, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.const
 
 @triton.jit(do_not_specialize=["rows"])
 def _assemble_kernel(
-    source, scale, out, cos, sin, slots, turns, pieces, rows, source_head, source_row, scale_head, scale_row,
-    out_head, out_row, SCALED: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr,
-    OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BY_HAND: tl.constexpr
+    source, out, cos, sin, slots, turns, rows, source_head, source_row, out_head, out_row,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BY_HAND: tl.constexpr
 ):  # fmt: skip
-    """SCALED is 0 without scales, 1 for one per channel and piece, 2 for one per row."""
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, D_PAD)[None, :]
@@ -59,22 +58,11 @@ def _assemble_kernel(
     mask = inside[:, None] & (dim < D)
     of_row = source + head * source_head + row.to(tl.int64)[:, None] * source_row
     x = tl.load(of_row + dim, mask=mask, other=0.0).to(tl.float32)
-    if SCALED == 1:
-        piece = tl.load(pieces + row, mask=inside, other=0)
-        of_scale = scale + head * scale_head + piece.to(tl.int64)[:, None] * scale_row
-        x *= tl.load(of_scale + dim, mask=mask, other=0.0)
-    if SCALED == 2:
-        factor = tl.load(scale + head * scale_head + row * scale_row, mask=inside, other=0.0)[:, None]
-        x *= factor
     if PAIRS > 0:
         within, is_first, pair, partner = paired(dim, PAIRS, OFFSET, INTERLEAVED)
         at = tl.load(turns + row, mask=inside, other=-1)[:, None]
         turned = mask & (at >= 0) & (within >= 0) & (within < 2 * PAIRS)
         y = tl.load(of_row + partner, mask=turned, other=0.0).to(tl.float32)
-        if SCALED == 1:
-            y *= tl.load(of_scale + partner, mask=turned, other=0.0)
-        if SCALED == 2:
-            y *= factor
         c = tl.load(cos + at * PAIRS + pair, mask=turned, other=1.0)
         s = tl.load(sin + at * PAIRS + pair, mask=turned, other=0.0)
         x = tl.where(turned, x * c + tl.where(is_first, -y, y) * s, x)
@@ -83,47 +71,25 @@ def _assemble_kernel(
     tl.store(to, rounded(x, out.dtype.element_ty, BY_HAND), mask=mask)
 
 
-def assemble(
-    out: Tensor,
-    tensors: Sequence[Tensor],
-    places: Places,
-    rotation: Rotation | None,
-    scales: Sequence[Tensor | None],
-) -> None:
-    """As :func:`ragcachekit_kernels.dispatch.assemble`: one launch for all pieces of the same kind."""
-    kinds: dict[Hashable, list[int]] = {}
+def assemble(out: Tensor, tensors: Sequence[Tensor], places: Places, rotation: Rotation | None) -> None:
+    """As :func:`ragcachekit_kernels.dispatch.assemble`: one launch for all pieces of the same type."""
+    types: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        scale = scales[number] if scales else None
-        kinds.setdefault((tensor.dtype, None if scale is None else scale.shape[2]), []).append(number)
-    for numbers in kinds.values():
-        rows = places.rows(out.device, tuple(numbers))
-        source = _joined([tensors[number] for number in numbers])
-        scale = _joined([scale for number in numbers if scales and (scale := scales[number]) is not None])
-        assert source is not None
-        _launch(out, source, scale, rows, rotation)
+        types.setdefault(tensor.dtype, []).append(number)
+    for numbers in types.values():
+        parts = [tensors[number] for number in numbers]
+        source = torch.cat(parts, 1) if len(parts) > 1 else dense(parts[0])
+        _launch(out, source, places.rows(out.device, tuple(numbers)), rotation)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """``[heads, rows, dim]`` of all parts; eight bits as bytes, which torch joins whatever their type."""
-    if len(parts) < 2:
-        return dense(parts[0]) if parts else None
-    if parts[0].itemsize > 1:
-        return torch.cat(list(parts), 1)
-    return torch.cat([part.view(torch.uint8) for part in parts], 1).view(parts[0].dtype)
-
-
-def _launch(
-    out: Tensor, source: Tensor, scale: Tensor | None, places: Tensor, rotation: Rotation | None
-) -> None:
+def _launch(out: Tensor, source: Tensor, places: Tensor, rotation: Rotation | None) -> None:
     heads, rows, dim = source.shape
     tile = max(1, TILE // padded(dim))
-    kinds = {True: 2, False: 1}
     cos, sin = (places, places) if rotation is None else (rotation.cos, rotation.sin)
     with launching_on(out.device):
         _assemble_kernel[(triton.cdiv(rows, tile), heads)](
-            source, scale, out, cos, sin, *places.unbind(0), rows, *source.stride()[:2],
-            *((0, 0) if scale is None else scale.stride()[:2]), *out.stride()[:2],
-            SCALED=0 if scale is None else kinds[scale.shape[2] == 1], D=dim, D_PAD=padded(dim),
+            source, out, cos, sin, *places.unbind(0), rows, *source.stride()[:2], *out.stride()[:2],
+            D=dim, D_PAD=padded(dim),
             PAIRS=0 if rotation is None else cos.shape[1], OFFSET=rotation.offset if rotation else 0,
             INTERLEAVED=bool(rotation and rotation.interleaved), ROWS=tile, BY_HAND=interpreted(),
             num_warps=4, **FUSED,

@@ -52,63 +52,45 @@ SETTING = "RAGCACHEKIT_KERNELS"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Types that the kernels compute with."""
 
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-"""Types of quantised KV, which have scales."""
-
 # Per process, like Triton's own cache: without it, a refused kernel would be compiled again at each call.
 _refused: dict[Hashable, str] = {}
 
 
 def assemble(
-    out: Tensor,
-    tensors: Sequence[Tensor],
-    places: Places,
-    rotation: Rotation | None = None,
-    scales: Sequence[Tensor | None] = (),
+    out: Tensor, tensors: Sequence[Tensor], places: Places, rotation: Rotation | None = None
 ) -> None:
     """Write pieces of chunk KV to their places in the keys or the values of one layer (EPIC section 4.1).
 
     ``out`` is ``[heads, slots, dim]``, one slot per position, the last dimension contiguous; ``tensors`` are
     per place ``[heads, tokens, dim]`` on its device. ``places`` are made once for a prompt, so that all
     layers share one copy on the device. ``rotation`` rotates pieces whose place is not ``rotated``, in
-    float32; the result is rounded once. ``scales`` are empty, or per tensor the factor of its elements,
-    float32: one per channel ``[heads, 1, dim]`` or per token ``[heads, tokens, 1]``, None for tensors that
-    are not quantised.
+    float32; the result is rounded once.
 
     ValueError if shapes do not fit together, or places lie outside of the slots.
     """
-    _check_assembly(out, tensors, places, rotation, scales)
-    plain = {tensor.dtype for n, tensor in enumerate(tensors) if not scales or scales[n] is None}
-    quantised = {tensor.dtype for tensor in tensors} - plain
-    fits = {out.dtype, *plain} <= set(DTYPES) and quantised <= set(EIGHT_BITS)
+    _check_assembly(out, tensors, places, rotation)
+    fits = {out.dtype, *(tensor.dtype for tensor in tensors)} <= set(DTYPES)
 
     def in_triton() -> None:
         from ragcachekit_kernels import assembly
 
-        assembly.assemble(out, tensors, places, rotation, scales)
+        assembly.assemble(out, tensors, places, rotation)
 
     case = _case("assembly", out, *tensors) if tensors and fits and uses_triton(out.device) else None
-    _run(case, in_triton, lambda: in_torch.assemble(out, tensors, places, rotation, scales))
+    _run(case, in_triton, lambda: in_torch.assemble(out, tensors, places, rotation))
 
 
 def _check_assembly(
-    out: Tensor,
-    tensors: Sequence[Tensor],
-    places: Places,
-    rotation: Rotation | None,
-    scales: Sequence[Tensor | None],
+    out: Tensor, tensors: Sequence[Tensor], places: Places, rotation: Rotation | None
 ) -> None:
     heads, slots, dim = out.shape
     if out.stride(2) != 1 or slots < places.stop:
         raise ValueError(f"places end at {places.stop}; {tuple(out.shape)} does not hold that row by row")
-    if len(tensors) != len(places) or len(scales) not in (0, len(places)):
-        raise ValueError(f"{len(places)} places need as many tensors, and as many scales or none")
-    for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
+    if len(tensors) != len(places):
+        raise ValueError(f"{len(places)} places need as many tensors")
+    for tensor, place in zip(tensors, places, strict=True):
         if tensor.shape != (heads, place.tokens, dim):
             raise ValueError(f"a piece {tuple(tensor.shape)} does not fit {heads} heads, {place} and {dim}")
-        scale = scales[number] if scales else None
-        if scale is not None and scale.shape not in ((heads, 1, dim), (heads, place.tokens, 1)):
-            raise ValueError(f"scales of shape {tuple(scale.shape)} for a piece {tuple(tensor.shape)}")
     if rotation is not None:
         positions, pairs = rotation.cos.shape
         if rotation.sin.shape != rotation.cos.shape or positions < places.stop:

@@ -64,18 +64,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, of
     return out
 
 
-def assemble(
-    out: Tensor,
-    tensors: Sequence[Tensor],
-    places: Places,
-    rotation: Rotation | None,
-    scales: Sequence[Tensor | None],
-) -> None:
+def assemble(out: Tensor, tensors: Sequence[Tensor], places: Places, rotation: Rotation | None) -> None:
     """As :func:`ragcachekit_kernels.dispatch.assemble`, piece by piece."""
-    for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
+    for piece, place in zip(tensors, places, strict=True):
         at = slice(place.start, place.start + place.tokens)
-        scale = scales[number] if scales else None
-        piece = tensor if scale is None else tensor.float() * scale
         if rotation is None or place.rotated:
             out[:, at] = piece
         else:

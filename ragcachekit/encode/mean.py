@@ -31,7 +31,6 @@ class RunningMean:
 
     def add(self, kv: ChunkKV, context: int) -> None:
         """Add an encoding, keys without RoPE, and the number of its context."""
-        kv = kv.unpacked()
         # Copied: the means are updated in place, and the store may have the KV as another entry.
         sides = [[t.to("cpu", torch.float32, copy=True) for t in side] for side in (kv.keys, kv.values)]
         if ASKED in kv.sums and (self._asked is None or self._asked[0].shape == kv.sums[ASKED].shape):

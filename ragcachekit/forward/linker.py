@@ -267,8 +267,7 @@ def _integers(values: Sequence[int]) -> Tensor:
 def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> tuple[MakeLayer, ...]:
     """Per layer, keys and values with every kept piece in its place, made when they are first read.
 
-    Stored tensors are read only. Keys are rotated to their positions in float32 and rounded once; eight-bit
-    entries are multiplied by their scales on the way.
+    Stored tensors are read only. Keys are rotated to their positions in float32 and rounded once.
     """
     tokens, pieces = len(plan.token_ids), plan.pieces
     places = Places(tuple(Place(p.start, p.tokens, p.kv.start is not None) for p in pieces))
@@ -282,24 +281,15 @@ def assemble(plan: LinkPlan, rope: Rope, device: torch.device) -> tuple[MakeLaye
             for dtype, (heads, _, dim) in shapes[index]
         )
         for number, out in enumerate((keys, values)):
-            parts = [layer[id(p.kv)] for p in pieces]
-            own = [part[number][:, p.rows] for part, p in zip(parts, pieces, strict=True)]
-            scales = [_scale(part, number, p.rows) for part, p in zip(parts, pieces, strict=True)]
-            dispatch.assemble(out[0], own, places, rope.rotations(index, turns)[number], scales)
+            own = [layer[id(p.kv)][number][:, p.rows] for p in pieces]
+            dispatch.assemble(out[0], own, places, rope.rotations(index, turns)[number])
         return keys, values
 
     return tuple(cache(partial(make, index)) for index in range(len(shapes)))
 
 
-def _scale(stored: Sequence[Tensor], side: int, rows: slice) -> Tensor | None:
-    """Scales of an eight-bit piece: of keys one per channel, of values one per token."""
-    if len(stored) == 2:
-        return None
-    return stored[2 + side][:, rows] if side else stored[2]
-
-
 Layer = dict[int, tuple[Tensor, ...]]
-"""By entry, keys and values of one layer, followed by their scales if they are in eight bits."""
+"""By entry, keys and values of one layer."""
 
 
 class StoredLayers:
@@ -346,7 +336,7 @@ class StoredLayers:
 
     def _on_device(self, number: int) -> Layer:
         return {
-            key: tuple(tensor.to(self._device, non_blocking=True) for tensor in kv.stored_layer(number))
+            key: tuple(tensor.to(self._device, non_blocking=True) for tensor in kv.layer(number))
             for key, kv in self._entries.items()
         }
 

@@ -70,18 +70,6 @@ def with_token_ids(kv: ChunkKV, token_ids: Sequence[int]) -> ChunkKV:
     return ChunkKV.checked(kv.keys, kv.values, kv.start, {**kv.sums, TOKEN_IDS: ids}, kv.quantised)
 
 
-def is_packed(sums: Mapping[str, Tensor]) -> bool:
-    """Whether KV with these ``sums`` is in eight bits (:mod:`ragcachekit.store.quantised`)."""
-    return f"{SCALE_OF_KEYS}0" in sums
-
-
-def scales_of(sums: Mapping[str, Tensor], layer: int) -> tuple[Tensor, ...]:
-    """Scales of a layer's keys and values; empty unless they are in eight bits."""
-    if not is_packed(sums):
-        return ()
-    return sums[f"{SCALE_OF_KEYS}{layer}"], sums[f"{SCALE_OF_VALUES}{layer}"]
-
-
 @dataclass(frozen=True, eq=False)
 class ChunkKV:
     """Keys and values of one chunk, layer by layer; shared and never written to.
@@ -131,22 +119,18 @@ class ChunkKV:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
         """Apply ``change`` to every key, value, scale and state tensor; other ``sums`` stay."""
-        kv, moved = self.unpacked(), (SCALE_OF_KEYS, SCALE_OF_VALUES, STATE)
-        sums = {name: change(t) if name.startswith(moved) else t for name, t in kv.sums.items()}
-        keys, values = tuple(map(change, kv.keys)), tuple(map(change, kv.values))
-        return replace(kv, keys=keys, values=values, sums=sums)
+        moved = (SCALE_OF_KEYS, SCALE_OF_VALUES, STATE)
+        sums = {name: change(t) if name.startswith(moved) else t for name, t in self.sums.items()}
+        keys, values = tuple(map(change, self.keys)), tuple(map(change, self.values))
+        return replace(self, keys=keys, values=values, sums=sums)
 
     def to(self, device: str | torch.device) -> ChunkKV:
-        """Unpacked KV with keys and values on ``device``; no copy if they are there."""
-        device, kv = torch.device(device), self.unpacked()
-        devices = {tensor.device for tensor in (*kv.keys, *kv.values)}
+        """KV with keys and values on ``device``; no copy if they are there."""
+        device = torch.device(device)
+        devices = {tensor.device for tensor in (*self.keys, *self.values)}
         if all(at == device or (at.type == device.type and device.index is None) for at in devices):
-            return kv
-        return kv.each(lambda tensor: tensor.to(device))
-
-    def unpacked(self) -> ChunkKV:
-        """Self; a :class:`~ragcachekit.store.quantised.PackedKV` returns an ordinary ChunkKV."""
-        return self
+            return self
+        return self.each(lambda tensor: tensor.to(device))
 
     @property
     def tokens(self) -> int:
@@ -169,9 +153,9 @@ class ChunkKV:
         """Whether it is a snapshot with the state after its last token."""
         return any(name.startswith(STATE) for name in self.sums)
 
-    def stored_layer(self, number: int) -> tuple[Tensor, ...]:
-        """Keys and values of one layer as stored, followed by their scales if in eight bits."""
-        return self.keys[number], self.values[number], *scales_of(self.sums, number)
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer."""
+        return self.keys[number], self.values[number]
 
     @cached_property
     def nbytes(self) -> int:
@@ -237,8 +221,8 @@ def misfit(key: KVKey, kv: Any, tokens: int, layout: KVLayout | None) -> str | N
 
 
 def has_nan(kv: Any) -> bool:
-    """Whether a key, value or scale is no number."""
-    return any(t.isnan().any() for number in range(kv.layers) for t in kv.stored_layer(number))
+    """Whether a key or value is no number."""
+    return any(t.isnan().any() for number in range(kv.layers) for t in kv.layer(number))
 
 
 def decoder_of(model: Any) -> Any:

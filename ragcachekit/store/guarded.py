@@ -65,7 +65,6 @@ class GuardedStore(KVStore):
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         digest = torch.frombuffer(bytearray.fromhex(key.digest()), dtype=torch.uint8)
-        kv = kv.unpacked()
         kv = ChunkKV.checked(kv.keys, kv.values, kv.start, {**kv.sums, DIGEST: digest}, kv.quantised)
         job = Job(lambda: self._store.put(key, kv))
         kept = not self._forgets.hides(key) and bool(self._executor.run(job, False))

@@ -7,17 +7,14 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
-
 from ragcachekit.errors import Closed
-from ragcachekit.model.kv import ChunkKV, TensorShape, is_packed, scales_of
+from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, concerns
 from ragcachekit.store.entry import EntryDamaged
-from ragcachekit.store.quantised import PackedKV, own_sums, unpacked_layer, unpacked_shapes
 from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
 from ragcachekit.types import KVKey
 
@@ -83,17 +80,15 @@ class Load:
     def kv(self) -> ChunkKV:
         """The whole entry; only once it is complete."""
         keys, values = zip(*self.pairs, strict=True)
-        kv = ChunkKV(keys, values, self.source.start, self.source.sums, self.source.quantised)
-        return PackedKV.of(kv, kv.quantised) if is_packed(kv.sums) else kv
+        return ChunkKV(keys, values, self.source.start, self.source.sums, self.source.quantised)
 
 
 class LoadingKV:
     """One request's handle of an entry that is being read, in place of a :class:`ChunkKV`.
 
     Attributes come from the header and never wait; they are those of
-    :class:`~ragcachekit.store.base.LayerSource`. :meth:`layer` waits until it is read and verified. Entries
-    in eight bits look unpacked, as in :class:`~ragcachekit.store.quantised.PackedKV`. Reading stops when the
-    last handle is dropped. ``waited`` counts this request's seconds of waiting.
+    :class:`~ragcachekit.store.base.LayerSource`. :meth:`layer` waits until it is read and verified. Reading
+    stops when the last handle is dropped. ``waited`` counts this request's seconds of waiting.
     """
 
     def __init__(self, load: Load, seconds: float) -> None:
@@ -103,16 +98,9 @@ class LoadingKV:
         source = load.source
         self.key, self.tier, self.nbytes = load.key, source.tier, source.nbytes
         self.tokens, self.layers, self.start = source.tokens, source.layers, source.start
-        self.sums: Mapping[str, torch.Tensor] = own_sums(source.sums)
-        self.quantised = source.quantised
+        self.shapes, self.sums, self.quantised = source.shapes, source.sums, source.quantised
         self.load = load
         load.handles.add(self)
-
-    @property
-    def shapes(self) -> tuple[tuple[TensorShape, TensorShape], ...]:
-        """Dtype and shape of keys and of values, per layer."""
-        source = self.load.source
-        return unpacked_shapes(source.shapes, source.sums) if is_packed(source.sums) else source.shapes
 
     @property
     def ready(self) -> int:
@@ -147,18 +135,6 @@ class LoadingKV:
         LoadFailed
             If it is damaged or cannot be read before the deadline.
         """
-        pair, sums = self._read(number), self.load.source.sums
-        return unpacked_layer(number, *pair, sums) if is_packed(sums) else pair
-
-    def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
-        """One layer as it is stored: eight-bit tensors with their scales, others as in :meth:`layer`."""
-        return *self._read(number), *scales_of(self.load.source.sums, number)
-
-    @property
-    def _late(self) -> str:
-        return f"not there within {self._seconds:g} s"
-
-    def _read(self, number: int) -> Pair:
         load = self.load
         if number < len(load.pairs):
             return load.pairs[number]
@@ -171,6 +147,10 @@ class LoadingKV:
         if number >= len(load.pairs):
             raise LoadFailed(frozenset([self.key]), load.error or self._late)
         return load.pairs[number]
+
+    @property
+    def _late(self) -> str:
+        return f"not there within {self._seconds:g} s"
 
 
 AnyKV = ChunkKV | LoadingKV

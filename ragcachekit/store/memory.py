@@ -201,7 +201,7 @@ class HostStore(MemoryStore):
         self._pinned = pinned and torch.cuda.is_available()
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
-        kv = kv.unpacked().to("cpu")
+        kv = kv.to("cpu")
         if self._pinned:
             try:
                 kv = kv.each(lambda tensor: torch.empty_like(tensor, pin_memory=True).copy_(tensor))

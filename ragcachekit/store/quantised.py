@@ -8,23 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
-from ragcachekit.model.kv import (
-    SCALE_OF_KEYS,
-    SCALE_OF_VALUES,
-    ChunkKV,
-    Shapes,
-    TensorShape,
-    is_packed,
-    nbytes_of,
-    scales_of,
-)
+from ragcachekit.model.kv import SCALE_OF_KEYS, SCALE_OF_VALUES, ChunkKV, Shapes, TensorShape
 from ragcachekit.store.base import Evicted, Found, KVStore, LayerSource, Pair, StoreStats
 from ragcachekit.types import ENCODING_PREFIX, KVKey
-from ragcachekit_kernels.dispatch import uses_triton
 
 KINDS: dict[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
@@ -71,9 +60,7 @@ def _round(x: torch.Tensor, kind: str, over: int) -> tuple[torch.Tensor, torch.T
 
 
 def own_sums(sums: Sums) -> Sums:
-    """Sums without scales and dtype; the same object if the KV is not packed."""
-    if not is_packed(sums):
-        return sums
+    """Sums without scales and dtype."""
     scales = (SCALE_OF_KEYS, SCALE_OF_VALUES)
     return {name: t for name, t in sums.items() if not name.startswith(scales) and name != LIKE}
 
@@ -81,9 +68,8 @@ def own_sums(sums: Sums) -> Sums:
 def unpacked_layer(number: int, keys: torch.Tensor, values: torch.Tensor, sums: Sums) -> Pair:
     """One layer in its original dtype."""
     dtype = sums[LIKE].dtype
-    of_keys, of_values = scales_of(sums, number)
-    wide = keys.float() * of_keys.to(keys.device)
-    return wide.to(dtype), (values.float() * of_values.to(values.device)).to(dtype)
+    of_keys, of_values = sums[f"{SCALE_OF_KEYS}{number}"], sums[f"{SCALE_OF_VALUES}{number}"]
+    return (keys.float() * of_keys).to(dtype), (values.float() * of_values).to(dtype)
 
 
 def unpacked_shapes(shapes: Sequence[tuple[TensorShape, TensorShape]], sums: Sums) -> Shapes:
@@ -99,83 +85,27 @@ def unpack(packed: ChunkKV, kind: str) -> ChunkKV:
     return ChunkKV(keys, values, packed.start, own_sums(packed.sums), kind)
 
 
-class PackedKV(ChunkKV):
-    """KV in eight bits, unpacked as a whole when its tensors are first read.
-
-    Linking reads ``stored_layer`` instead, so only eight bits are copied to a GPU.
-    """
-
-    _packed: ChunkKV
-
-    @classmethod
-    def of(cls, packed: ChunkKV, kind: str) -> PackedKV:
-        made = object.__new__(cls)
-        made.__dict__.update(_packed=packed, start=packed.start, sums=own_sums(packed.sums), quantised=kind)
-        return made
-
-    @cached_property
-    def _plain(self) -> ChunkKV:
-        return unpack(self._packed, self.quantised)
-
-    def unpacked(self) -> ChunkKV:
-        return self._plain
-
-    @property
-    def keys(self) -> tuple[torch.Tensor, ...]:
-        return self._plain.keys
-
-    @property
-    def values(self) -> tuple[torch.Tensor, ...]:
-        return self._plain.values
-
-    @property
-    def tokens(self) -> int:
-        return self._packed.tokens
-
-    @property
-    def layers(self) -> int:
-        return self._packed.layers
-
-    @cached_property
-    def shapes(self) -> Shapes:
-        return unpacked_shapes(self._packed.shapes, self._packed.sums)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of all tensors after unpacking."""
-        layers = sum(nbytes_of(spec) for pair in self.shapes for spec in pair)
-        return layers + sum(t.nbytes for t in self.sums.values())
-
-    def stored_layer(self, number: int) -> tuple[torch.Tensor, ...]:
-        return self._packed.stored_layer(number)
-
-
 class QuantisedStore(KVStore):
     """A ``tier`` that rounds KV to eight bits (``int8``, ``fp8``), and returns it marked as rounded.
 
     Rounded KV has its own keys (encoding ``+int8``), so a tier without rounding, or of another kind, does not
-    find it. KV that is only reused exactly passes through. Where kernels link, entries stay in eight bits
-    until a kernel puts them in place.
+    find it. KV that is only reused exactly passes through.
     """
 
     def __init__(self, tier: KVStore, kind: str) -> None:
         self._tier, self._kind, self.tiers = tier, kind, (tier,)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where prompts are linked
-        self._keeps_packed = uses_triton(device)
         self.shared, self.remote = tier.shared, tier.remote
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         found = self._tier.get(self._key(key), weight)
-        return found if found is None or _exact(key) else self._handed_out(found)
+        return found if found is None or _exact(key) else self._unpacked(found)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         opened = self._tier.open(self._key(key), weight)
         if opened is None or _exact(key):
             return opened
         if isinstance(opened, Found):
-            return self._handed_out(opened)
-        if self._keeps_packed:
-            return replace(opened, quantised=self._kind)
+            return self._unpacked(opened)
         packed = opened
         return replace(
             packed,
@@ -218,8 +148,8 @@ class QuantisedStore(KVStore):
     def close(self) -> None:
         self._tier.close()
 
-    def _handed_out(self, found: Found) -> Found:
-        return Found((PackedKV.of if self._keeps_packed else unpack)(found.kv, self._kind), found.tier)
+    def _unpacked(self, found: Found) -> Found:
+        return Found(unpack(found.kv, self._kind), found.tier)
 
     def _key(self, key: KVKey) -> KVKey:
         return key if _exact(key) else replace(key, encoding=f"{key.encoding}+{self._kind}")

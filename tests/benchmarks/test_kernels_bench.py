@@ -35,7 +35,6 @@ def test_rows_are_those_of_the_design(report):
         ("column_scores", "all keys, 2 layers"),
         ("column_scores", "per chunk, 2 layers"),
         ("assembly", "as computed, 2 layers"),
-        ("assembly", "from int8, 2 layers"),
     ]
 
 
@@ -105,10 +104,10 @@ def test_an_assembly_that_does_not_rotate_gets_no_figure(monkeypatch):
         kernels.run(replace(SMALL, kernels=("assembly",)))
 
 
-def _with_table(assemble, table, out, tensors, places, rotation, scales):
+def _with_table(assemble, table, out, tensors, places, rotation):
     if rotation is not None:
         rotation = rotation._replace(cos=table().cos[1:], sin=table().sin[1:])
-    assemble(out, tensors, places, rotation, scales)
+    assemble(out, tensors, places, rotation)
 
 
 def test_a_baseline_that_computes_something_else_is_no_baseline(monkeypatch):

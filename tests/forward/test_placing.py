@@ -19,9 +19,7 @@ from ragcachekit.config import StoreConfig
 from ragcachekit.forward.linker import AHEAD, StoredLayers
 from ragcachekit.plan.link_plan import Piece
 from ragcachekit.store.memory import HostStore
-from ragcachekit.store.quantised import PackedKV, pack, unpack
 
-EIGHT_BITS = ("int8", "fp8")
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 
 
@@ -34,12 +32,6 @@ def prompts():
         "after an exact prefix": prompt([prefix, a, b], rows=(5, 6, 9)),
         "cropped": prompt([a, c], keep=3, first=2),
     }
-
-
-def wide(tokens, seed):
-    """Channels of very different size, which have scales of their own."""
-    kv = entry(tokens, seed, SHAPES)
-    return kv.each(lambda t: t * torch.logspace(-2, 1, t.shape[2]))
 
 
 @pytest.mark.parametrize("kind", prompts())
@@ -100,21 +92,6 @@ def test_half_precision_is_rounded_once(dtype, path):
                 assert steps.abs().max() <= 1
 
 
-@pytest.mark.parametrize("kind", EIGHT_BITS)
-@pytest.mark.parametrize("keep", [None, 4])
-def test_eight_bits_are_placed_as_if_unpacked_first(keep, kind, path):
-    """After an exact prefix that nobody rounds, with one entry twice; and cropped."""
-    rope, prefix = many_kinds(), entry(4, 9, SHAPES, start=0)
-    a, b, c = (wide(n, seed) for seed, n in enumerate((9, 1, 6)))
-    plan = prompt([prefix, a, b, a]) if keep is None else prompt([c, a], keep=keep)
-    small = changed(plan, lambda kv: kv if kv.start == 0 else PackedKV.of(pack(kv, kind), kind))
-    plain = changed(plan, lambda kv: kv if kv.start == 0 else unpack(pack(kv, kind), kind))
-    sides = assembled(small, rope)
-    assert_placed(sides, plain, rope)
-    packed = next(piece.kv for piece in small.pieces if isinstance(piece.kv, PackedKV))
-    assert "_plain" not in vars(packed), "nothing of that unpacks"
-
-
 class FakeCuda:
     """Streams and tensors of a GPU as far as copies need them; ``log`` has the calls in order."""
 
@@ -160,7 +137,7 @@ class FakeCuda:
             def __init__(self):
                 self.layers, self.ready = layers, layers
 
-            def stored_layer(self, number):
+            def layer(self, number):
                 return (Tensor(number),)
 
         return Entry()

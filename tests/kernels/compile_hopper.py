@@ -129,12 +129,11 @@ def score(spans=None, dtype=torch.bfloat16, head_dim=128, rows=64, **options):
     scores.column_scores(query, key, at, AttentionOptions(0.1, **options), spans)
 
 
-def assemble(stored=torch.bfloat16, heads=8, dim=128, pairs=64, offset=0, interleaved=False, per_token=False):
-    pieces = [torch.zeros(heads, 64, dim).to(stored) for _ in range(2)]
-    scale = torch.zeros((heads, 64, 1) if per_token else (heads, 1, dim))
+def assemble(heads=8, dim=128, pairs=64, offset=0, interleaved=False):
+    pieces = [torch.zeros(heads, 64, dim, dtype=torch.bfloat16) for _ in range(2)]
     out, places = torch.empty(heads, 256, dim, dtype=torch.bfloat16), Places((Place(5, 64), Place(90, 64)))
     how = Rotation(torch.zeros(256, pairs), torch.zeros(256, pairs), interleaved, offset) if pairs else None
-    assembly.assemble(out, pieces, places, how, [scale, scale] if stored.itemsize == 1 else ())
+    assembly.assemble(out, pieces, places, how)
 
 
 def move(dtype=torch.bfloat16, heads=8, dims=(128, 128), by=1, interleaved=False):
@@ -165,8 +164,6 @@ CASES = {
     "scores, many rows": partial(score, rows=2048),
     "scores, float32": partial(score, dtype=torch.float32),
     "assembly": assemble,
-    "assembly, int8": partial(assemble, torch.int8),
-    "assembly, fp8, per token": partial(assemble, torch.float8_e4m3fn, pairs=0, per_token=True),
     "assembly, interleaved": partial(assemble, interleaved=True),
     "assembly, a quarter": partial(assemble, pairs=16, interleaved=True, offset=96),
     "assembly, 96 dimensions": partial(assemble, heads=32, dim=96, pairs=48),

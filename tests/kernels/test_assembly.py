@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("path")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 40
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
 
 
 def angles(pairs, slots=SLOTS):
@@ -33,19 +32,14 @@ def nan(*shape, dtype=torch.float32):
     return torch.full(shape, float("nan"), device=DEVICE).to(dtype)
 
 
-def piece(seed, tokens, heads, dim, dtype, *, per_token):
-    """A random tensor, and its scale: one per token or per channel."""
+def piece(seed, tokens, heads, dim, dtype):
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(heads, tokens, dim, generator=generator)
-    if dtype not in EIGHT_BITS:
-        return x.to(dtype).to(DEVICE), None
-    scale = torch.rand((heads, tokens, 1) if per_token else (heads, 1, dim), generator=generator)
-    return (x * 30).to(dtype).to(DEVICE), scale.to(DEVICE)
+    return torch.randn(heads, tokens, dim, generator=generator).to(dtype).to(DEVICE)
 
 
-def exact(tensor, scale, place, how, m=1.0):
+def exact(tensor, place, how, m=1.0):
     """float64: pair i of the rotated part as a complex number, times m e^(i angle)."""
-    out = tensor.double().cpu() * (1.0 if scale is None else scale.double().cpu())
+    out = tensor.double().cpu()
     if how is None or place.rotated:
         return out
     pairs = how.cos.shape[1]
@@ -68,16 +62,15 @@ def assert_once_rounded(got, want):
 
 def check(out, pieces, places, how, m=1.0):
     untouched = torch.ones(out.shape[1], dtype=torch.bool)
-    for (tensor, scale), place in zip(pieces, places, strict=True):
+    for tensor, place in zip(pieces, places, strict=True):
         at = slice(place.start, place.start + place.tokens)
-        assert_once_rounded(out[:, at], exact(tensor, scale, place, how, m))
+        assert_once_rounded(out[:, at], exact(tensor, place, how, m))
         untouched[at] = False
     assert bool(out[:, untouched].isnan().all()), "nothing else is written"
 
 
 def run(out, pieces, places, how=None):
-    scales = [scale for _, scale in pieces]
-    dispatch.assemble(out, [tensor for tensor, _ in pieces], Places(tuple(places)), how, scales)
+    dispatch.assemble(out, pieces, Places(tuple(places)), how)
 
 
 @pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.soak)])
@@ -96,12 +89,9 @@ def test_is_the_float64_rotation_and_nothing_else_is_written(examples):
             start = at + data.draw(st.integers(0, 2))
             places.append(Place(start, data.draw(st.integers(1, 10)), data.draw(st.booleans())))
             at = start + places[-1].tokens
-        kinds = [data.draw(st.sampled_from([dtype, torch.float32, *EIGHT_BITS])) for _ in places]
-        per_token = data.draw(st.booleans())
-        pieces = [
-            piece(i, place.tokens, heads, dim, kind, per_token=per_token)
-            for i, (place, kind) in enumerate(zip(places, kinds, strict=True))
-        ]
+        kinds = [data.draw(st.sampled_from([dtype, torch.float32])) for _ in places]
+        of = enumerate(zip(places, kinds, strict=True))
+        pieces = [piece(i, place.tokens, heads, dim, kind) for i, (place, kind) in of]
         how = rotation(pairs, m, interleaved, offset) if pairs else None
         out = nan(heads, SLOTS, dim, dtype=dtype)
         run(out, pieces, places, how)
@@ -110,11 +100,10 @@ def test_is_the_float64_rotation_and_nothing_else_is_written(examples):
     written()
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, *EIGHT_BITS])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_ragged_pieces_of_a_long_prompt(stored, interleaved):
+def test_ragged_pieces_of_a_long_prompt(interleaved):
     places = [Place(10 + 300 * i, 300 - 57 * i, rotated=i == 0) for i in range(5)]
-    pieces = [piece(i, p.tokens, 2, 32, stored, per_token=False) for i, p in enumerate(places)]
+    pieces = [piece(i, p.tokens, 2, 32, torch.bfloat16) for i, p in enumerate(places)]
     how, out = rotation(16, 1.0, interleaved, slots=1600), nan(2, 1600, 32, dtype=torch.bfloat16)
     run(out, pieces, places, how)
     check(out, pieces, places, how)
@@ -122,25 +111,25 @@ def test_ragged_pieces_of_a_long_prompt(stored, interleaved):
 
 def test_strided_tensors():
     out = nan(4, SLOTS + 7, 6, dtype=torch.float16)[::2, 3 : 3 + SLOTS]
-    pieces = [piece(i, 12, 5, 6, torch.float16, per_token=True) for i in range(2)]
-    views = [(tensor[1:5:2, 1:], None) for tensor, _ in pieces]
+    pieces = [piece(i, 12, 5, 6, torch.float16) for i in range(2)]
+    views = [tensor[1:5:2, 1:] for tensor in pieces]
     places, how = [Place(2, 11), Place(20, 11)], rotation(3)
     run(out, views, places, how)
     check(out, views, places, how)
 
 
 def test_a_piece_that_is_rotated_already_is_copied_to_the_bit():
-    out, pieces = nan(2, SLOTS, 8, dtype=torch.bfloat16), [piece(4, 7, 2, 8, torch.bfloat16, per_token=True)]
-    pieces[0][0][0, 0] = float("inf")
+    out, pieces = nan(2, SLOTS, 8, dtype=torch.bfloat16), [piece(4, 7, 2, 8, torch.bfloat16)]
+    pieces[0][0, 0] = float("inf")
     run(out, pieces, [Place(9, 7, rotated=True)], rotation(4))
-    assert torch.equal(out[:, 9:16], pieces[0][0])
+    assert torch.equal(out[:, 9:16], pieces[0])
 
 
 def test_positions_are_copied_to_the_device_once_for_all_layers():
     places = Places((Place(1, 4), Place(6, 2)))
     first = places.rows(torch.device(DEVICE), (0, 1))
     assert places.rows(torch.device(DEVICE), (0, 1)) is first
-    assert first.tolist() == [[1, 2, 3, 4, 6, 7]] * 2 + [[0, 0, 0, 0, 1, 1]]
+    assert first.tolist() == [[1, 2, 3, 4, 6, 7]] * 2
 
 
 @pytest.mark.parametrize(
@@ -163,16 +152,14 @@ def test_places_that_cannot_be_are_refused(places, message):
         ({"tokens": 4}, "does not fit"),
         ({"dim": 10}, "does not fit"),
         ({"count": 2}, "as many tensors"),
-        ({"scale": (2, 5, 3)}, "scales of shape"),
         ({"pairs": 5}, "do not fit"),
         ({"positions": 7}, "8 rows or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, message):
-    sizes = {"slots": 8, "tokens": 5, "dim": 8, "count": 1, "scale": None, "pairs": 4, "positions": 8}
+    sizes = {"slots": 8, "tokens": 5, "dim": 8, "count": 1, "pairs": 4, "positions": 8}
     sizes |= arguments
     tensors = [torch.zeros(2, sizes["tokens"], sizes["dim"], device=DEVICE)] * sizes["count"]
-    scales = [torch.ones(sizes["scale"])] if sizes["scale"] else []
     how = rotation(sizes["pairs"], slots=sizes["positions"])
     with pytest.raises(ValueError, match=message):
-        dispatch.assemble(nan(2, sizes["slots"], 8), tensors, Places((Place(3, 5),)), how, scales)
+        dispatch.assemble(nan(2, sizes["slots"], 8), tensors, Places((Place(3, 5),)), how)
