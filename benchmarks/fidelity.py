@@ -106,7 +106,7 @@ def fidelity(
     """What reuse does to answers about the sample world, or about a dataset."""
     quiet_loading()
     chosen, over = opt.names(policies), opt.names(encoders)
-    shipped.check_names(chosen, over)
+    shipped.check_encoders(over)
     makers: dict[str, Callable[..., PromptMaker]] = {
         "ask": PromptMaker,
         "few-shot": partial(PromptMaker, plain=few_shot, stop=("\n",)),

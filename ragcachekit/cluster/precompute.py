@@ -144,14 +144,11 @@ def _ray_data(progress: bool) -> Iterator[None]:
     starts = not ray.is_initialized()
     if starts:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    context, log = ray.data.DataContext.get_current(), logging.getLogger("ray.data")
-    before = context.enable_progress_bars, log.level
-    context.enable_progress_bars = progress
-    log.setLevel(logging.WARNING)
+    context = ray.data.DataContext.get_current()
+    before, context.enable_progress_bars = context.enable_progress_bars, progress
     try:
         yield
     finally:
-        context.enable_progress_bars = before[0]
-        log.setLevel(before[1])
+        context.enable_progress_bars = before
         if starts:
             ray.shutdown()

@@ -22,14 +22,10 @@ from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError, StoreError
-from ragcachekit.model.prefill_profile import PrefillProfile
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.link_plan import PromptRequest
 from ragcachekit.prefix_tree.nodes import key_of
 from ragcachekit.prompt.segments import TokenSegment
-
-WARM_UP, TIMED = 2, 8
-"""Beginnings that a dry run computes: the first ones, untimed, then those whose times it extrapolates."""
 
 
 @dataclass(frozen=True)
@@ -128,17 +124,8 @@ class BeginningsRun:
     ) -> None:
         self._settings, self._rag, self.corpus = settings, rag, corpus
         ids = rag.encode(corpus.texts)  # registers them
-        scope = {
-            "namespace": rag.namespace,
-            "corpus": str(Path(settings.corpus).expanduser().resolve()),
-            "encoder": "prefix",
-            "fingerprint": rag.fingerprint,
-            "chunk_tokens": settings.chunk_tokens,
-        }
-        self._manifest, present = Manifest(settings.folder.manifests, scope), dict.fromkeys(ids, 0)
-        earlier = self._manifest.read()
-        self.gone = [i for i in earlier if i not in present and not keep_gone]
-        self._listed = {i: 0 for i in earlier if i not in self.gone} | present
+        self._manifest = Manifest.of(settings, rag, settings.folder.manifests, "prefix")
+        self.gone = self._manifest.replace(dict.fromkeys(ids, 0), keep_gone=keep_gone)
         maker, orders = PromptMaker(rag.tokenizer), [tuple(corpus.texts[:1])]
         if log is not None:
             asked = read_questions(log, ["question"])
@@ -205,7 +192,7 @@ class BeginningsRun:
 
         if self.gone:
             self._rag.forget(self.gone)
-        self._manifest.write(self._listed)
+        self._manifest.write()
         started_at = time.perf_counter()
         with tqdm(total=self.todo_tokens, unit="tok", desc="beginnings", disable=not progress) as bar:
             for one in self.todo:
@@ -219,21 +206,6 @@ class BeginningsRun:
             )
         corpus_index(self._settings, self.corpus, MiniLM())
         return seconds
-
-    def estimated_seconds(self) -> float:
-        """Seconds of :meth:`run`, by computing some of it; for a dry run."""
-        timed, points, spent = self.todo[: WARM_UP + TIMED], list[tuple[int, int, float]](), 0.0
-        for number, one in enumerate(timed):
-            started_at = time.perf_counter()
-            self._rag.compute_beginning(one.request)
-            seconds = time.perf_counter() - started_at
-            spent += seconds
-            if number >= WARM_UP:
-                points.append((one.start, one.tokens, seconds))
-        if len(timed) == len(self.todo):
-            return spent
-        profile = PrefillProfile.fit(points)
-        return spent + sum(profile.seconds(one.start, one.tokens) for one in self.todo[len(timed) :])
 
     def _is_stored(self, one: Beginning) -> bool:
         tree, place = self._rag.components.tree, one.request.place

@@ -13,7 +13,7 @@ import torch
 from rich.table import Table
 from tqdm.auto import tqdm
 
-from ragcachekit.commands.engines import FULL, Engines, quantisation
+from ragcachekit.commands.engines import FULL, Engines
 from ragcachekit.commands.questions import PromptMaker, Question, QuestionPrompt, Sample
 from ragcachekit.commands.report import BenchReport, Bootstrap, table
 from ragcachekit.errors import PromptTooLong, RagCacheError
@@ -83,19 +83,13 @@ Results = MutableMapping[tuple[int, PolicyAndEncoder], Measurement]
 """By number of the question, and policy and encoder."""
 
 
-def check_names(policies: Sequence[str], encoders: Sequence[str]) -> None:
-    """ValueError for an unknown policy or quantisation, or no encoder."""
-    for name in policies:
-        open_policy(name)
-    if not encoders:
-        raise ValueError("give at least one encoder, for example standalone")
+def check_encoders(encoders: Sequence[str]) -> None:
+    """ValueError for an encoder that this bench cannot compare."""
     if IN_PROMPT in encoders:
         raise ValueError(
             "chunks are encoded in-prompt by earlier prompts, and asking a question would encode its own "
             "context for the next policy"
         )
-    for name in encoders:
-        quantisation(name)
 
 
 def pairs(

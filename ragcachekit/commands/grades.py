@@ -36,12 +36,6 @@ def why_prefix(name: str) -> str:
     return "" if any(getattr(text, field, None) for field in _ROPE_FIELDS) else "it has no rotary embedding"
 
 
-def refuse_prefix(name: str, what: str) -> None:
-    """RagCacheError if a model is surely of grade prefix, before anything is loaded."""
-    if why := why_prefix(name):
-        raise _refused(what, why)
-
-
 def check_linked(model: Any, tokenizer: Any, cache_dir: str | os.PathLike[str] | None, what: str) -> None:
     """RagCacheError if a loaded model is of grade prefix; else the model is as before."""
     from ragcachekit.forward.attention import is_installed, uninstall
@@ -49,7 +43,11 @@ def check_linked(model: Any, tokenizer: Any, cache_dir: str | os.PathLike[str] |
     before = is_installed(model)
     grade = loaded_grade(model, tokenizer, cache_dir)
     if grade.name == "prefix":
-        raise _refused(what, grade.why)
+        raise RagCacheError(
+            f"{what}; this model's grade is prefix ({grade.why}): only exact beginnings are reused, answers "
+            "stay those of a full prefill, and there is nothing to choose; bench ttft and estimate show what "
+            "it saves"
+        )
     if not before:
         uninstall(model)
 
@@ -61,10 +59,3 @@ def loaded_grade(model: Any, tokenizer: Any, cache_dir: str | os.PathLike[str] |
 
     check_generates(model)
     return grade_of(model, fingerprint(model, tokenizer).digest, CacheFolder.at(cache_dir).path)
-
-
-def _refused(what: str, why: str) -> RagCacheError:
-    return RagCacheError(
-        f"{what}; this model's grade is prefix ({why}): only exact beginnings are reused, answers stay those "
-        "of a full prefill, and there is nothing to choose; bench ttft and estimate show what it saves"
-    )

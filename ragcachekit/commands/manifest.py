@@ -7,10 +7,14 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragcachekit.errors import StoreError
 from ragcachekit.files import replace_file
+
+if TYPE_CHECKING:
+    from ragcachekit.commands.workspace import OwnFiles
+    from ragcachekit.engine.rag_cache import RagCache
 
 _SCHEMA = 1
 _MANIFEST = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.json")
@@ -26,6 +30,26 @@ class Manifest:
         self._folder, self._scope = folder, scope
         prefix = _digest(scope["namespace"])[:16]
         self.path = folder / f"{prefix}-{_digest(json.dumps(scope, sort_keys=True))}.json"
+        self._listed = dict[str, int]()
+
+    @classmethod
+    def of(cls, settings: OwnFiles, rag: RagCache, folder: Path, encoder: str) -> Manifest:
+        """The list of a corpus, a model and an encoder."""
+        scope = {
+            "namespace": rag.namespace,
+            "corpus": str(Path(settings.corpus).expanduser().resolve()),
+            "encoder": encoder,
+            "fingerprint": rag.fingerprint,
+            "chunk_tokens": settings.chunk_tokens,
+        }
+        return cls(folder, scope)
+
+    def replace(self, present: Mapping[str, int], *, keep_gone: bool) -> dict[str, int]:
+        """Take what a corpus has now; returns what is gone from it, unless that is kept and stays listed."""
+        earlier = self.read()
+        gone = {i: n for i, n in earlier.items() if i not in present and not keep_gone}
+        self._listed = {i: n for i, n in earlier.items() if i not in gone} | dict(present)
+        return gone
 
     def read(self) -> dict[str, int]:
         """Ids and tokens of chunks that this list has and no other one of its namespace."""
@@ -47,9 +71,9 @@ class Manifest:
                 elsewhere |= chunks.keys()
         return {id: n for id, n in own.items() if id not in elsewhere}
 
-    def write(self, chunks: Mapping[str, int]) -> None:
+    def write(self) -> None:
         """Replace the list atomically; StoreError if it cannot be written."""
-        text = json.dumps({"schema": _SCHEMA, **self._scope, "chunks": dict(chunks)}, indent=0)
+        text = json.dumps({"schema": _SCHEMA, **self._scope, "chunks": self._listed}, indent=0)
         try:
             replace_file(self.path, text)
         except OSError as error:

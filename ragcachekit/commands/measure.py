@@ -8,7 +8,7 @@ import typer
 
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import note, quiet_loading, show, written
-from ragcachekit.commands.grades import CALIBRATE, FIDELITY, check_linked, refuse_prefix
+from ragcachekit.commands.grades import FIDELITY, check_linked
 from ragcachekit.commands.workspace import CacheFolder, load_checked
 from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
 
@@ -39,7 +39,6 @@ def calibrate(
     from ragcachekit.commands import calibrate as module
     from ragcachekit.commands.questions import read_sample
 
-    refuse_prefix(model, CALIBRATE)
     chosen = {"probes": probes, "chunk_tokens": chunk_tokens, "seed": seed}
     record, report = module.run(
         model,
@@ -87,8 +86,7 @@ def fidelity(
     from ragcachekit.commands.questions import read_sample
 
     chosen, over = opt.names(policies), opt.names(encoders)
-    module.check_names(chosen, over)
-    refuse_prefix(model, FIDELITY)
+    module.check_encoders(over)
     sample = read_sample(model, questions, corpus, over, probes=probes, chunk_tokens=chunk_tokens, seed=seed)
     lm, tokenizer = load_checked(model, device, dtype)
     check_linked(lm, tokenizer, cache, FIDELITY)

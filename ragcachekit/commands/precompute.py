@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ragcachekit.plan.link_plan import Missing
     from ragcachekit.store.base import KVStore
 
-FEW = 8  # chunks for which no time is predicted
 SCORE_BYTES = 4  # per token: the attention that it got, kept for policies
 
 
@@ -91,9 +90,7 @@ def precompute(
                 note(f"encoded by system for other engines; their prompts add contexts ({DEFAULT_ENCODER})")
             show(pairs(run.rows))
             if dry_run:
-                seconds = run.estimated_seconds()
-                about = "" if seconds is None else f"; about {seconds:.1f} s"
-                typer.echo(f"it would be: {run.changes}{about}")
+                typer.echo(f"it would be: {run.changes}")
                 return
             seconds = run.run(progress=bool(run.todo))
     except KeyboardInterrupt:
@@ -123,7 +120,6 @@ class PrecomputeSettings(OwnFiles):
     actors: int = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.ray and self.chunk_encoder.startswith(("average", "in-prompt")):
             raise ValueError(f"--ray cannot encode by {self.chunk_encoder}; take system, sinks or similar")
 
@@ -170,7 +166,7 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
     from ragcachekit.store.tiered import open_store
 
     config = settings.store
-    corpus = settings.read_corpus(check=not dry)
+    corpus = settings.read_corpus()
     with ExitStack() as stack:
         is_read = settings.shared or not dry or settings.folder.kv.is_dir()
         if dry and not settings.shared:
@@ -178,10 +174,7 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
         tier: KVStore = open_store(config) if is_read else NullStore()
         stack.callback(tier.close)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-"))
-        written = StoreConfig(host_bytes=0, disk_path=Path(scratch) / "kv")  # a dry run times writing, too
-        engine = settings.open_engine(
-            written if dry else tier, corpus, cache_dir=Path(scratch) if dry else None, cold="never"
-        )
+        engine = settings.open_engine(tier, corpus, cache_dir=Path(scratch) if dry else None, cold="never")
         rag = stack.enter_context(engine)
         if rag.grade == "prefix":
             from ragcachekit.commands.beginnings import open_beginnings
@@ -220,24 +213,12 @@ class PrecomputeRun:
         self._means = VariantPool()
         self.chunks = self._missing()
         self.token_bytes = KVLayout.of(rag.model).token_bytes + SCORE_BYTES
-        self._manifest = Manifest(
-            settings.lists,
-            {
-                "namespace": rag.namespace,
-                "corpus": str(Path(settings.corpus).expanduser().resolve()),
-                "encoder": settings.chunk_encoder,
-                "fingerprint": rag.fingerprint,
-                "chunk_tokens": settings.chunk_tokens,
-            },
-        )
+        self._manifest = Manifest.of(settings, rag, settings.lists, settings.chunk_encoder)
         present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self.chunks}
-        earlier = self._manifest.read()
-        self.gone = {i: n for i, n in earlier.items() if i not in present and not settings.keep_gone}
+        self.gone = self._manifest.replace(present, keep_gone=settings.keep_gone)
         self._means.recall(tier, rag.fingerprint, variants=False)
         self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk, self.gone)]
         self.entries = with_ingredients(self.todo, tier)
-        # What is not forgotten stays listed.
-        self._listed = {i: n for i, n in earlier.items() if i not in self.gone} | present
 
     unit = "chunk"
 
@@ -252,20 +233,6 @@ class PrecomputeRun:
             "to encode": f"{counted(len(self.todo), 'chunk')}, {self.todo_tokens} tokens, "
             f"{size(self.todo_bytes)} of KV",
         }
-
-    def estimated_seconds(self) -> float | None:
-        """The time to encode, by that of some chunks, which are encoded now; None if there are none."""
-        if not self.todo:
-            return None
-        blocks = _blocks(self.todo)
-        timed = [chunk for at in sorted({0, len(blocks) // 2}) for chunk in blocks[at]]
-        encoder = self._rag.components.background_encoder
-        entries = encoder.complete(timed)
-        encoder.now(entries[:1])  # a model's first forward is slower
-        start = time.perf_counter()
-        encoder.now(entries)
-        spent = time.perf_counter() - start
-        return spent * self.todo_tokens / sum(len(chunk.token_ids) for chunk in timed)
 
     @property
     def todo_tokens(self) -> int:
@@ -307,12 +274,10 @@ class PrecomputeRun:
         if self.gone:
             self._rag.forget(self.gone)
         # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
-        self._manifest.write(self._listed)
+        self._manifest.write()
         if self._settings.ray:
             self._encode_on_ray(progress)
         else:
-            if len(self.todo) > FEW and (seconds := self.estimated_seconds()):
-                note(f"this takes about {seconds:.0f} s")
             self._rag.encode(self.corpus.texts, system=self._system, progress=progress)
         self._means.recall(self._tier, self._rag.fingerprint, variants=False)
         if lost := sum(not self._is_stored(chunk) for chunk in self.chunks):
@@ -364,13 +329,3 @@ class PrecomputeRun:
         from ragcachekit.engine.chunks import is_stored
 
         return is_stored(chunk, self._tier, self._means, gone)
-
-
-def _blocks(chunks: Sequence[Missing]) -> list[Sequence[Missing]]:
-    """The chunks by four, or by the forwards that they share."""
-    from ragcachekit.encode.in_prompt import blocks
-    from ragcachekit.model.encoding import AverageEncoding
-
-    if averaged := [chunk for chunk in chunks if isinstance(chunk.encoding, AverageEncoding)]:
-        return list(blocks(averaged))
-    return [chunks[at : at + 4] for at in range(0, len(chunks), 4)]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragcachekit.commands.corpus import documents, read_corpus
-from ragcachekit.commands.options import check_sample
 from ragcachekit.commands.workspace import load_tokenizer, needs_neighbours
 from ragcachekit.errors import CorpusError, RagCacheError
 from ragcachekit.plan.companions import Neighbours, PrecedingChunks
@@ -146,10 +145,9 @@ def read_sample(
 ) -> Sample:
     """The questions of a file (``answered``: each with a right answer), or else probes made of a corpus.
 
-    Raises ValueError or CorpusError without either, and ValueError if one of the ``encoders`` needs the
-    chunks before a chunk and they are not known.
+    Raises CorpusError, and ValueError if one of the ``encoders`` needs the chunks before a chunk and they are
+    not known.
     """
-    check_sample(questions, corpus)
     known: list[Sequence[str]] = []
     if corpus is not None:
         found = read_corpus(corpus, chunk_tokens=chunk_tokens, tokenizer=load_tokenizer(model))

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from ragcachekit.commands.console import note
 from ragcachekit.commands.corpus import read_corpus
 from ragcachekit.commands.grades import loaded_grade
-from ragcachekit.commands.options import COLD_DISK, DTYPES, KNOWN_TIERS, check_known, names, numbers
+from ragcachekit.commands.options import COLD_DISK, names, numbers
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.config import TreeConfig
@@ -54,7 +54,7 @@ class TtftSettings:
 
     ``corpus`` is a folder of documents for the prompts, whose question is then fixed; default: random tokens.
     Of ``tiers``, ``disk`` is read through the system's page cache; ``disk-cold`` drops the files from it
-    before each request. ValueError for unknown names.
+    before each request. ValueError for prompts too short for a chunk.
     """
 
     model: str
@@ -71,10 +71,6 @@ class TtftSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_known("dtypes", self.dtypes, DTYPES[1:])
-        check_known("tiers", self.tiers, KNOWN_TIERS)
-        for policy in self.policies:
-            open_policy(policy)
         least = SYSTEM_TOKENS + self.question_tokens + 1
         if self.corpus is None and (small := [size for size in self.prompt_tokens if size < least]):
             raise ValueError(

@@ -134,9 +134,6 @@ class OwnFiles:
     tolerance: float = 0.0
     max_new_tokens: int = 128
 
-    def __post_init__(self) -> None:
-        self.chunk_encoder  # noqa: B018  an unknown policy is an error at once
-
     @property
     def chunk_encoder(self) -> str:
         """The encoder that was given, else the policy's own, else the default one."""
@@ -154,16 +151,12 @@ class OwnFiles:
         """Disk budget; None for the library's default."""
         return None if self.disk_gb is None else int(self.disk_gb * 1e9)
 
-    def read_corpus(self, *, check: bool = True) -> Corpus:
-        """Read the corpus, cut by the model's tokenizer, before the model is loaded.
-
-        ``check``: look for the embedding model and at the cache folder first.
-        """
+    def read_corpus(self) -> Corpus:
+        """Read the corpus, cut by the model's tokenizer, once embedding model and cache folder are there."""
         from ragcachekit.commands.embedding import model_folder
 
-        if check:
-            model_folder()
-            self.folder.check_writable()
+        model_folder()
+        self.folder.check_writable()
         return read_corpus(self.corpus, chunk_tokens=self.chunk_tokens, tokenizer=load_tokenizer(self.model))
 
     def neighbours(self, corpus: Corpus) -> dict[str, Neighbours] | None:

@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import ModelChanged, StoreError
 from ragcachekit.model.encoding import AverageEncoding
-from ragcachekit.model.kv import SENSITIVITY, KVLayout, token_ids_of
-from ragcachekit.plan.link_plan import Missing, PromptRequest
+from ragcachekit.model.kv import SENSITIVITY, token_ids_of
+from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.planner import MODEL_CHANGED
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import SelectionPolicy
@@ -32,7 +32,6 @@ from ragcachekit.types import check_type, chunk_id, whole_id
 
 log = logging.getLogger(__name__)
 
-MAX_REORDERED = 1024  # lists of texts whose other order is remembered for their prompt
 NOT_KEPT = "could not be kept, as the store is too small, full or failing (see failed_writes in stats())"
 
 _Item = TypeVar("_Item")
@@ -56,9 +55,6 @@ class Chunks:
         self._parts, self._parser, self._planner = components, components.parser, components.planner
         self.query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
         self.registering = Lock()  # held while a forget ends
-        # Notes for prompts of these texts in this order, by namespace and hashes of the texts.
-        self.reordered: dict[tuple[str, tuple[int, ...]], str] = {}
-        self._reordering = Lock()
         self._warned = False
 
     def register(self, texts: Iterable[str], namespace: str, sources: Sequence[str | None] | None) -> int:
@@ -87,30 +83,13 @@ class Chunks:
         system, common = last.last(namespace), last.common(namespace)
         if tree is None or system is None or len(texts) < 2:
             return order
-        since, numbers = self._parts.forgets.epoch, dict[str, list[int]]()
+        numbers = dict[str, list[int]]()
         for number, text in enumerate(texts):
             for ids in filter(None, {self._parser.chunk_ids(form) for form in forms(text)}):
                 numbers.setdefault(chunk_id(ids, namespace), []).append(number)
         first = tree.longest_chain(self._parts.fingerprint, namespace, system, len(common), numbers)
         order.sort(key=lambda number: first.index(number) if number in first else len(first))
-        changed, key = order != sorted(order), self._order_key(namespace, [texts[number] for number in order])
-        with self._reordering:
-            self.reordered.pop(key, None)
-            if changed and since == self._parts.forgets.epoch:
-                self.reordered[key] = (
-                    f"documents were put in another order: {len(first)} of {len(texts)} continue a cached "
-                    "beginning"
-                )
-            if len(self.reordered) > MAX_REORDERED:
-                del self.reordered[next(iter(self.reordered))]
         return order
-
-    def with_order_note(self, request: PromptRequest) -> PromptRequest:
-        """The request with a note if :meth:`cached_first` put exactly its chunks into their order."""
-        texts = [request.texts.get(one.token_ids, "") for one in request.segments if one.is_chunk]
-        with self._reordering:
-            note = self.reordered.pop(self._order_key(request.namespace, texts), None)
-        return request if note is None else request.with_note(note)
 
     def encode(
         self,
@@ -155,26 +134,16 @@ class Chunks:
             [item.key.chunk_id for item in items if self._is_stored(item)],
         )
         if len(kept.kept) < len(kept) and not isinstance(self._parts.store, NullStore):
-            self._warn_of_lost(kept, todo)
+            log.warning(
+                "encode kept the KV of %d of %d chunks: raise host_bytes or disk_bytes, give a disk_path, or "
+                "encode fewer (failed_writes in stats(): what a tier refused)",
+                *(len(kept.kept), len(kept)),
+            )
         return kept
 
     def _register_named(self, texts: Sequence[str], ids: Sequence[str], namespace: str, since: int) -> None:
         register = partial(self._parser.register, ids=dict(zip(texts, ids, strict=True)))
         self._unless_forgotten(register, texts, namespace, since)
-
-    def _warn_of_lost(self, ids: EncodedIds, todo: Sequence[Missing]) -> None:
-        """Log how much an ``encode`` kept of what it was given; ``todo`` are the entries it encoded."""
-        size = sum(len(item.token_ids) for item in todo) * KVLayout.of(self._parts.model).token_bytes
-        budget = max((record.budget for record in self._parts.store.stats()), default=0)
-        log.warning(
-            "encode kept the KV of %d of %d chunks: it encoded %.3g MB, and the store's largest tier has "
-            "room for %.3g MB; raise host_bytes or disk_bytes, give a disk_path, or encode fewer chunks "
-            "(failed_writes in stats(): what a tier refused)",
-            len(ids.kept),
-            len(ids),
-            size / 1e6,
-            budget / 1e6,
-        )
 
     def _is_stored(self, item: Missing) -> bool:
         return is_stored(item, self._parts.store, self._planner.variants)
@@ -214,11 +183,6 @@ class Chunks:
         return self._forget(namespace, named | also, texts, ForgottenTexts([*every, *decoded], decode))
 
     # -- steps -------------------------------------------------------------------------------------
-
-    def _order_key(self, namespace: str, texts: Iterable[str]) -> tuple[str, tuple[int, ...]]:
-        """By the texts that prompts are searched for, in the form that all chains leave."""
-        bare, least = [text.strip() for text in texts], self._parser.registry.min_chars
-        return namespace, tuple(hash(text) for text in bare if len(text) >= least)
 
     def _check_prompt(self, prompt: PromptLike, namespace: str) -> CheckPrompt:
         parsed = self._parser.parse(prompt, namespace)
@@ -288,8 +252,6 @@ class Chunks:
                                 del named[name]
                     finally:
                         forgets.add(namespace, ids, texts, within)
-                        with self._reordering:
-                            self.reordered = {k: v for k, v in self.reordered.items() if k[0] != namespace}
                         self._parts.auto.forget(namespace, ids is None, within)
 
     def drop(self, namespace: str, ids: frozenset[str] | None, within: ForgottenTexts | None) -> int:

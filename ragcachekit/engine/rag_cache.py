@@ -265,8 +265,6 @@ class RagCache:
             if not self._template_noted and parser.lacks_template(prompt):
                 self._template_noted = True
                 prepared = prepared.with_note(NO_TEMPLATE)
-            if self.chunks.reordered:
-                prepared = self.chunks.with_order_note(prepared)
             raise_if_cancelled()
             left = inf if deadline is None else deadline - (time.perf_counter() - started_at)
             request = self._request(
@@ -396,8 +394,8 @@ class RagCache:
 
         Returns indices: first those of the texts that form the longest chain in the knowledge tree's memory
         after the namespace's last system text, then the others in the given order; without a tree, all in the
-        given order. Loads and computes nothing, and counts no access. The report of a prompt with the texts
-        in another order has a note. Called by retrievers with ``order="cached"``.
+        given order. Loads and computes nothing, and counts no access. Called by retrievers with
+        ``order="cached"``.
         """
         return self.chunks.cached_first(texts, self._checked(namespace))
 
@@ -544,7 +542,7 @@ class RagCache:
 
     @property
     def plot(self) -> Plots:
-        """Pictures: ``time``, ``tokens`` and ``tiers`` of the last requests, ``quality`` of a calibration."""
+        """Pictures: ``time`` and ``tokens`` of the last requests, ``quality`` of a calibration."""
         parts = self.components
         measured = partial(measured_policies, parts.budgets, parts.auto, self._checked)
         return Plots(lambda: self.reports, measured)

@@ -67,7 +67,6 @@ def test_the_second_run_has_nothing_to_do(precompute):
     count, before = encoded(first)
     assert (count > 10, before) == (True, 0)
     assert encoded(again) == (0, count)
-    assert [bool(re.search(r"this takes about \d+ s", r.stderr)) for r in (first, again)] == [True, False]
 
 
 def test_ask_finds_every_chunk(precompute, command, corpus, one_minilm, prepared, tmp_path):
@@ -113,9 +112,9 @@ def test_the_default_is_the_encoder_of_ask_and_its_dry_run_says_the_bytes(settin
     assert means.chunk_encoder == OwnFiles(settings.corpus, READER).chunk_encoder == DEFAULT_ENCODER
     assert replace(means, shared="file:///x").chunk_encoder == "system"  # its engines cannot list means
     with open_run(means, dry=True) as dry:
-        amount, about = dry.todo_bytes, dry.estimated_seconds()
+        amount = dry.todo_bytes
     with open_run(means) as run:
-        assert (run.todo_bytes, about > 0) == (amount, True)
+        assert run.todo_bytes == amount
         run.run()
     entries = list(kv_of(settings.folder.kv))
     assert len(entries) == 2 * len(run.chunks)  # after the system text, and the mean

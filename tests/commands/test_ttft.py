@@ -87,9 +87,6 @@ def test_prompts_have_exactly_the_tokens_asked_for(tokens, chunk, question):
     ("options", "what"),
     [
         ({"shape": "giant"}, "unknown shape 'giant'; known: smollm2-135m"),
-        ({"dtypes": ("int8",)}, "unknown dtype"),
-        ({"tiers": ("tape",)}, "unknown tiers"),
-        ({"policies": ("lego",)}, "lego:16"),
         ({"prompt_tokens": (40,)}, "no room"),
         ({"chunk_tokens": 0}, "no room"),
     ],

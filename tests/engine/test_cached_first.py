@@ -14,7 +14,6 @@ from ragcachekit.plan.planner import WINDOW
 from speaking import ONE, THREE, TWO, byte_level
 
 FOUR = "Madrid is the capital of Spain. The river Manzanares flows in Madrid, as all know."
-NOTE = "documents were put in another order: {} of {} continue a cached beginning"
 ASKED = {"max_new_tokens": 2, "do_sample": False}
 
 
@@ -162,7 +161,6 @@ def test_models_whose_chunks_cannot_be_linked(family, tmp_path):
         assert order == [ONE, TWO, THREE]
         link = ask(rag, order, question="Which capital?")
         assert link.exact_tokens > 0.6 * first.prompt_tokens
-        assert NOTE.format(3, 3) in link.notes
 
 
 class TestIsolation:
@@ -230,41 +228,3 @@ class TestIsolation:
             thread.join()
         assert errors == []
         assert min(looks) > 3
-
-
-class TestNote:
-    def test_the_next_prompt_with_these_texts_says_so_once(self, rag):
-        ask(rag, [ONE, TWO])
-        order = ordered(rag, [FOUR, TWO, ONE])
-        assert ask(rag, order).notes == (NOTE.format(2, 3),)
-        assert ask(rag, order).notes == ()
-
-    def test_nothing_is_said_where_the_order_did_not_change(self, rag):
-        ask(rag, [ONE, TWO])
-        assert ask(rag, ordered(rag, [ONE, TWO])).notes == ()
-
-    def test_another_prompt_and_another_namespace_do_not_get_it(self, rag):
-        ask(rag, [ONE, TWO])
-        ordered(rag, [TWO, ONE])
-        assert ask(rag, [ONE, THREE]).notes == ()
-        assert ask(rag, [TWO, ONE]).notes == ()
-        assert ask(rag, [ONE, TWO], namespace="b").notes == ()
-        assert ask(rag, [ONE, TWO]).notes == (NOTE.format(2, 2),)
-
-    def test_short_texts_and_outer_blanks_do_not_lose_it(self, rag):
-        ask(rag, [ONE, TWO])
-        order = ordered(rag, ["Short.", TWO + "\n", "  " + ONE])
-        assert [text.strip() for text in order] == [ONE, TWO, "Short."]
-        assert ask(rag, [text.strip() for text in order]).notes == (NOTE.format(2, 3),)
-
-    def test_a_list_found_in_that_order_later_takes_it_back(self, rag):
-        ask(rag, [ONE, TWO])
-        ordered(rag, [TWO, ONE])
-        ordered(rag, [ONE, TWO])
-        assert ask(rag, [ONE, TWO]).notes == ()
-
-    def test_a_forget_drops_it(self, rag):
-        ask(rag, [ONE, TWO])
-        order = ordered(rag, [THREE, TWO, ONE])
-        rag.forget(texts=[FOUR])
-        assert ask(rag, order).notes == ()
