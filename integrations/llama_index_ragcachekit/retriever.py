@@ -148,7 +148,8 @@ class RagCacheRetriever(BaseRetriever):
         over = VectorStoreIndex([], storage_context=context, embed_model=model)
         settings["path"] = None if path is None else Path(path) / "questions"
         retriever = cls(over.as_retriever(similarity_top_k=k), embed_model=model, **settings)
-        over.insert_nodes(store.changed(nodes))
+        if changed := store.changed(nodes):
+            over.insert_nodes(changed)
         return retriever
 
     @property

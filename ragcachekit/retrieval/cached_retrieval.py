@@ -196,7 +196,7 @@ class CachedRetrieval(Generic[Document]):
     def restore(self, partition: Hashable, group: Group, width: int) -> None:
         """Insert what earlier processes left in a group, if its embeddings have ``width`` numbers."""
         with self._lock:
-            for embedding, held in () if self._saved is None else self._saved.take(group):
+            for embedding, held in () if self._saved is None else self._saved.of(group):
                 if len(embedding) == width and not self._is_expired(held):
                     with suppress(RetrievalError):  # another metric was asked for
                         self._cache.insert(embedding, [held], partition=partition)
@@ -215,7 +215,7 @@ class CachedRetrieval(Generic[Document]):
         texts: Iterable[str] | None = None,
         where: Callable[[Document], bool] | None = None,
     ) -> int:
-        """Drop entries that hold one of certain documents; returns how many.
+        """Drop entries that hold one of certain documents, saved ones too; returns how many were in memory.
 
         A document counts if its id is among ``ids``, its text among ``texts`` (whitespace around it does not
         matter), or ``where`` is true for it; with none of these every entry does. Call it when documents
@@ -274,7 +274,10 @@ class CachedRetrieval(Generic[Document]):
     def _invalidate(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
         with self._lock:
             self._epoch += 1  # what a search of before finds from here on is not inserted
-            return self._drop(goes) + (0 if self._saved is None else self._saved.drop(goes))
+            dropped = self._drop(goes)
+            if self._saved is not None:
+                self._saved.drop(goes)
+            return dropped
 
     def _note(self, error: Exception) -> str:
         """The error as a note; logged once, since an embedder that fails may fail at every question."""

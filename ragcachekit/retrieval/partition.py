@@ -259,18 +259,15 @@ class KeyReader:
 def lasting(key: object, state: Callable[[Any], object], watcher: object, states: list[object]) -> object:
     """A key as other processes name it: classes and embedding models by name, indexes by their ``state``.
 
-    A ``state`` is what every process reads from an index (a count, a version), a function that reads all its
-    content, or None. It is added to ``states``. If it may miss a change, that calls ``watcher.clear()``.
-    NotKeyable for other objects.
+    A ``state`` is what every process reads from an index, or None; it is added to ``states``. As a count may
+    miss a change, that calls ``watcher.clear()``. NotKeyable for other objects.
     """
     if isinstance(key, Version):
         index = key.of.value
-        found, changes = state(index), getattr(index, "__dict__", {}).get(_COUNTER)
-        if callable(found):
-            found = found() if changes is None else changes.read(found)
-        elif changes is not None:
+        states.append(found := state(index))
+        changes = getattr(index, "__dict__", {}).get(_COUNTER)
+        if changes is not None and not hasattr(index, "cache_key_parts"):  # which are in keys
             changes.watchers.add(watcher)
-        states.append(found)
         return class_name(type(index)), found
     if isinstance(key, tuple):
         return [lasting(one, state, watcher, states) for one in key]
@@ -290,14 +287,7 @@ class _Changes:
     def __init__(self, owner: Callable[[], object]) -> None:
         self.owner, self.version, self._numbers = owner, 0, itertools.count(1)
         self.names: frozenset[str] = frozenset()  # of the wrappers
-        self.watchers, self._content = weakref.WeakSet[Any](), (-1, object())
-
-    def read(self, content: Callable[[], object]) -> object:
-        """What ``content`` gives, called once per version."""
-        version = self.version
-        if self._content[0] != version:
-            self._content = version, content()
-        return self._content[1]
+        self.watchers = weakref.WeakSet[Any]()
 
     def __deepcopy__(self, memo: object) -> _Changes:
         return self

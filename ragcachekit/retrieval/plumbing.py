@@ -112,8 +112,8 @@ class RetrieverSettings(TypedDict, total=False):
         answer may depend on the order.
     path : path or None
         A folder that keeps cached questions for the next process; over an index of its own, the folder of the
-        index. They are used again while the stores have the same count, version or content; those of stores
-        without need ``ttl`` or ``version``.
+        index. They are used again while the stores have the same count or version; those of stores without
+        need ``ttl`` or ``version``.
     """
 
     rag: Any
@@ -266,8 +266,8 @@ class RetrieverCache(CachedRetrieval[Document]):
         self._reads_files = path is not None or (index is not None and index.path is not None)
         self._follows: Callable[[str, str, int], Sequence[str]] | None = None
         self._index, self._is_fresh = index, ttl is not None or version is not None
-        with suppress(Exception):  # of the user's code: then nothing is cached
-            if saved is not None:  # a change of these indexes may erase it from now on
+        if saved is not None and index is None:  # a change of these indexes empties it from now on
+            with suppress(Exception):  # of the user's code: then nothing is cached
                 lasting(KeyReader(framework.rules).versions(retriever), state_of, saved, [])
         self._framework, self.rag, self.order = framework, rag, order
         self._custom, self._present_version = partition, version or (lambda: None)
@@ -451,7 +451,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         epoch, states = self._saved.epoch, list[object]()
         try:
             named = lasting(partition, state_of, self._saved, states)
-            if not self._is_fresh and (not states or None in states):
+            if not self._is_fresh and (None in states or not any(states)):
                 raise NotKeyable("a store without a count or version; pass ttl= or version=")
         except Exception as error:
             self._warn(f"cached questions are not kept for the next process: {error}")

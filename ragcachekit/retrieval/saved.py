@@ -42,7 +42,7 @@ class SavedQuestions(Generic[Document]):
 
     At most ``capacity``, the oldest leave first. ``write`` makes a JSON value of a document (TypeError or
     ValueError where it cannot: such questions are not kept), and ``read`` the document of it. What is damaged
-    or of another program is missing. A folder that cannot be used is named in the log, and nothing is kept.
+    or of another program is missing. OSError for a folder that cannot be used.
     """
 
     def __init__(
@@ -55,19 +55,12 @@ class SavedQuestions(Generic[Document]):
         self.epoch = 0
         """Rises when an index changes."""
         self._capacity, self._write, self._read = capacity, write, read
-        self._lock, self._store, self._unread = threading.Lock(), None, list[str]()
-        try:
-            self._store = JsonStore(path)
-            self._unread = self._store.keys(_PREFIX)
-        except OSError as error:
-            log.warning("cached questions are kept in memory only; give another path= (%s)", error)
+        self._lock, self._store = threading.Lock(), JsonStore(path)
 
-    def take(self, group: Group) -> list[tuple[Float32, Held[Document]]]:
-        """The questions that earlier processes left in a group, once."""
-        with self._lock:
-            keys = [key for key in self._unread if key.startswith(_PREFIX + group[0])]
-            self._unread = [key for key in self._unread if key not in keys]
-            return [(row, held) for found in map(self._held, keys) if found for _, row, held in [found]]
+    def of(self, group: Group) -> list[tuple[Float32, Held[Document]]]:
+        """The embeddings and results of a group."""
+        keys = self._store.keys(_PREFIX + group[0])
+        return [found[1:] for found in map(self._held, keys) if found]
 
     def put(self, group: Group, namespace: str, embedding: Any, held: Held[Document]) -> None:
         """Keep a question, unless an index has changed since ``group`` was read."""
@@ -82,7 +75,7 @@ class SavedQuestions(Generic[Document]):
                 "documents": [(one, self._write(document)) for one, document in held.found],
             }
             with self._lock:
-                if self._store is not None and self.epoch == group[1]:
+                if self.epoch == group[1]:
                     others = [one for one in self._store.keys(_PREFIX) if one != key]
                     self._store.put({**dict.fromkeys(others[: 1 - self._capacity or None]), key: value})
         except (TypeError, ValueError) as error:
@@ -90,22 +83,16 @@ class SavedQuestions(Generic[Document]):
         except OSError as error:
             log.warning("a cached question could not be kept: %s", error)
 
-    def drop(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
-        """Erase what ``goes`` and what cannot be read; returns how many :meth:`take` would have given.
-
-        OSError if the folder cannot be changed.
-        """
+    def drop(self, goes: Callable[[Hashable, Held[Document]], bool]) -> None:
+        """Delete what ``goes`` and what cannot be read. OSError if the folder cannot be changed."""
         with self._lock:
-            every = () if self._store is None else self._store.keys(_PREFIX)
-            held = {key: self._held(key) for key in every}
-            gone = [key for key, one in held.items() if one is None or goes(Partition(one[0], 1), one[2])]
-            if self._store is not None and gone:
-                self._store.erase(gone)
-            before, self._unread = self._unread, [key for key in self._unread if key not in gone]
-            return len(before) - len(self._unread)
+            held = {key: self._held(key) for key in self._store.keys(_PREFIX)}
+            self._store.delete(
+                key for key, one in held.items() if one is None or goes(Partition(one[0], 1), one[2])
+            )
 
     def clear(self) -> None:
-        """Erase everything, as an index has changed."""
+        """Delete everything, as an index has changed."""
         self.epoch += 1
         try:
             self.drop(lambda *_: True)
@@ -115,7 +102,7 @@ class SavedQuestions(Generic[Document]):
     def _held(self, key: str) -> tuple[str, Float32, Held[Document]] | None:
         """Namespace, embedding and results of a key; None if they cannot be read."""
         try:
-            value: Any = None if self._store is None else self._store.get(key)
+            value = self._store.get(key)
             found = tuple((one, self._read(document)) for one, document in value["documents"])
             row = np.frombuffer(base64.b64decode(value["embedding"]), np.float32)
             return value["namespace"], row, Held(found, value["question"], float(value["found_at"]))

@@ -9,7 +9,6 @@ from integration_kit import FACTS, PROMPT, Calls, asked
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
-from langchain_core.prompts import PromptTemplate
 from langchain_core.retrievers import BaseRetriever as LangChainBase
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever as LlamaBase
@@ -224,33 +223,3 @@ def test_bad_settings(framework):
         framework.wrap(framework.inner(), order="cached")
     engine = FakeEngine()  # as old as the others
     assert framework.found(framework.wrap(framework.inner(), rag=engine), "1 0 Where?") == [1, 0]
-
-
-def test_documents_keep_their_ids_metadata_and_scores(rag, embedder, embeddings):
-    chain, engine = InLangChain(embeddings, embedder), InLlamaIndex(embeddings, embedder)
-    retriever = chain.wrap(Documents(), rag=rag, order="cached")
-    chain.answer(rag, retriever, "0 1 Where?")
-    one, two = retriever.invoke("1 0 Where?")
-    assert (one.id, one.metadata, two.id) == ("1-0", {"page": "page 0"}, "0-1")
-    nodes = engine.wrap(Nodes(), rag=rag, order="cached")
-    engine.answer(rag, nodes, "0 1 Where?")
-    assert [(item.node.metadata["page"], item.score) for item in nodes.retrieve("1 0 Where?")] == [
-        ("page 0", 0.9),
-        ("page 1", 1.0),
-    ]
-
-
-def test_a_custom_format_with_metadata_before_each_document(rag, embeddings, embedder):
-    """The first document's metadata is before the first chunk, so that this text differs by prompt."""
-    framework = InLangChain(embeddings, embedder)
-    retriever = framework.wrap(Documents(), rag=rag, order="cached")
-    template = PromptTemplate.from_template("From {page} of the book about towns:\n{page_content}")
-    llm = ChatRagCache(rag=rag, max_tokens=2)
-    documents_chain = create_stuff_documents_chain(llm, PROMPT, document_prompt=template)
-    chain = create_retrieval_chain(retriever, documents_chain)
-    for question in ("0 1 2 Where?", "3 4 Where?", "5 1 Where?"):
-        asked(chain, {"input": question})
-    result, usage = asked(chain, {"input": "2 4 1 0 Where?"})
-    assert [FACTS.index(one.page_content) for one in result["context"]] == [0, 1, 2, 4]
-    known = sum(rag.count_tokens(FACTS[n]) for n in (0, 1, 2))
-    assert usage["input_token_details"]["cache_read"] > known

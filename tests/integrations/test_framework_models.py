@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from integration_kit import FACTS, Together
+from integration_kit import FACTS
 from langchain_core.messages import HumanMessage
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 
@@ -248,19 +248,6 @@ def test_leaving_a_stream_early_cancels_the_generation(adapter):
     assert engine.streams[0].cancelled.is_set()
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_three_answers_overlap_and_the_loop_ticks(adapter, streamed):
-    gate = Together()
-    model = adapter(FakeEngine(words=("in", "Norway"), gate=gate))
-
-    async def ask(_):
-        if streamed:
-            return "".join([piece async for piece in model.astream("Where is Oslo?")])
-        return await model.aask("Where is Oslo?")
-
-    assert await gate.three_times(ask) == ["in Norway"] * 3
-
-
 # -- over real engines ------------------------------------------------------------------------------
 
 
@@ -290,27 +277,6 @@ def test_every_call_takes_wait_and_a_deadline(adapter, rag):
     assert "".join(model.stream("Where is Bern?")) == asyncio.run(model.aask("Where is Bern?")) == whole
     with pytest.raises(DeadlineExceeded):
         list(adapter(rag, generate_kwargs={"deadline": 0.0}).stream("Where is Bern?"))
-
-
-@pytest.mark.parametrize("rag", ["prefix"], indirect=True)
-def test_a_hybrid_answers_as_its_own_generate_in_every_way(adapter, rag):
-    questions = QUESTIONS[:3]
-    expected = [adapter(rag, max_tokens=8, policy="full").ask(question) for question in questions]
-    assert len(set(expected)) > 1
-    model = adapter(rag, max_tokens=8)
-
-    async def gathered():
-        return await asyncio.gather(*map(model.aask, questions))
-
-    for _ in range(2):  # what was computed, then what was reused
-        assert [model.ask(question) for question in questions] == expected
-        assert ["".join(model.stream(question)) for question in questions] == expected
-        with ThreadPoolExecutor(len(questions)) as pool:
-            assert list(pool.map(model.ask, questions)) == expected
-        assert asyncio.run(gathered()) == expected
-    assert rag.flush(LONG)
-    counts = model.counts(questions[0])
-    assert 0 < counts["cached"] < counts["in"]
 
 
 @pytest.fixture(scope="module", params=GRADES)

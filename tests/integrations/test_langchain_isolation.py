@@ -246,19 +246,6 @@ def test_any_library_runnable_may_read_the_configurable_values(store):
 # -- forgetting ------------------------------------------------------------------------------------
 
 
-def test_a_forgotten_text_is_not_found_in_the_cache(store, rag):
-    inner = store.as_retriever(search_kwargs={"k": 2, "namespace": "a"})
-    retriever = RagCacheRetriever.wrap(inner, rag=rag)
-    found = [d.page_content for d in retriever.invoke(QUESTION)]
-    retriever.invoke(QUESTION)
-    assert retriever.query_cache.stats().hits == 1
-    store.store.pop("a0")  # past the store's methods, as another process would
-    rag.forget(texts=[found[0]])
-    again = [d.page_content for d in retriever.invoke(QUESTION)]
-    assert found[0] not in again
-    assert found[0] not in rag.components.parser.registry.texts("default")
-
-
 def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
     retriever = RagCacheRetriever.wrap(store, rag=rag, k=1)
     other = RagCacheRetriever.wrap(store, rag=rag, k=1, namespace="other")

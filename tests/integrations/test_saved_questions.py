@@ -13,10 +13,9 @@ import pytest
 from integration_kit import FACTS, WordEmbeddings
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_qdrant import QdrantVectorStore
-from llama_index.core import StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.schema import TextNode
 from llama_index.vector_stores.faiss import FaissVectorStore
 from llama_kit import Embedder
@@ -49,12 +48,6 @@ def qdrant(folder):
     return RagCacheRetriever.wrap(store, k=2, path=folder / "questions")
 
 
-def memory(folder):
-    store = InMemoryVectorStore(WordEmbeddings())
-    store.add_documents(DOCUMENTS)
-    return RagCacheRetriever.wrap(store, k=2, path=folder / "questions")
-
-
 def own(folder):
     return RagCacheRetriever.from_documents(DOCUMENTS, WordEmbeddings(), path=folder / "index", k=2)
 
@@ -63,22 +56,7 @@ def llama_own(folder):
     return LlamaRetriever.from_nodes(NODES, Embedder(asked=[]), path=folder / "index", k=2)
 
 
-def llama_faiss(folder):
-    model, at = Embedder(asked=[]), str(folder / "faiss")
-    if os.path.exists(at):
-        vectors = FaissVectorStore.from_persist_dir(at)
-        index = load_index_from_storage(
-            StorageContext.from_defaults(vector_store=vectors, persist_dir=at), embed_model=model
-        )
-    else:
-        context = StorageContext.from_defaults(vector_store=FaissVectorStore(faiss.IndexFlatL2(64)))
-        index = VectorStoreIndex(NODES, storage_context=context, embed_model=model)
-        index.storage_context.persist(at)
-    inner = index.as_retriever(similarity_top_k=2)
-    return LlamaRetriever(inner, embed_model=model, path=folder / "questions")
-
-
-KINDS = {one.__name__: one for one in (chroma, qdrant, memory, own, llama_own, llama_faiss)}
+KINDS = {one.__name__: one for one in (chroma, qdrant, own, llama_own)}
 
 
 def texts(retriever, question=QUESTION):
@@ -116,11 +94,11 @@ def test_a_second_process_finds_the_same_without_a_search(kind, tmp_path):
     assert (again[0], hits) == (first[0], 1)
 
 
-def restarted(folder, documents=DOCUMENTS, **settings):
-    """A retriever as a new process makes it, over a store in memory."""
+def restarted(folder, documents=DOCUMENTS, version=lambda: 1, **settings):
+    """A retriever as a new process makes it, over a store in memory, which has neither count nor version."""
     store = InMemoryVectorStore(WordEmbeddings())
     store.add_documents(documents)
-    return RagCacheRetriever.wrap(store, k=2, path=folder / "questions", **settings)
+    return RagCacheRetriever.wrap(store, k=2, path=folder / "questions", version=version, **settings)
 
 
 def is_hit(retriever, question=QUESTION):
@@ -129,13 +107,14 @@ def is_hit(retriever, question=QUESTION):
     return retriever.query_cache.stats().hits > before
 
 
-def content(folder):
-    return b"".join(file.read_bytes() for file in (folder / "questions").rglob("*") if file.is_file())
+def saved_texts(folder):
+    with JsonStore(folder / "questions") as store:
+        values = map(store.get, store.keys("query:"))
+        return [one["text"] for value in values for _, one in value["documents"]]
 
 
-def test_other_content_another_count_or_another_search_finds_nothing_of_before(tmp_path):
+def test_another_count_or_another_search_finds_nothing_of_before(tmp_path):
     assert not is_hit(restarted(tmp_path))
-    assert not is_hit(restarted(tmp_path, [*DOCUMENTS[1:], Document("Ada Lind lives in Chur.", id="0")]))
     assert not is_hit(restarted(tmp_path, namespace="other"))
     assert not is_hit(restarted(tmp_path, partition=lambda *_: "ann"))
     assert [is_hit(restarted(tmp_path)), is_hit(restarted(tmp_path, partition=lambda *_: "ann"))] == [
@@ -164,38 +143,21 @@ def test_a_change_that_keeps_the_count_erases_what_was_saved(tmp_path):
 def test_forgotten_texts_are_gone_from_the_files_of_all_processes(tmp_path, asked):
     (_, text, _), *_ = texts(restarted(tmp_path))
     texts(restarted(tmp_path, namespace="other"), "Where is the harbour frozen?")
-    assert text.encode() in content(tmp_path)
+    assert text in saved_texts(tmp_path)
     later = restarted(tmp_path)
     if asked:
         assert is_hit(later)
     later.query_cache.forget_texts("default", lambda one: one == text)
-    assert text.encode() not in content(tmp_path)
+    assert text not in saved_texts(tmp_path)
     assert not is_hit(restarted(tmp_path))
     assert is_hit(restarted(tmp_path, namespace="other"), "Where is the harbour frozen?")
-    assert restarted(tmp_path).query_cache.clear() == 2
-    assert not is_hit(restarted(tmp_path))
-
-
-class Found(BaseRetriever):
-    """A search in a system of the user's own, without a count."""
-
-    documents: list
-
-    def _get_relevant_documents(self, query, *, run_manager):
-        return self.documents
-
-    def cache_key_parts(self):
-        return ("everything",)
+    restarted(tmp_path).query_cache.clear()
+    assert saved_texts(tmp_path) == []
 
 
 def test_a_store_without_a_count_needs_a_ttl_or_a_version(tmp_path, caplog, monkeypatch):
-    def asked(documents=DOCUMENTS, **settings):
-        inner = Found(documents=documents)
-        return is_hit(
-            RagCacheRetriever.wrap(
-                inner, embeddings=WordEmbeddings(), path=tmp_path / "questions", **settings
-            )
-        )
+    def asked(documents=DOCUMENTS, version=None, **settings):
+        return is_hit(restarted(tmp_path, documents, version, **settings))
 
     assert [asked(), asked()] == [False, False]
     assert "not kept for the next process" in caplog.text
@@ -213,12 +175,10 @@ def test_a_store_without_a_count_needs_a_ttl_or_a_version(tmp_path, caplog, monk
     assert [asked(no_json, version=lambda: 3), asked(no_json, version=lambda: 3)] == [False, False]
 
 
-@pytest.mark.parametrize("damage", ["a byte", "the file", "a text file", "another program's"])
-def test_damage_means_an_empty_cache(tmp_path, damage, caplog):
+@pytest.mark.parametrize("damage", ["a byte", "the file", "another program's"])
+def test_damage_means_an_empty_cache(tmp_path, damage):
     folder = tmp_path / "questions"
-    if damage == "a text file":
-        folder.write_text("mine")
-    elif damage == "another program's":
+    if damage == "another program's":
         with JsonStore(folder) as store:
             store.put({"head": 1, "query:x:y": {"documents": 3}})
     else:
@@ -233,10 +193,7 @@ def test_damage_means_an_empty_cache(tmp_path, damage, caplog):
             file.unlink()
     found = texts(restarted(tmp_path))
     assert found == [(one.id, one.page_content, one.metadata) for one in (DOCUMENTS[0], DOCUMENTS[4])]
-    assert is_hit(restarted(tmp_path)) == (damage != "a text file")
-    if damage == "a text file":
-        assert "kept in memory only" in caplog.text
-        assert folder.read_text() == "mine"
+    assert is_hit(restarted(tmp_path))
     if damage == "another program's":
         restarted(tmp_path).query_cache.clear()
         with JsonStore(folder) as store:

@@ -123,21 +123,6 @@ def test_a_killed_process_loses_nothing_acknowledged(tmp_path: Path, kills: int)
         abandon(index)
 
 
-def test_killed_within_the_first_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = DocumentIndex("faiss-flat", "l2", tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(JsonStore, "put", lambda *args, **options: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            fill(index, 0, 1_500)
-    assert vector_files(tmp_path) == ["index-1"]
-    assert len(index) == 0
-    abandon(index)
-    with DocumentIndex("faiss-flat", "l2", tmp_path) as again:
-        assert (len(again), again.version) == (0, 0)
-        fill(again, 0, 1_500)
-        assert len(again) == 1_500
-
-
 @pytest.mark.parametrize("count", [50, 5_000])
 def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     def full(*_: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -118,32 +117,6 @@ def test_other_number_types_are_the_same_question(make: Make, dtype: Any) -> Non
     assert cache.lookup([1.0, 2.0, 3.0], partition="p") == (("a",), 0.0)
     strided = np.array([1, 9, 2, 9, 3, 9], np.float32)[::2]
     assert cache.lookup(strided, partition="p") == (("a",), 0.0)
-
-
-def test_threads_lose_nothing(make: Make) -> None:
-    cache, vectors = make(16, 1e-6), rows(48, 32)
-    failures: list[object] = []
-
-    def work(seed: int) -> None:
-        order = np.random.default_rng(seed).integers(0, 48, 300)
-        for number in order.tolist():
-            hit = cache.lookup(vectors[number], partition=number % 2)
-            if hit is None:
-                cache.insert(vectors[number], [number], partition=number % 2)
-            elif hit.results != (number,):
-                failures.append((number, hit))
-            if number == 7:
-                cache.forget(lambda entry: entry.results == (7,))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stats = cache.stats()
-    assert failures == []
-    assert stats.hits + stats.misses == 6 * 300
-    assert stats.entries <= 16
 
 
 def test_what_is_not_accepted_is_a_miss() -> None:

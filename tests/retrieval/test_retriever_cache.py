@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ragcachekit.retrieval.plumbing import (
@@ -96,23 +95,14 @@ def test_without_a_partition_or_an_embedding_the_search_answers(failing: object)
 GOOD = [1.0] * 4
 BAD = {
     "zeros": [0.0] * 4,
-    "tiny": [1e-30] * 4,
     "one NaN": [math.nan, *GOOD[1:]],
-    "minus infinity": [-math.inf, *GOOD[1:]],
-    "huge": [1e30] * 4,
     "too huge for float32": [1e300] * 4,
     "another width": [1.0] * 3,
-    "one number": 1.0,
     "nothing": [],
-    "None": None,
-    "strings": ["a"] * 4,
     "a string": "embedding",
     "two of them": [GOOD] * 2,
     "ragged": [[1.0], [1.0, 2.0]],
-    "complex": [1j] * 4,
-    "a dict": {"data": GOOD},
     "objects": [object()] * 4,
-    "a masked array": np.ma.masked_all(4),
 }
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from benchmarks.ivf_index import FaissIvfIndex
-from ragcachekit.errors import RetrievalError
 from ragcachekit.retrieval.index import SearchResult, VectorIndex, index_names, open_index
 
 DIM = 12
@@ -49,24 +48,6 @@ def test_stages_go_through_parts() -> None:
     index.add(list(range(400)), rows(400))
     seen = [set(result.ids) for result in index.search_stages(rows(1, 5)[0], 400, 4)]
     assert seen == [set(range(end)) for end in (100, 200, 300, 400)]
-
-
-@pytest.mark.parametrize("kind", index_names())
-def test_a_change_between_stages_ends_them_by_a_whole_search(kind: str) -> None:
-    index, query = opened(kind), rows(1, 4)[0]
-    index.add(list(range(500)), rows(500))
-    before = index.search(query, 5)
-    stages = index.search_stages(query, 5, 4)
-    next(stages)
-    index.add([1_000], query[None])
-    assert [*stages] == [index.search(query, 5)]
-    stages = index.search_stages(query, 5, 4)
-    index.remove([1_000])
-    assert [*stages] == [before]
-    stages = index.search_stages(query, 5, 4)
-    index.remove(list(range(500)))
-    with pytest.raises(RetrievalError, match="index is empty"):
-        next(stages)
 
 
 @pytest.mark.parametrize("kind", index_names())
