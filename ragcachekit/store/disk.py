@@ -60,8 +60,7 @@ class DiskStore(KVStore):
 
     A power failure may tear what was written last, which checksums detect: a miss. What was forgotten does
     not come back. A folder that cannot be written to is opened for reading, and a put returns False until it
-    can be. On a full volume a put evicts entries of its size. StoreError if the folder is not ours alone, or
-    cannot be made.
+    can be; so it does on a full volume. StoreError if the folder is not ours alone, or cannot be made.
     """
 
     shared = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -41,7 +40,6 @@ _TEMP_NAME = re.compile(r"\d+-[0-9a-f]{16}\.tmp")
 _LOCK_POLL = 0.001  # seconds between tries, as no system has a lock with a deadline
 _ALL = "*"  # group of all entries
 _TICK = 1_000  # nanoseconds; where times of files are coarser, every change lists the folder
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LockFailed(StoreError):
@@ -132,7 +130,6 @@ class EntryFolder:
         self._changed_at: int | None = None  # the folder's modification time when the next two were right
         self._files: dict[str, tuple[int, int]] = {}  # when used and size; least recently used first
         self._nbytes = Counter[str]()  # by group
-        self._still_full = False  # since entries were evicted in vain, until a put succeeds
 
     def path(self, name: str) -> str:
         """Path of an entry file; as text, since joining paths is a tenth of what a small read costs."""
@@ -152,8 +149,6 @@ class EntryFolder:
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
         """Evict for an entry and write it; OSError or LockFailed leaves an older file unchanged.
 
-        On a full volume, entries of its size leave, and it is written once more.
-
         Not fsynced: what a power failure tears fails its checksums and is computed again, and a sync would
         cost more than the write.
         """
@@ -161,16 +156,7 @@ class EntryFolder:
             nbytes, old = sum(map(len, parts)), self._files.get(name, (0, 0))[1]
             self._shrink(group_of(name), nbytes - old, but=name)
             self._shrink(_ALL, nbytes - old, but=name)
-            try:
-                self._write(name, parts, nbytes)
-            except OSError as error:
-                rest = self._nbytes[_ALL] - nbytes
-                if error.errno not in _NO_SPACE or self._still_full or rest < old:
-                    raise
-                self._still_full = True
-                self._shrink(_ALL, self._budget - rest, but=name)
-                self._write(name, parts, nbytes)
-            self._still_full = False
+            self._write(name, parts, nbytes)
 
     def remove(self, name: str, seen: os.stat_result | None = None) -> bool:
         """Delete an entry, even if the folder cannot be locked; False if the file cannot be deleted.

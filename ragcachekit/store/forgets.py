@@ -71,16 +71,6 @@ class _Namespace:
     last: dict[str, int] = field(default_factory=dict)  # name to that epoch
     texts: list[tuple[int, ForgottenTexts]] = field(default_factory=list)  # with their epochs
 
-    def newer_half(self) -> _Namespace:
-        """What remains if the older half of the epochs counts as forgets of everything."""
-        epochs = sorted({*self.last.values(), *(epoch for epoch, _ in self.texts)})
-        whole = max(self.whole, epochs[(len(epochs) - 1) // 2])
-        return _Namespace(
-            whole,
-            {name: epoch for name, epoch in self.last.items() if epoch > whole},
-            [(epoch, within) for epoch, within in self.texts if epoch > whole],
-        )
-
 
 class ForgetEpochs:
     """A count of forgets, and for each chunk the count at its last one. Thread safe.
@@ -88,8 +78,8 @@ class ForgetEpochs:
     Work reads :attr:`epoch` before its first lookup, and stores a result inside ``storing`` if nothing it
     depends on was forgotten since. A forget is added inside ``storing`` and ``storing_in_tree`` when it has
     reached every tier. :data:`MAX_NAMES` names and the texts of :data:`MAX_TEXTS` forgets of one namespace
-    are remembered; beyond that, the older half counts as a forget of the whole namespace, which costs work
-    that began before it.
+    are remembered; beyond that, the last forget counts as one of the whole namespace, which costs work that
+    began before it.
     """
 
     def __init__(self) -> None:
@@ -120,10 +110,8 @@ class ForgetEpochs:
                 known.texts.append((epoch, within))
             if chunk_ids is not None:
                 known.last.update(dict.fromkeys([*chunk_ids, *map(_name, texts)], epoch))
-            if chunk_ids is None:
+            if chunk_ids is None or len(known.last) > MAX_NAMES or len(known.texts) > MAX_TEXTS:
                 self._namespaces[namespace] = _Namespace(whole=epoch)
-            elif len(known.last) > MAX_NAMES or len(known.texts) > MAX_TEXTS:
-                self._namespaces[namespace] = known.newer_half()
             self.epoch = epoch
 
     def forgot(self, key: KVKey, since: int) -> bool:

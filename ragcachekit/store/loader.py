@@ -24,9 +24,6 @@ THREADS = 2
 DEADLINE_SECONDS = 30.0
 BYTES_IN_FLIGHT = 1 << 30
 
-MAX_OPEN = 256
-"""Entries that may be open at a time; further ones are misses."""
-
 CLOSE_SECONDS = 5.0
 """How long closing waits for running reads."""
 
@@ -286,8 +283,7 @@ class Loader:
         with self._changed:
             load = self._find(key)  # another thread may have opened it meanwhile
             hang = sum(map(self._hangs, self._active)) >= self._threads
-            usable = not (self._closed or hang) and len(self._active) < MAX_OPEN
-            if load is not None or not usable:
+            if load is not None or self._closed or hang:
                 opened.close()
             else:
                 load = Load(key, opened, self._changed, failures=self.failures)

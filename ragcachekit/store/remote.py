@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ FAILURES = 3
 """Failures in a row after which a service is not asked for a while."""
 
 COOLDOWN = 5.0
-"""Seconds until one operation tries again."""
+"""Seconds until operations try again."""
 
 THREADS = 16
 """Operations on one service that run or hang at the same time."""
@@ -57,8 +56,8 @@ def reported(failures: list[str]) -> Iterator[None]:
 class DeadlineExecutor:
     """Runs operations in threads and waits for each until ``deadline`` seconds have passed. Thread safe.
 
-    After :data:`FAILURES` in a row operations are refused; after :data:`COOLDOWN` seconds one may try. While
-    all :data:`THREADS` hang, they are refused as well. ``failures`` are those that raised or were late.
+    After :data:`FAILURES` in a row operations are refused for :data:`COOLDOWN` seconds, and while all
+    :data:`THREADS` hang. ``failures`` are those that raised or were late.
     """
 
     def __init__(self, name: str, deadline: float) -> None:
@@ -75,7 +74,7 @@ class DeadlineExecutor:
         deadline = deadline or self.deadline
         if self._pool.closed.is_set():
             return default
-        if not self._may_try():
+        if self._failed >= FAILURES and time.monotonic() < self._retry_at:
             self._report("not asked after too many failures")
             return default
         job, failure = operation if isinstance(operation, Job) else Job(operation), "interrupted"
@@ -98,14 +97,6 @@ class DeadlineExecutor:
     def start(self, operation: Callable[[], object]) -> None:
         """Run an operation that nobody waits for."""
         self._pool.submit(Job(operation))
-
-    def _may_try(self) -> bool:
-        with self._lock:
-            if self._failed >= FAILURES:
-                if time.monotonic() < self._retry_at:
-                    return False
-                self._retry_at = math.inf  # the others wait until this trial ends
-            return True
 
     def _report(self, failure: str) -> None:
         if (failures := _REPORTED.get()) is not None:

@@ -80,19 +80,6 @@ def test_opens_after_three_failures_in_a_row_and_tries_once_after_the_cool_down(
     assert [guard.run(lambda: operation(True), "default") for _ in range(3)] == ["answer"] * 3
 
 
-def test_while_one_tries_the_others_are_refused(clock, hanging):
-    guard = DeadlineExecutor("test", LONG)
-    assert [guard.run(failing, "failed") for _ in range(3)] == ["failed"] * 3
-    clock.now += 6
-    trial = threading.Thread(target=guard.run, args=(hanging, ""))
-    trial.start()
-    assert hanging.inside.acquire(timeout=LONG)
-    assert guard.run(lambda: "second", "refused") == "refused"
-    hanging.go_on.set()
-    trial.join()
-    assert guard.run(lambda: "third", "refused") == "third"
-
-
 def test_hanging_threads_are_bounded_and_then_everything_is_refused(hanging, monkeypatch):
     monkeypatch.setattr(remote, "FAILURES", 10**6)
     monkeypatch.setattr(remote, "THREADS", 5)

@@ -226,46 +226,6 @@ def test_only_a_deletion_is_flushed(tmp_path, opened):
     assert faults.calls[-1] == "fsync"
 
 
-# -- full volumes ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
-def test_on_a_volume_smaller_than_the_budget_the_least_recent_leave(tmp_path, code, opened):
-    path = tmp_path / "kv"
-    filled(path)
-    store = opened(path)
-    assert holds(store, 0)  # now 1 is the least recently used
-
-    def full(_):
-        there = [file for file in path.iterdir() if file.suffix in (".tmp", ".safetensors")]
-        return faults.calls[-1] == "write" and len(there) > 4
-
-    faults = Faults(path, code, full)
-    with injected(faults):
-        assert store.put(key_of(8), kv_of(8))
-        assert [n for n in range(10) if holds(store, n)] == [0, 2, 3, 8]
-        assert store.put(key_of(9), kv_of(9)), "again and again"
-        assert [n for n in range(10) if holds(store, n)] == [2, 3, 8, 9]
-    (stats,) = store.stats()
-    assert (stats.evictions, stats.failed_writes, stats.entries, stats.writable) == (2, 0, 4, True)
-    assert agrees_with_files(store, path)
-
-
-def test_a_volume_that_stays_full_takes_one_entry_and_no_more(tmp_path, opened):
-    filled(tmp_path / "kv")
-    store = opened(tmp_path / "kv")
-    with injected(by_name(tmp_path, errno.ENOSPC, "write")):
-        assert not store.put(key_of(9), kv_of(9, tokens=4000)), "larger than all that could leave"
-        assert store.stats()[0].evictions == 0
-        assert not any(store.put(key_of(9), kv_of(9)) for _ in range(5))
-        (stats,) = store.stats()
-    assert (stats.entries, stats.evictions, stats.failed_writes) == (3, 1, 6)
-    assert not stats.writable
-    assert store.put(key_of(9), kv_of(9))
-    assert store.stats()[0].writable
-    assert agrees_with_files(store, tmp_path / "kv")
-
-
 def test_the_default_budget_depends_on_the_volume(tmp_path, monkeypatch):
     def volume(total, free):
         full = SimpleNamespace(f_bavail=free, f_bfree=free, f_frsize=1, f_blocks=total)

@@ -54,5 +54,5 @@ def test_beyond_its_bound_more_counts_as_forgotten_and_never_less(monkeypatch):
     for number in range(6):
         assert forgets.forgot(key_of(number), number)  # just before its own forget
         assert not forgets.forgot(key_of(number), 6)
-    assert forgets.forgot(key_of(9), 3), "the older half of the log counts as a forget of everything"
+    assert forgets.forgot(key_of(9), 3), "the fourth forget counts as one of everything"
     assert not forgets.forgot(key_of(9), 4)

@@ -341,13 +341,3 @@ def test_of_the_disk_no_descriptor_is_left(tmp_path, closing):
     handles.clear()
     loader.release([])
     assert descriptors() == 0
-
-
-def test_no_more_entries_are_open_than_may_be(store, loader, monkeypatch):
-    monkeypatch.setattr("ragcachekit.store.loader.MAX_OPEN", 3)
-    handles = opened(loader, 0, 1, 2)
-    assert loader.open(key_of(3)) is None
-    assert loader.open(key_of(0)) is not None, "it is open"
-    assert closed(store) == [False, False, False, True]
-    handles.pop()
-    assert loader.open(key_of(3)) is not None
