@@ -48,7 +48,7 @@ def test_tokens(plots) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
-@pytest.mark.parametrize("name", ["tokens", "time"])
+@pytest.mark.parametrize("name", ["tokens", "time", "tiers"])
 def test_ticks_are_whole_numbers_and_the_legend_covers_no_bar(name, count) -> None:
     axes = getattr(Plots(lambda: (REPORTS * 14)[:count], lambda _: ((), "")), name)()
     axes.figure.canvas.draw()
