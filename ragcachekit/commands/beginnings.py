@@ -207,6 +207,9 @@ class BeginningsRun:
         corpus_index(self._settings, self.corpus, MiniLM())
         return seconds
 
+    def estimated_seconds(self) -> None:
+        """None: the time of beginnings is not predicted."""
+
     def _is_stored(self, one: Beginning) -> bool:
         tree, place = self._rag.components.tree, one.request.place
         return tree is not None and place is not None and key_of(*place) in tree.disk.store

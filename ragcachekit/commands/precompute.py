@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ragcachekit.plan.link_plan import Missing
     from ragcachekit.store.base import KVStore
 
+FEW = 8  # chunks for which no time is predicted
 SCORE_BYTES = 4  # per token: the attention that it got, kept for policies
 
 
@@ -90,7 +91,9 @@ def precompute(
                 note(f"encoded by system for other engines; their prompts add contexts ({DEFAULT_ENCODER})")
             show(pairs(run.rows))
             if dry_run:
-                typer.echo(f"it would be: {run.changes}")
+                seconds = run.estimated_seconds()
+                about = "" if seconds is None else f"; about {seconds:.1f} s"
+                typer.echo(f"it would be: {run.changes}{about}")
                 return
             seconds = run.run(progress=bool(run.todo))
     except KeyboardInterrupt:
@@ -174,7 +177,10 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
         tier: KVStore = open_store(config) if is_read else NullStore()
         stack.callback(tier.close)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcachekit-"))
-        engine = settings.open_engine(tier, corpus, cache_dir=Path(scratch) if dry else None, cold="never")
+        written = StoreConfig(host_bytes=0, disk_path=Path(scratch) / "kv")  # a dry run times writing, too
+        engine = settings.open_engine(
+            written if dry else tier, corpus, cache_dir=Path(scratch) if dry else None, cold="never"
+        )
         rag = stack.enter_context(engine)
         if rag.grade == "prefix":
             from ragcachekit.commands.beginnings import open_beginnings
@@ -234,6 +240,20 @@ class PrecomputeRun:
             f"{size(self.todo_bytes)} of KV",
         }
 
+    def estimated_seconds(self) -> float | None:
+        """The time to encode, by that of some chunks, which are encoded now; None if there are none."""
+        if not self.todo:
+            return None
+        blocks = _blocks(self.todo)
+        timed = [chunk for at in sorted({0, len(blocks) // 2}) for chunk in blocks[at]]
+        encoder = self._rag.components.background_encoder
+        entries = encoder.complete(timed)
+        encoder.now(entries[:1])  # a model's first forward is slower
+        start = time.perf_counter()
+        encoder.now(entries)
+        spent = time.perf_counter() - start
+        return spent * self.todo_tokens / sum(len(chunk.token_ids) for chunk in timed)
+
     @property
     def todo_tokens(self) -> int:
         """Tokens to encode."""
@@ -278,6 +298,8 @@ class PrecomputeRun:
         if self._settings.ray:
             self._encode_on_ray(progress)
         else:
+            if len(self.todo) > FEW and (seconds := self.estimated_seconds()):
+                note(f"this takes about {seconds:.0f} s")
             self._rag.encode(self.corpus.texts, system=self._system, progress=progress)
         self._means.recall(self._tier, self._rag.fingerprint, variants=False)
         if lost := sum(not self._is_stored(chunk) for chunk in self.chunks):
@@ -329,3 +351,13 @@ class PrecomputeRun:
         from ragcachekit.engine.chunks import is_stored
 
         return is_stored(chunk, self._tier, self._means, gone)
+
+
+def _blocks(chunks: Sequence[Missing]) -> list[Sequence[Missing]]:
+    """The chunks by four, or by the forwards that they share."""
+    from ragcachekit.encode.in_prompt import blocks
+    from ragcachekit.model.encoding import AverageEncoding
+
+    if averaged := [chunk for chunk in chunks if isinstance(chunk.encoding, AverageEncoding)]:
+        return list(blocks(averaged))
+    return [chunks[at : at + 4] for at in range(0, len(chunks), 4)]

@@ -53,7 +53,7 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
     if not all(map(find_spec, NEEDED)):
         needs = " and ".join(NEEDED)
         raise RagCacheError(
-            f"converting the sample model needs {needs}: {missing_extra('sample', ' '.join(NEEDED))}"
+            f"converting the sample model needs {needs}: {missing_extra('sample', 'gguf accelerate')}"
         )
     make_folder(folder.parent)
     with FileLock(f"{folder}.lock"):

@@ -67,6 +67,7 @@ def test_the_second_run_has_nothing_to_do(precompute):
     count, before = encoded(first)
     assert (count > 10, before) == (True, 0)
     assert encoded(again) == (0, count)
+    assert [bool(re.search(r"this takes about \d+ s", r.stderr)) for r in (first, again)] == [True, False]
 
 
 def test_ask_finds_every_chunk(precompute, command, corpus, one_minilm, prepared, tmp_path):
