@@ -32,14 +32,6 @@ class Records(tuple[_R, ...]):
         return records_html(self)
 
 
-class ShownPolicy:
-    """Base of selection policies: name, encoder and purpose in notebooks."""
-
-    def _repr_html_(self: Any) -> str:
-        does = (type(self).__doc__ or "").partition("\n\n")[0]
-        return pairs_html([("policy", self.name), ("encoder", self.encoder or "any"), ("does", does)])
-
-
 # -- requests --------------------------------------------------------------------------------------
 
 

@@ -174,8 +174,6 @@ class RagCacheRetriever(BaseRetriever):
         index = store.index if isinstance(store, RagCacheVectorStore) else None
         if not isinstance(self.embeddings, Embeddings):
             raise ValueError("embeddings= is needed to embed questions for the query cache")
-        if self.partition is not None and not callable(self.partition):
-            raise ValueError(f"partition= must be a function of (question, config), got {self.partition!r}")
         settings: Any = {
             name: getattr(self, name) for name in RetrieverSettings.__annotations__.keys() - {"namespace"}
         }

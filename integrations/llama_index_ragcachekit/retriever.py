@@ -107,8 +107,6 @@ class RagCacheRetriever(BaseRetriever):
             raise TypeError(f"expected a LlamaIndex retriever, got {type(retriever).__name__}")
         refuse_cache(settings)
         self._custom = settings.get("partition")
-        if self._custom is not None and not callable(self._custom):
-            raise TypeError(f"partition= must be a function of a QueryBundle, got {self._custom!r}")
         self._exact = settings.get("tolerance", 0) == 0
         given: Any = dict(settings)
         namespace = given.pop("namespace", None)

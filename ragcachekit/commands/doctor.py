@@ -32,16 +32,14 @@ def doctor(
 ) -> None:
     """Show which documents of a prompt are found as chunks, why others are not, and what to change.
 
-    Ends with 1 if some are not found. Only the tokenizer and the chat template of --model are loaded; its
-    grade is read from its configuration.
+    Ends with 1 if some are not found. Only the tokenizer and the chat template of --model are loaded;
+    check-model shows its grade.
     """
     if not prompt:
         raise RagCacheError("give the prompt's file, and --documents")
     text = sys.stdin.read() if prompt == "-" else _read(Path(prompt))
     diagnosis = run(read_prompt(text), read_documents(documents or []), model)
     typer.echo(str(diagnosis))
-    if model is not None and (grade := _grade(model)):
-        typer.echo(grade)
     if diagnosis.missing:
         raise typer.Exit(1)
 
@@ -58,22 +56,6 @@ def run(prompt: PromptLike, documents: Iterable[object], model: str | None = Non
 
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
     return diagnose(PromptParser(None if model is None else load_tokenizer(model)), prompt, texts)
-
-
-def _grade(model: str) -> str:
-    """A line on the model's grade; empty for a folder without a configuration."""
-    from ragcachekit.commands.grades import why_prefix
-
-    try:
-        why = why_prefix(model)
-    except RagCacheError:
-        return ""
-    if not why:
-        return f"grade by its configuration: linked; ragcachekit check-model {model} checks it"
-    return (
-        f"grade: prefix ({why}): only what begins a prompt as an earlier one is reused, the documents while "
-        "they are the same in the same order"
-    )
 
 
 def read_prompt(text: str) -> PromptLike:

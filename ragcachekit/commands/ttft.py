@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
-from transformers import DynamicCache
 
 from ragcachekit.commands.console import note
 from ragcachekit.commands.corpus import read_corpus
@@ -363,7 +362,7 @@ def _timings(
 
     ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
     question = len(prompt.segments[-1].token_ids or ())
-    prefix = _own_cache(model, ids, question) if is_prefix else _prefix_cache(model, ids, question)
+    prefix = _prefix_cache(model, ids, question)
     uncached = policies[0] if policies else "reuse"
     return [
         Timings("generate", NO_TIER, lambda: _time_generate(model, ids)),
@@ -378,17 +377,8 @@ def _timings(
     ]
 
 
-@torch.no_grad()
-def _prefix_cache(model: Any, ids: list[list[int]], question: int) -> DynamicCache:
-    """All but the question, as transformers keeps a prompt for several continuations."""
-    cache = DynamicCache()
-    prefix = torch.tensor(ids, device=model.device)[:, :-question]
-    model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
-
-
-def _own_cache(model: Any, ids: list[list[int]], question: int) -> Any:
-    """As :func:`_prefix_cache`, of the kind that the model makes; None where generate takes none."""
+def _prefix_cache(model: Any, ids: list[list[int]], question: int) -> Any:
+    """All but the question, as transformers keeps a prompt for others; None where generate takes none."""
     ran = run_model(model, torch.tensor(ids, device=model.device)[:, :-question])
     return ran.cache if ran.argument == PAST else None
 

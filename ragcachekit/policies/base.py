@@ -10,7 +10,6 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ragcachekit.reports import ShownPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions
 
 
@@ -173,7 +172,7 @@ class RowTracker(AttentionObserver, Protocol):
 
 
 @dataclass(frozen=True)
-class RatioPolicy(ShownPolicy):
+class RatioPolicy:
     """Base of policies called ``kind:r``, which recompute a share ``ratio`` (0 < r <= 1) of cached tokens."""
 
     ratio: float

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcachekit.policies.base import PlacedChunk, RatioPolicy, open_positions, share
-from ragcachekit.reports import ShownPolicy
 
 
-class Full(ShownPolicy):
+class Full:
     """An ordinary prefill over the same token ids: the null policy, and the baseline of every benchmark."""
 
     name = "full"
@@ -23,7 +22,7 @@ class Full(ShownPolicy):
 
 
 @dataclass(frozen=True)
-class Reuse(ShownPolicy):
+class Reuse:
     """Recomputes nothing (EPIC section 2.3 calls it Naive, FusionRAG 2.2 full reuse).
 
     ``lego0`` (EPIC section 5.4) is this over ``sinks:4`` encodings.
@@ -39,7 +38,7 @@ class Reuse(ShownPolicy):
 
 
 @dataclass(frozen=True)
-class Prefix(ShownPolicy):
+class Prefix:
     """Recomputes every row that is not exact, as serving systems do: answers are those of ``full``."""
 
     encoder: str | None = None

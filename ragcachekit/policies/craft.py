@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ragcachekit.policies.base import Deviation, PlacedChunk, share, top
-from ragcachekit.reports import ShownPolicy
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, Spans, column_scores, span_sums
 
 WINDOW = 3
@@ -59,7 +58,7 @@ class Impact:
 
 
 @dataclass(frozen=True)
-class Craft(ShownPolicy):
+class Craft:
     """Recomputes ``ceil(CFO * tokens)`` tokens of every chunk, CFO = min(1, alpha CCI (1 - β')) (eq. 12).
 
     These are the tokens with the highest attention to other segments, which the encoder ``in-prompt``

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.reports import ShownPolicy
 
 
 @dataclass(frozen=True)
-class Lego(ShownPolicy):
+class Lego:
     """Recomputes the first ``k`` tokens of every chunk that is not exact.
 
     A chunk encoded alone has an attention sink on its first tokens, which recomputation removes.

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.reports import ShownPolicy
 
 BOUND = 1.1
 """``auto`` allows this multiple of the least KL."""
 
 
-class _Replaced(ShownPolicy):
+class _Replaced:
     """A policy that the engine replaces by a measured one."""
 
     name: str

@@ -245,6 +245,8 @@ class RetrieverCache(CachedRetrieval[Document]):
             raise ValueError(f"order must be 'found' or 'cached', got {order!r}")
         if order == "cached" and not hasattr(rag, "cached_first"):
             raise ValueError("order='cached' needs rag=RagCache(...), whose tree tells the order")
+        if partition is not None and not callable(partition):
+            raise TypeError(f"partition= must be a function of the question, got {partition!r}")
         if rag is not None and not all(hasattr(rag, name) for name in _ENGINE):
             raise TypeError(f"RagCacheRetriever needs rag=RagCache(...) or None, got {rag!r}")
 

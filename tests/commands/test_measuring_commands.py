@@ -46,20 +46,6 @@ def test_ttft_writes_json(command, proofs, tmp_path, random_weights):
     assert {"full", "lego:4", "reuse"} <= {row["policy"] for row in rows}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--model", READER, "--policies", "fastest"), "unknown policy"),
-        (("--model", READER, "--runs", "0"), "Invalid value for '--runs'"),
-        ((), "which model"),
-    ],
-)
-def test_bench_ttft_refuses_bad_arguments(command, arguments, message):
-    result = command("bench", "ttft", *arguments)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
 def test_help_and_version_need_no_torch():
     program = (
         "import sys; from typer.testing import CliRunner; from ragcachekit.commands.app import app; "

@@ -137,12 +137,6 @@ def test_answers_are_those_of_the_bare_model(settings, chunks, log):
         assert answer.token_ids == rag.generate(prompt, policy="full", namespace="other", **options).token_ids
 
 
-def test_learned_positions_work_too(precompute, learned_positions, log):
-    result = precompute("--log", log(ORDERS), model=learned_positions)
-    assert result.exit_code == 0, result.output
-    assert "encoded 4 beginnings" in result.stdout
-
-
 @pytest.mark.parametrize("option", ["--ray", "--shared"])
 def test_what_is_for_linked_chunks_is_one_line(precompute, option, tmp_path, monkeypatch):
     monkeypatch.setenv("RAGCACHEKIT_KEY", "0" * 64)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.families.families import all_families, tiny
-from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.grades import why_prefix
 from ragcachekit.commands.questions import SEPARATOR, PromptMaker, bare_ids
 from ragcachekit.commands.workspace import load_tokenizer
@@ -45,24 +44,6 @@ def test_ttft_measures_full_and_prefix_whatever_is_named(command, hybrid, tmp_pa
         *((name, "none", "none") for name in ("generate", "prefix-cache", "full", "cold")),
         *(("prefix", tier, "none") for tier in ("host", "disk")),
     ]
-
-
-def test_ttft_of_learned_positions(command, learned_positions, tmp_path):
-    result = command(
-        *("bench", "ttft", "--model", learned_positions, "--prompt-tokens", "200", "--chunk-tokens", "60"),
-        *(
-            "--question-tokens",
-            "40",
-            "--runs",
-            "1",
-            "--policies",
-            "full,prefix",
-            "--json",
-            tmp_path / "t.json",
-        ),
-    )
-    assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "t.json").read_text())["rows"][-1]["policy"] == "prefix"
 
 
 def test_ttft_of_a_model_that_reuses_nothing_is_one_line(command, hybrid, monkeypatch):
@@ -104,18 +85,6 @@ def test_ask_reuses_the_beginning_of_an_equal_prompt(command, files, hybrid, one
     first, second = re.findall(r"(\d+) tokens: (\d+) reused", result.stdout)
     assert first[1] == "0"
     assert int(second[1]) > int(second[0]) * 0.9
-
-
-def test_doctor_shows_the_grade(command, hybrid, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("Berlin is the capital of Germany. The river Spree flows there.")
-    for model, said in (
-        (hybrid, "grade: prefix (it has layers of type linear_attention): only what begins a prompt"),
-        (READER, "grade by its configuration: linked; ragcachekit check-model"),
-    ):
-        result = command("doctor", text, "-d", text, "--model", model)
-        assert result.exit_code == 0, result.output
-        assert said in " ".join(result.output.split())
 
 
 def test_no_linked_family_is_taken_for_one_that_is_not(tmp_path):

@@ -502,10 +502,3 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
     rag.chunks.drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert auto_of(rag).seen("default") == ()
-
-
-def test_what_tune_was_given_is_the_text_to_encode_behind(make):
-    rag = make(encoder="system")
-    rag.tune([prompt(0)])
-    rag.encode(TEXTS)
-    assert {key.encoding for key in list(rag.components.store.keys())} == {"system"}

@@ -11,9 +11,8 @@ import torch
 
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import greedy, plain
-from ragcachekit import Prompt, RagCache, ShadowConfig
+from ragcachekit import Prompt, ShadowConfig
 from ragcachekit.quality import shadow
-from speaking import byte_level, speaker
 
 ASKED = {"max_new_tokens": 8, "do_sample": False}
 ALL = ShadowConfig(1.0, bound=1.0)
@@ -114,16 +113,6 @@ def test_it_draws_no_chance_of_its_own_from_sampled_answers():
         assert engine.flush(60)
     assert answers[0] == answers[1]
     assert rag.shadow_report().shadowed == 3
-
-
-def test_text_prompts_and_what_is_shown(tmp_path):
-    with RagCache(speaker(), byte_level(), policy="reuse", cold="now", shadow=ALL, cache_dir=tmp_path) as rag:
-        one, two = "Berlin is the capital of Germany. The river", "Paris is the capital of France; the river"
-        rag.register([one, two])
-        report = report_after(rag, *[f"Context:\n{one}\n{two}\nWhere?"] * 2)
-        assert report.shadowed == 1
-        assert "1 of 2 requests shadowed" in str(report)
-        assert "agreement" in report._repr_html_()
 
 
 # -- when it goes wrong -------------------------------------------------------------------------------
