@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragcachekit.errors import missing_extra
+from ragcachekit.plan.link_plan import COMPUTED
 from ragcachekit.reports import GenerateReport
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ class Plots:
             "computed": [link.computed_tokens for link in links],
         }
         return _stacked(ax, parts, "prompt tokens", COLOURS)
+
+    def tiers(self, ax: Axes | None = None) -> Axes:
+        """Where the tokens of chunks, and of the text before them, came from in every request."""
+        links = [report.link for report in self._last()]
+        found = {use.source for link in links for use in link.uses}
+        parts = {
+            name: [sum(use.tokens for use in link.uses if use.source == name) for link in links]
+            for name in sorted(found, key=lambda name: (name == COMPUTED, name))
+        }
+        return _stacked(ax, parts, "cacheable tokens")
 
     def quality(self, ax: Axes | None = None, *, namespace: str | None = None) -> Axes:
         """Quality over the recompute ratio, as ``ragcachekit calibrate`` or ``rag.tune`` measured it."""

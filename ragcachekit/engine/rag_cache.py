@@ -542,7 +542,7 @@ class RagCache:
 
     @property
     def plot(self) -> Plots:
-        """Pictures: ``time`` and ``tokens`` of the last requests, ``quality`` of a calibration."""
+        """Pictures: ``time``, ``tokens`` and ``tiers`` of the last requests, ``quality`` of a calibration."""
         parts = self.components
         measured = partial(measured_policies, parts.budgets, parts.auto, self._checked)
         return Plots(lambda: self.reports, measured)

@@ -14,7 +14,6 @@ cut short raises SIGBUS, and verified bytes could change afterwards.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -243,10 +242,7 @@ class EntryReader:
 
 
 def _pread(file: OpenFile, offset: int, nbytes: int) -> torch.Tensor:
-    try:
-        raw = torch.empty(nbytes, dtype=torch.uint8)
-    except RuntimeError as error:  # of torch
-        raise OSError(errno.ENOMEM, f"no memory for {nbytes} bytes") from error
+    raw = torch.empty(nbytes, dtype=torch.uint8)
     view, done = raw.numpy().data, 0
     while done < nbytes and (got := read_into(file.fd, view[done:], offset + done)):
         done += got

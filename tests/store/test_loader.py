@@ -234,26 +234,6 @@ def test_a_loader_that_is_dropped_ends_its_threads():
     assert all(source.closed for source in store.sources)
 
 
-def test_where_no_thread_can_be_started_nobody_waits(closing, monkeypatch, caplog):
-    store = filled()
-    loader = closing(store)
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        loader.prefetch([key_of(1)])
-        kv = start(loader, key_of(0)).kv
-        with pytest.raises(LoadFailed, match="no thread"):
-            kv.layer(0)
-    assert "can't start new thread" in caplog.text
-    assert loader._pool._threads == set()
-    assert all(source.closed for source in store.sources)
-    assert loader.flush(WAIT)
-    assert same(start(loader, key_of(0)).kv, kv_of(0, layers=LAYERS))
-
-
 def test_while_every_thread_hangs_slow_tiers_have_nothing(closing, monkeypatch):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
