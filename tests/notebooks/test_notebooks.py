@@ -96,7 +96,7 @@ def shows_reuse(shown: list[str]) -> None:
 
 
 def shows_a_choice(shown: list[str]) -> None:
-    assert shown[1].count("%") == 11
+    assert shown[1].count("% ") == 11
     assert "prefill ms" in shown[1]
     assert "image/png" in shown[2]
     assert "auto -> " in shown[3]
