@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 
 class Report:
@@ -16,20 +16,7 @@ class Report:
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def _repr_html_(self) -> str:
-        return pairs_html(self._shown())
-
-    def _shown(self) -> list[tuple[str, object]]:
-        return [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-
-
-_R = TypeVar("_R", bound=Report)
-
-
-class Records(tuple[_R, ...]):
-    """A tuple of reports of one kind, one table row each in notebooks."""
-
-    def _repr_html_(self) -> str:
-        return records_html(self)
+        return pairs_html((f.name, getattr(self, f.name)) for f in fields(self) if f.repr)  # type: ignore[arg-type]
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -128,9 +115,6 @@ class LinkReport(Report):
             return None
         return min(max(1 - self.wait_ms / self.load_ms, 0.0), 1.0)
 
-    def _shown(self) -> list[tuple[str, object]]:
-        return [*super()._shown(), ("overlap", self.overlap)]
-
     def __str__(self) -> str:
         of_tree = f", {self.tree_tokens} of them from the knowledge tree" if self.tree_tokens else ""
         text = (
@@ -197,9 +181,6 @@ class Answer:
             f"Answer({text!r}, {len(self.token_ids)} tokens, {link.reused_tokens} of {link.prompt_tokens} "
             f"prompt tokens reused, first token after {self.report.ttft_ms:.0f} ms)"
         )
-
-    def _repr_html_(self) -> str:
-        return f"{text_html(self.text)}{folded_html(str(self.report), self.report)}"
 
 
 # -- what an engine has done since it was made -------------------------------------------------------
@@ -295,52 +276,20 @@ class QueueStats(Report):
 
 # -- HTML ------------------------------------------------------------------------------------------
 
-_LEFT = "style='text-align:left'"
+_LEFT = "style='text-align:left;white-space:pre-wrap'"
 
 
 def pairs_html(pairs: Iterable[tuple[str, object]]) -> str:
     """A table of names and values."""
-    rows = "".join(
-        f"<tr><th {_LEFT}>{html.escape(name.replace('_', ' '))}</th><td {_LEFT}>{_cell(value)}</td></tr>"
-        for name, value in pairs
-    )
-    return f"<table>{rows}</table>"
 
+    def row(name: str, value: object) -> str:
+        text = "\n".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        head, cell = html.escape(name.replace("_", " ")), html.escape(text)
+        return f"<tr><th {_LEFT}>{head}</th><td {_LEFT}>{cell}</td></tr>"
 
-def records_html(records: Sequence[Report]) -> str:
-    """A table with one row per report; all are of one kind."""
-    if not records:
-        return "-"
-    head = "".join(f"<th {_LEFT}>{html.escape(n.replace('_', ' '))}</th>" for n, _ in records[0]._shown())
-    rows = "".join(
-        f"<tr>{''.join(f'<td {_LEFT}>{_cell(value)}</td>' for _, value in record._shown())}</tr>"
-        for record in records
-    )
-    return f"<table><tr>{head}</tr>{rows}</table>"
-
-
-def text_html(text: str) -> str:
-    """Text with its line breaks."""
-    return f"<div style='white-space:pre-wrap'>{html.escape(text)}</div>"
-
-
-def folded_html(summary: str, report: Report) -> str:
-    """A line of text that opens the whole report."""
-    return f"<details><summary>{html.escape(summary)}</summary>{report._repr_html_()}</details>"
+    return f"<table>{''.join(row(*pair) for pair in pairs)}</table>"
 
 
 def shorten(text: str, most: int) -> str:
     """The first ``most`` characters, with an ellipsis if there are more."""
     return text if len(text) <= most else text[:most].rstrip() + "…"
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, Report):
-        return value._repr_html_()
-    if isinstance(value, tuple) and value and isinstance(value[0], Report):
-        return records_html(value)
-    if isinstance(value, tuple):
-        return html.escape("; ".join(map(str, value)) or "-")
-    if value is None or value == "":
-        return "-"
-    return html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))

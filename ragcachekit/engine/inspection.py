@@ -22,7 +22,7 @@ from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.segments import Segmentation, is_inside_word
 from ragcachekit.quality.auto import AutoPolicies
 from ragcachekit.quality.budget import Budgets
-from ragcachekit.reports import LinkReport, Report, folded_html, shorten
+from ragcachekit.reports import LinkReport, Report, shorten
 from ragcachekit.types import Chunk, Prompt
 
 PIECE = 16  # characters that are in a prompt by no accident
@@ -99,8 +99,7 @@ class PromptView(Report):
         console = Console(file=StringIO(), record=True, force_jupyter=False)
         console.print(self, soft_wrap=True)
         pre = "<pre style='white-space:pre-wrap'>{code}</pre>"
-        shown = console.export_html(inline_styles=True, code_format=pre)
-        return shown + folded_html(str(self.report), self.report)
+        return console.export_html(inline_styles=True, code_format=pre)
 
     def _legend(self) -> str:
         counts = ", ".join(f"{how} {count}" for how, count in self.tokens.items())

@@ -57,7 +57,7 @@ from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
 from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.records import TuneReport
-from ragcachekit.reports import Answer, EncodingStats, GenerateReport, Records, ShadowReport, pairs_html
+from ragcachekit.reports import Answer, EncodingStats, GenerateReport, ShadowReport, pairs_html
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
 from ragcachekit.threads import OPENED_BEFORE_FORK
@@ -556,9 +556,9 @@ class RagCache:
         """Tokens of ``text`` alone, without BOS."""
         return len(self.components.parser.tokens.text(text, first=True))
 
-    def stats(self) -> Records[StoreStats]:
+    def stats(self) -> tuple[StoreStats, ...]:
         """One record per storage tier, those of the knowledge tree (``tree:host``, ...) last."""
-        return Records(self.components.stats())
+        return self.components.stats()
 
     def encoding_stats(self) -> EncodingStats:
         """Tokens that requests missed, kept and encoded since this object was made."""
@@ -609,7 +609,7 @@ class RagCache:
         return f"RagCache({', '.join(f'{name}: {value}' for name, value in self._about())})"
 
     def _repr_html_(self) -> str:
-        return pairs_html(self._about()) + ("" if self._closed else self.stats()._repr_html_())
+        return pairs_html(self._about())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -165,9 +165,6 @@ class LinkedPrompt:
     def __repr__(self) -> str:
         return f"LinkedPrompt({self.report})"
 
-    def _repr_html_(self) -> str:
-        return self.report._repr_html_()
-
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for ``model.generate``.

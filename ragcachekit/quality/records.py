@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import logging
 from collections.abc import Callable, Collection
@@ -68,8 +69,8 @@ class TuneReport(Report):
         """Policy and encoder of the choice."""
         return PolicyAndEncoder(self.policy, self.encoder)
 
-    def _shown(self) -> list[tuple[str, object]]:
-        return [shown for shown in super()._shown() if shown[0] not in ("fingerprint", "system")]
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [("encoder", "policy", "recomputed", "KL", "prefill ms", "prompts", "")]

@@ -69,7 +69,6 @@ def test_answers_over_a_loading_store_are_those_over_memory(name, policy):
     assert 0 < link.wait_ms <= link.load_ms
     assert link.overlap == pytest.approx(1 - link.wait_ms / link.load_ms)
     assert "loaded in" in str(answer.report)
-    assert "overlap" in link._repr_html_()
     own = warmed(name, PROMPT, policy=policy).link(PROMPT)
     assert torch.equal(output, rag.model.generate(**own.inputs, **ASKED, pad_token_id=0))
 

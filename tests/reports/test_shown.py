@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +14,6 @@ from ragcachekit.reports import (
     GenerateReport,
     LinkReport,
     QueueStats,
-    Records,
     ShadowReport,
 )
 from ragcachekit.store.base import StoreStats
@@ -29,8 +27,6 @@ REPORT = GenerateReport(LINK, 24, ttft_ms=85.2, total_ms=420.0, finish_reason="s
 TIER = StoreStats("host", 3, 1 << 20, 1 << 32, hits=5, misses=1, evictions=0, damaged=0, failed_writes=0)
 SHOWN = [
     *(USES[1], LINK, REPORT, ShadowReport(), EncodingStats(1, 2, 3), QueueStats(), TIER),
-    Answer(f"{EVIL}\nsecond line", (1, 2), REPORT),
-    Records([TIER, TIER]),
 ]
 
 
@@ -41,13 +37,10 @@ def test_html_is_well_formed_and_escaped(shown) -> None:
     assert "<script" not in markup
 
 
-def test_a_report_shows_every_field_and_its_chunks_as_rows() -> None:
+def test_a_report_shows_every_field() -> None:
     markup = LINK._repr_html_()
     for name in LinkReport.__dataclass_fields__:
         assert f">{name.replace('_', ' ')}</th>" in markup
-    assert len(re.findall("<tr>", markup.partition(">chunks</th>")[2].partition("</table>")[0])) == 1 + len(
-        USES
-    )
 
 
 def test_an_answer_is_short_in_a_list_and_whole_as_text() -> None:
@@ -55,13 +48,4 @@ def test_an_answer_is_short_in_a_list_and_whole_as_text() -> None:
     assert len(repr([answer])) < 200
     assert "142 of 160 prompt tokens reused" in repr(answer)
     assert str(answer) == answer.text
-    assert "word word" in answer._repr_html_()
     assert pickle.loads(pickle.dumps(answer)) == answer
-
-
-def test_tiers_are_one_table() -> None:
-    tiers = Records([TIER])
-    assert isinstance(tiers, tuple)
-    assert tiers == (TIER,)
-    assert tiers._repr_html_().count("<table>") == 1
-    assert Records()._repr_html_() == "-"
