@@ -30,7 +30,7 @@ checked() {
 }
 speed() {
     "$python" -m benchmarks ttft --shape llama-3.1-8b --dtype bfloat16 --device cuda --chunk-tokens 512 \
-        --tiers gpu,host --policies full,lego:16,random:0.15,query:0.15,reuse "$@"
+        --tiers gpu,host --policies full,sensitive:0.1,lego:16,query:0.15,reuse "$@"
 }
 run() {
     case $1 in

@@ -27,7 +27,6 @@ from ragcachekit.errors import RagCacheError, StoreError
 from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from ragcachekit.commands.beginnings import BeginningsRun
     from ragcachekit.commands.corpus import Corpus
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.plan.link_plan import Missing
@@ -45,17 +44,6 @@ def precompute(
     cache: opt.CacheDir = None,
     namespace: opt.Namespace = "default",
     chunk_tokens: opt.ChunkTokens = 200,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            callback=opt.check_file,
-            help="Questions as for estimate. For models of grade prefix: the beginnings of their prompts.",
-        ),
-    ] = None,
-    min_uses: Annotated[
-        int, typer.Option(min=1, help="Prompts of --log from which on a beginning is computed.")
-    ] = 2,
-    k: opt.K = 4,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much it is.")] = False,
     keep_gone: Annotated[bool, typer.Option("--keep-gone", help="Leave KV of what is gone.")] = False,
     device: opt.Device = None,
@@ -78,8 +66,6 @@ def precompute(
     What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
     it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
     namespace, chunk size, encoder and dtype. --encoder system is the quick one.
-
-    A model of grade prefix gets the system text and the beginnings that most prompts of --log share.
     """
     settings = opt.settings_of(PrecomputeSettings, locals())
     quiet_loading()
@@ -100,22 +86,19 @@ def precompute(
         note("interrupted; what was stored stays, the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
     amount = f"{run.todo_tokens} tokens, {size(run.todo_bytes)}"
-    typer.echo(f"encoded {counted(len(run.todo), run.unit)} ({amount}) in {seconds:.1f} s: {run.changes}")
+    typer.echo(f"encoded {counted(len(run.todo), 'chunk')} ({amount}) in {seconds:.1f} s: {run.changes}")
 
 
 @dataclass(frozen=True)
 class PrecomputeSettings(OwnFiles):
     """What ``ragcachekit precompute`` takes; with ``keep_gone`` no KV is forgotten.
 
-    ``log`` and ``min_uses`` are for models of grade prefix. ``policy`` counts for the encoder that it asks
-    for (``lego0``: ``sinks:4``). All else must be as in :class:`OwnFiles` of ``ask`` for the KV to be
-    found. ``shared`` is the url of a tier to store the KV in instead of the cache folder, ``shared_key``
-    the environment variable with its key. With ``ray``, ``actors`` models encode on the cluster that
-    ``RAY_ADDRESS`` names, or else on this machine.
+    ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``). All else must be as in
+    :class:`OwnFiles` of ``ask`` for the KV to be found. ``shared`` is the url of a tier to store the KV in
+    instead of the cache folder, ``shared_key`` the environment variable with its key. With ``ray``,
+    ``actors`` models encode on the cluster that ``RAY_ADDRESS`` names, or else on this machine.
     """
 
-    log: Path | None = None
-    min_uses: int = 2
     keep_gone: bool = False
     shared: str | None = None
     shared_key: str = KEY
@@ -158,7 +141,7 @@ class PrecomputeSettings(OwnFiles):
 
 
 @contextmanager
-def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[PrecomputeRun | BeginningsRun]:
+def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[PrecomputeRun]:
     """Load everything for a run, and check that its KV fits; ``dry``: do not touch the cache folder.
 
     Raises CorpusError, RetrievalError, RagCacheError, ModelNotSupported, StoreError if the corpus, the model
@@ -183,18 +166,10 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
         )
         rag = stack.enter_context(engine)
         if rag.grade == "prefix":
-            from ragcachekit.commands.beginnings import open_beginnings
-
-            if settings.ray or settings.shared:
-                raise RagCacheError(
-                    "--ray and --shared are for linked chunks; this model's grade is prefix "
-                    f"({rag.components.grade.why}): its beginnings are computed here, into the cache folder"
-                )
-            how = partial(open_beginnings, min_uses=settings.min_uses, keep_gone=settings.keep_gone, dry=dry)
-            yield stack.enter_context(how(settings, rag, corpus, settings.log))
-            return
-        if settings.log is not None:
-            note("--log is not used: this model's chunks are linked, and the whole corpus is encoded")
+            raise RagCacheError(
+                f"precompute encodes chunks to be linked; this model's grade is prefix "
+                f"({rag.components.grade.why}): its first prompts fill the cache, exactly"
+            )
         run = PrecomputeRun(settings, rag, corpus, tier)
         if not dry:
             run.check_room()
@@ -225,8 +200,6 @@ class PrecomputeRun:
         self._means.recall(tier, rag.fingerprint, variants=False)
         self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk, self.gone)]
         self.entries = with_ingredients(self.todo, tier)
-
-    unit = "chunk"
 
     @property
     def rows(self) -> dict[str, str]:
