@@ -28,7 +28,7 @@ def compare(ours: Tensor, theirs: Tensor, tolerance: float, what: str, why: str 
     exact = theirs.dtype in (torch.float32, torch.float64)
     if ours.shape != theirs.shape:
         raise ModelNotSupported(f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}")
-    size = float(theirs.abs().max()) or 1.0
+    ours, size = ours.to(theirs.device), float(theirs.abs().max()) or 1.0  # chunks are encoded to the host
     rows = (ours.float() - theirs.float()).abs().transpose(-2, 0).flatten(1).amax(1) / size
     # In half precision a router that is undecided between two experts sends a token or two another way,
     # which is no error of linking; a wrong rotation, mask or scale shows in most rows.

@@ -38,7 +38,7 @@ def prompt(seed=0, question=40):
 
 
 def filled(model, store, **options):
-    options = {"policy": "lego:16", "cold": "now", **options}
+    options = {"policy": "lego:16", "encoder": "standalone", "cold": "now", **options}
     rag = RagCache(model, None, store=store, namespace="test", **options)
     for seed in range(3):
         rag.generate(prompt(seed), policy="reuse", **FEW)
