@@ -43,8 +43,9 @@ def admit(model: Any, rope: Rope) -> Admission:
     if why_not is not None:
         raise ModelNotSupported(f"{type(model).__name__} cannot be linked: {why_not}")
     install(model)
-    tolerance, vocab = tolerance_for(model.dtype), model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
+    config = model.config.get_text_config()
+    tolerance = tolerance_for(model.dtype, getattr(config, "num_hidden_layers", 16))
+    ids = torch.randint(config.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
     try:
         offset = _check_offsets(model, rope, ids[:CHUNK], tolerance)
         return Admission(max(offset, _check_link(model, rope, ids, tolerance)), tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ PROMPTS, STEPS = (17, 12), 3
 """Tokens of the batch check's prompts, beyond the windows of test models, and decoded after each."""
 
 
-def tolerance_for(dtype: torch.dtype) -> float:
-    """Allowed relative difference: rounding of two different orders of the same sums."""
-    return 1e-4 if dtype in (torch.float32, torch.float64) else 6e-2
+def tolerance_for(dtype: torch.dtype, layers: int = 16) -> float:
+    """Allowed relative difference: rounding of two different orders of the same sums.
+
+    In half precision it grows with the root of the ``layers``, as rounding does: 32 random layers in
+    bfloat16 differed from themselves at another position by 0.060 on an H100, and by 0.015 on a CPU.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return 1e-4
+    return 6e-2 * math.sqrt(max(1.0, layers / 16))
 
 
 def compare(ours: Tensor, theirs: Tensor, tolerance: float, what: str, why: str = "") -> float:
