@@ -96,6 +96,14 @@ class JsonStore:
             names = [(json.dumps(key),) for key in keys]
             database.executemany("DELETE FROM entries WHERE key = ?", names)
 
+    def erase(self, keys: Iterable[str]) -> None:
+        """:meth:`delete`, and leave no copy of the values in the files."""
+        self.delete(keys)
+        try:
+            self._database().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.DatabaseError as error:
+            raise OSError(f"cannot write to {self.folder}: {error}") from error
+
     def keys(self, prefix: str = "") -> list[str]:
         """Keys in the order in which they first came; none where they cannot be read."""
         try:

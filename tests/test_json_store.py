@@ -92,3 +92,13 @@ def test_a_failed_put_keeps_large_old_values(tmp_path):
             store.put({"a": "other" * 50_000, "b": object()})
         assert store.get("a") == VALUE
         assert len(store) == 1
+
+
+def test_what_is_erased_is_in_no_file(tmp_path):
+    store, secret = JsonStore(tmp_path), "the text that is forgotten"
+    store.put({"kept": "other", "gone": secret})
+    assert any(secret.encode() in file.read_bytes() for file in tmp_path.iterdir())
+    store.erase(["gone"])
+    assert not any(secret.encode() in file.read_bytes() for file in tmp_path.iterdir())
+    assert store.get("kept") == "other"
+    store.close()

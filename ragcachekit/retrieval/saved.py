@@ -87,7 +87,7 @@ class SavedQuestions(Generic[Document]):
         """Delete what ``goes`` and what cannot be read. OSError if the folder cannot be changed."""
         with self._lock:
             held = {key: self._held(key) for key in self._store.keys(_PREFIX)}
-            self._store.delete(
+            self._store.erase(
                 key for key, one in held.items() if one is None or goes(Partition(one[0], 1), one[2])
             )
 

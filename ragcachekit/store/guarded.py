@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
+
+import torch
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
@@ -15,6 +17,9 @@ from ragcachekit.threads import Job, attempt
 from ragcachekit.types import KVKey
 
 T = TypeVar("T")
+
+DIGEST = "key"
+"""Name in ``sums`` of the digest of the key that an entry was put under."""
 
 
 def guarded(store: KVStore, deadline: float) -> KVStore:
@@ -30,7 +35,8 @@ class GuardedStore(KVStore):
     What raises, is late or returns something else than a :class:`KVStore` should is a miss or a refused put,
     and counts as one of the ``failures``. :class:`DeadlineExecutor` says when the store is not asked.
     ``forget`` takes up to ten deadlines, and raises StoreError if it fails or a put goes on after its own;
-    until it succeeds, its entries are misses. ``in_memory`` may not block: it is called directly.
+    until it succeeds, its entries are misses. So is an entry that was put under another key, and it is
+    dropped. ``in_memory`` may not block: it is called directly.
     """
 
     def __init__(self, store: KVStore, deadline: float) -> None:
@@ -48,6 +54,9 @@ class GuardedStore(KVStore):
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         return self._ask(key, lambda: self._checked(key, self._store.open(key, weight)), None)
 
+    def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
+        return self._ask(key, lambda: self._store.sums(key), None)
+
     def __contains__(self, key: KVKey) -> bool:
         return self._ask(key, lambda: bool(key in self._store), False)
 
@@ -55,6 +64,8 @@ class GuardedStore(KVStore):
         return bool(attempt(self._store.in_memory, key))
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
+        digest = torch.frombuffer(bytearray.fromhex(key.digest()), dtype=torch.uint8)
+        kv = ChunkKV.checked(kv.keys, kv.values, kv.start, {**kv.sums, DIGEST: digest}, kv.quantised)
         job = Job(lambda: self._store.put(key, kv))
         kept = not self._forgets.hides(key) and bool(self._executor.run(job, False))
         if job.given_up and job.begun:
@@ -103,6 +114,10 @@ class GuardedStore(KVStore):
         found = opened.kv if isinstance(opened, Found) else opened
         if not isinstance(found, ChunkKV | LayerSource):
             raise TypeError(f"it returned a {type(found).__name__}, not None, Found or LayerSource")
+        put_under = found.sums.get(DIGEST)
+        if put_under is not None and bytes(put_under.tolist()).hex() != key.digest():
+            self._store.discard(key)
+            raise EntryDamaged("it returned the entry of another key")
         if isinstance(found, ChunkKV):
             return opened if isinstance(opened, Found) else Found(found, self._name)
         source = found

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,13 +166,19 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, torch.nan)
 
 
+def of_another(key, entries):
+    """The entry of another key, cut to as many tokens."""
+    other = next(kv for one, kv in entries.items() if one.chunk_id != key.chunk_id)
+    return replace(other.each(lambda t: t[:, : entries[key].tokens].clone()), start=entries[key].start)
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("fault", ["raises", "hangs", "has NaN"])
+@pytest.mark.parametrize("fault", ["raises", "hangs", "has NaN", "mixes keys up"])
 def test_every_way_in(way, fault, mine, expected):
     with warmed(mine, expected, SHORT if fault == "hangs" else LONG) as rag:
         mine.act = {"raises": failing, "hangs": mine.hang}.get(fault, mine.act)
-        if fault == "has NaN":
-            mine.lie = lambda key, entries: entries[key].each(nan)
+        wrong = {"has NaN": lambda key, entries: entries[key].each(nan), "mixes keys up": of_another}
+        mine.lie = wrong.get(fault, mine.lie)
         assert WAYS[way](rag) == expected
         links = [report.link for report in rag.reports]
         assert (way == "link") == (not links)
