@@ -94,7 +94,9 @@ def test_clear_deletes_what_the_commands_wrote(command, prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "cache")
     (index,) = (folder / "indexes").glob("*.index")
     (folder / "indexes" / f".{index.name}.a1_b2c3d.tmp").write_text("its writer was killed")
-    Manifest(folder / "precomputed", {"namespace": "acme"}).write({"a": 1})
+    listed = Manifest(folder / "precomputed", {"namespace": "acme"})
+    listed.replace({"a": 1}, keep_gone=False)
+    listed.write()
     result = command("cache", "clear", "--cache", folder, "--yes")
     assert "left" not in result.stdout
     assert [list((folder / name).iterdir()) for name in ("indexes", "precomputed")] == [[], []]
