@@ -394,6 +394,8 @@ def _find(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
     for key in (want.plain, None if want.average is None else pool.latest(want.average)):
         if key is not None and (found := fetch.get(key, tokens)) is not None:
             return Entry(key, found, renew=not own, contexts=0 if own else None)
+        if key is not None:
+            pool.discard(key)  # the store has lost it
     return None
 
 
