@@ -8,6 +8,8 @@ DEMO := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed-dev
 SAMPLE := $(VENV)/.sample-model
 export HF_HUB_OFFLINE := 1
+# Compiled modules are kept whatever the environment says: without them each process imports twice as long.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-portable lint docs package bench bench-gpu soak requirements clean
 
