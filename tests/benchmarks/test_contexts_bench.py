@@ -12,6 +12,8 @@ from benchmarks.world.reader_folder import READER
 from ragcachekit.commands.questions import Question
 from ragcachekit.plan.companions import SimilarChunks
 
+pytestmark = pytest.mark.soak
+
 PARAGRAPHS = [f"Paragraph {n} tells that item {n} is number {n}." for n in range(12)]
 FAR = [f"Rivers of country {n} are long." for n in range(5)]
 

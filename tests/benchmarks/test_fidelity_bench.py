@@ -13,6 +13,8 @@ from benchmarks.datasets import Passages, Sampling, draw_questions, half_of, loa
 from benchmarks.fidelity import ALONE
 from ragcachekit.commands.engines import Engines
 
+pytestmark = pytest.mark.soak
+
 PARAGRAPHS = [f"Paragraph {n} tells that item {n} is number {n}." for n in range(6)]
 
 

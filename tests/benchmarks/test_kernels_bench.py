@@ -13,6 +13,8 @@ from benchmarks.kernels import run as kernels
 from ragcachekit.errors import RagCacheError
 from ragcachekit_kernels import dispatch
 
+pytestmark = pytest.mark.soak
+
 SMALL = kernels.KernelSettings(
     tokens=(192,), heads=4, kv_heads=2, head_dim=16, layers=2, dtype="float32", runs=3, device="cpu"
 )

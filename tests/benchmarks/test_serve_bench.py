@@ -21,6 +21,8 @@ from benchmarks.world.reader_folder import READER
 from ragcachekit import Chunk
 from ragcachekit.errors import CorpusError, RagCacheError
 
+pytestmark = pytest.mark.soak
+
 SIZES = {"documents": 8, "chunks": 3, "chunk_tokens": 20, "max_new_tokens": 6, "warm_up": 2}
 SYSTEMS = ("batching", "sharing", "full", "prefix", "reuse")
 DOCUMENTS = random_documents(1000, 20, 7, seed=0)

@@ -265,6 +265,5 @@ def test_namespaces_and_encoders_are_apart(precompute):
     count, _ = encoded(precompute())
     assert encoded(precompute("--namespace", "other")) == (count, 0)
     assert encoded(precompute("--encoder", "standalone")) == (count, 0)
-    assert encoded(precompute("--policy", "lego0")) == (count, 0)
     assert encoded(precompute("--policy", "reuse")) == (0, count)
     assert encoded(precompute("--encoder", "system")) == (0, count)  # those are kept beside each mean

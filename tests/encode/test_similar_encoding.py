@@ -20,7 +20,7 @@ from ragcachekit.store.memory import HostStore
 SYSTEM, CHUNK = tokens(9, 1), tokens(14, 2)
 NEAR = (tokens(13, 3), tokens(11, 4), tokens(12, 5))  # most similar first
 TOLERANCE = 1e-5
-FAMILIES = ("llama", "gemma3", "phi3", "glm4", "mistral-sliding", "gpt-oss", "smollm3")
+FAMILIES = ("llama", "gemma3", "glm4", "gpt-oss")
 
 
 def wanted(name, system=SYSTEM, near=NEAR, chunk=CHUNK):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from families import FAMILIES, off, plain, prefill, tokens, wrapped
+from families import EACH, off, plain, prefill, tokens, wrapped
 from link_kit import described
 from ragcachekit.encode import encoders as encoder_room
 from ragcachekit.encode.encoders import ChunkEncoder
@@ -18,7 +18,7 @@ def encoded(name, chunks, encoding):
     return dict(ChunkEncoder(wrapped(name), described(name)).encode(chunks, encoding))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("behind", [(), (1, 1, 1, 1), tokens(6, 99)])
 def test_batched_unequal_lengths_are_one_by_one(name, behind):
     """Values need no rotation, so they compare with a plain forward as they are."""

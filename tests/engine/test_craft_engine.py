@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -85,9 +81,7 @@ def test_after_a_restart_the_variant_of_the_fewest_uses_is_evicted_all_the_same(
     for database in (tmp_path / "lost" / "uses").iterdir():
         database.write_bytes(b"damaged")
     asked(tmp_path / "lost", "now", 4)
-    code = "import sys, test_craft_engine; test_craft_engine.asked(sys.argv[1], 'now', 4)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "two")], env=env, check=True)
+    asked(tmp_path / "two", "now", 4)
     left = {folder: asked(tmp_path / folder, "never", 1, 2, 3, 4) for folder in ("one", "two", "lost")}
     assert left["one"] == left["two"] == [49, 9, 49, 49]
     assert left["lost"] == [49, 49, 9, 49], "the last one, as without counts"

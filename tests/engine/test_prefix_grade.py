@@ -12,9 +12,10 @@ from ragcachekit import CancelScope, ModelNotSupported, Prompt, RagCache, StoreC
 from ragcachekit.store.memory import HostStore
 from ragcachekit.types import chunk_id
 from snapshots_kit import FAMILIES, FOLDER, STATEFUL, Dialogues, bare, model_of, rag_of
+from soak_kit import soaked
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
-every = pytest.mark.parametrize("name", FAMILIES)
+every = pytest.mark.parametrize("name", soaked(FAMILIES, "qwen3_5", "mamba2", "gpt2"))
 two = pytest.mark.parametrize("name", ["qwen3_5", "gpt2"])
 """With a state and without: what an engine does around the model does not depend on more."""
 

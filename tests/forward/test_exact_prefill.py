@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from families import FAMILIES, off, plain, prefill, tokens
+from families import EACH, off, plain, prefill, tokens
 from link_kit import Everything, ids_of, linked, piece, plan_of, planned, segments
 
 TOLERANCE = 1e-5
@@ -30,7 +30,7 @@ def assert_same(ours, theirs, tolerance=TOLERANCE):
         assert off(v, theirs.values[index]) <= tolerance, f"values of layer {index}"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_all_rows_recomputed(name):
     plan = planned(name, PARTS, Everything())
     assert plan.rows == tuple(range(len(IDS)))
@@ -38,14 +38,14 @@ def test_all_rows_recomputed(name):
     assert_same(linked(name, plan), prefill(plain(name), IDS))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_all_but_the_exact_prefix_recomputed(name):
     plan = planned(name, PARTS, "lego:1000")
     assert plan.report.exact_tokens == plan.kept == 9
     assert_same(linked(name, plan), prefill(plain(name), IDS))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_any_rows_recomputed_over_exact_kept_ones(name, seed):
     ordinary = prefill(plain(name), IDS)
@@ -66,7 +66,7 @@ def test_bfloat16_within_its_tolerance(name):
     assert_same(linked(name, plan, torch.bfloat16), ordinary, TOLERANCE_BF16)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 class TestBehindExactlyTheEncodingContext:
     """Nothing is recomputed here, and the outcome is still the ordinary prefill's."""
 

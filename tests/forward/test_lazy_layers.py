@@ -9,7 +9,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed
-from families import FAMILIES, greedy, plain, wrapped
+from families import ALWAYS, FAMILIES, greedy, plain, wrapped
 from link_kit import BOS, described, plan_from, segments
 from loading_kit import Gate, SlowStore, Spoil
 from ragcachekit import LoadConfig, Prompt
@@ -21,6 +21,7 @@ from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.entry import EntryDamaged
 from ragcachekit.store.loader import Loader
 from ragcachekit.store.memory import HostStore
+from soak_kit import soaked
 
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 LAYERS = 3
@@ -270,7 +271,7 @@ def test_a_file_damaged_between_opening_and_reading(tmp_path, layer, cold):
     disk.close()
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "phi3-longrope"])
+@pytest.mark.parametrize("name", soaked([n for n in FAMILIES if n != "phi3-longrope"], *ALWAYS))
 def test_every_family_over_files(name, tmp_path):
     warmed(name, PROMPT, policy="lego:1000", store=(disk := DiskStore(tmp_path, 1 << 28)))
     with rag_for(name, policy="lego:1000", store=disk, load="always") as rag:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from families import FAMILIES, columns, off, oracle, prefill, stepwise, tokens
+from families import ALWAYS, FAMILIES, columns, off, oracle, prefill, stepwise, tokens
 from link_kit import BOS, ids_of, linked, planned, segments
 
 TOLERANCE = 3e-5
@@ -41,7 +41,15 @@ WAYS = [("lego:5", "standalone"), ("lego0", "sinks:4"), ("lego:5", "system")]
 
 @pytest.mark.parametrize(
     ("name", "policy", "encoder"),
-    [(name, *way) for name in FAMILIES for way in WAYS]
+    [
+        *((name, *way) for name in ALWAYS for way in WAYS),
+        *(
+            pytest.param(name, *way, marks=pytest.mark.soak)
+            for name in FAMILIES
+            if name not in ALWAYS
+            for way in WAYS
+        ),
+    ]
     + [(name, "reuse", by) for name in ("llama", "gemma3", "gpt-oss") for by in ("standalone", "system")],
 )
 def test_linked_forward_is_the_row_by_row_computation(name, policy, encoder):

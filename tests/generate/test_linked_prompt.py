@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_kit import EXACT, PROMPT, chunk, ids, text, warmed
-from families import FAMILIES, greedy, off, plain, prefill
+from families import EACH, greedy, off, plain, prefill
 from ragcachekit import Prompt
 from ragcachekit.errors import LinkedPromptUsed
 
@@ -15,7 +15,7 @@ ONE_CHUNK = Prompt([chunk(25, 3)])
 ONE_TOKEN = Prompt([chunk(1, 5)])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_models_generate_on_a_linked_prompt_is_rags(name):
     rag = warmed(name, PROMPT, policy="lego:4")
     linked = rag.link(PROMPT)

@@ -9,10 +9,10 @@ import torch
 import transformers as tf
 
 from engine_kit import EXACT, PROMPT, ids, rag_for, warmed
-from families import FAMILIES, greedy, plain
+from families import EACH, greedy, plain
 
 COUNT = 8
-ANY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
+ANY_FAMILY = pytest.mark.parametrize("name", EACH)
 FEW = ("llama", "gemma3", "phi3-longrope")
 
 

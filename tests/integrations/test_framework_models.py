@@ -26,6 +26,7 @@ from layer_kit import (
 from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from ragcachekit import DeadlineExceeded, RagCache
 from snapshots_kit import hybrid_speaker
+from soak_kit import soaked
 from speaking import byte_level, speaker
 
 TEXT = "it is in the north of the town by the sea ."
@@ -279,7 +280,7 @@ def test_every_call_takes_wait_and_a_deadline(adapter, rag):
         list(adapter(rag, generate_kwargs={"deadline": 0.0}).stream("Where is Bern?"))
 
 
-@pytest.fixture(scope="module", params=GRADES)
+@pytest.fixture(scope="module", params=soaked(GRADES, "linked"))
 def layered(request):
     sizes = {"num_hidden_layers": 8, "max_position_embeddings": 1024}
     if request.param == "linked":

@@ -157,7 +157,7 @@ def live(world, engine, owner, steps, seed, alone):
 def test_every_change_is_seen_by_the_next_question(kind, saved, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.0, tmp_path / "index" if saved else None)
-    live(world, engine, 0, 300 if saved else 800, seed=kind, alone=True)
+    live(world, engine, 0, 300 if saved else 400, seed=kind, alone=True)
     assert world.retriever.query_cache.stats().hits > 20
 
 
@@ -165,7 +165,7 @@ def test_every_change_is_seen_by_the_next_question(kind, saved, tmp_path):
 def test_with_a_tolerance_nothing_that_is_gone_comes_back(kind, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.5, None)
-    live(world, engine, 0, 800, seed=kind, alone=False)
+    live(world, engine, 0, 500, seed=kind, alone=False)
     assert world.retriever.query_cache.stats().hits > 50
 
 

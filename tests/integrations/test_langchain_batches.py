@@ -116,8 +116,9 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("limit", [None, 2], ids=["all at once", "two at a time"])
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("batch", "limit"), [*((batch, None) for batch in BATCHES), ("chat", 2), ("as completed", 2)]
+)
 def test_an_interrupt_ends_a_batch(chat, model, interrupt, batch, limit):
     with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
         BATCHES[batch](chat, config={"max_concurrency": limit})

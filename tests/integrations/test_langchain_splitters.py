@@ -25,7 +25,7 @@ def found(prompt, registered):
     return places
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from([" ", " ", " ", ". ", "\n", "\n\n", " - "]), min_size=20, max_size=120),
     st.integers(20, 200),

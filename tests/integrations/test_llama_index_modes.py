@@ -33,6 +33,7 @@ from llama_index_ragcachekit import (
     RagCacheRetriever,
     RagCacheSynthesizer,
 )
+from soak_kit import soaked
 
 FIRST = "Where was Ada Lind born, who is a baker?"
 SECOND = "What does Ada Lind work as, who was born in Bern?"
@@ -40,7 +41,7 @@ TOKENS = 4
 CHAT = {"add_generation_prompt": True, "return_dict": True}
 MODES = ("compact", "refine", "tree_summarize", "accumulate", "compact_accumulate")
 
-pytestmark = pytest.mark.parametrize("rag", ["linked", "prefix"], indirect=True)
+pytestmark = pytest.mark.parametrize("rag", soaked(["linked", "prefix"], "linked"), indirect=True)
 
 
 class Words(Embedder):

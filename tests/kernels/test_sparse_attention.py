@@ -94,7 +94,7 @@ def of_case(case):
     return query, key, value, options | {"sinks": sinks_of(query) if case["sinks"] else None}
 
 
-@settings(max_examples=60, **DRAWN)
+@settings(max_examples=30, **DRAWN)
 @given(case=cases(300))
 def test_torch_on_any_shape(torch_alone, case):
     query, key, value, options = of_case(case)
@@ -187,9 +187,7 @@ def test_half_precision_keeps_its_type_and_sums_in_float32(path, dtype):
     check(query, key, value, positions, scale=0.18, sinks=sinks_of(query, dtype))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "has_sinks"), [(torch.bfloat16, True), (torch.float16, True), (torch.float16, False)]
-)
+@pytest.mark.parametrize(("dtype", "has_sinks"), [(torch.bfloat16, True), (torch.float16, False)])
 def test_thousands_of_equal_weights_in_half_precision(path, dtype, has_sinks):
     """A sum of weights in 16 bits would stop growing at 256 of them (bfloat16) or 2,048 (float16)."""
     query, value = torch.zeros(2, 2, 16, dtype=dtype), torch.ones(1, 2560, 16, dtype=dtype)

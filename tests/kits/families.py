@@ -12,6 +12,8 @@ import torch
 import transformers as tf
 from transformers import DynamicCache
 
+from soak_kit import soaked
+
 VOCAB = 101
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -114,6 +116,12 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
 }
+ALWAYS = (
+    *("llama", "mistral-sliding", "gemma2", "gemma3", "glm4", "gpt-oss", "phi3-longrope", "smollm3"),
+    "llama4",
+)
+"""One of each kind: `make test` checks all families where they are admitted, and elsewhere these."""
+EACH = soaked(FAMILIES, *ALWAYS)
 BY_POSITION = ("ministral3", "llama4")
 SLIDING = ("mistral-sliding", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss")
 

@@ -1,4 +1,4 @@
-"""The notebooks run on the real sample model, from the first cell to the last; one of them in every run."""
+"""The notebooks run on the real sample model, from the first cell to the last, in the soak."""
 
 from __future__ import annotations
 
@@ -73,10 +73,8 @@ def test_is_kept_without_outputs(path) -> None:
         assert cell.get("execution_count") is None
 
 
-OTHERS = pytest.param(["tour", "choose_for_your_data"], marks=pytest.mark.soak)
-
-
-@pytest.mark.parametrize("names", [["debug_no_reuse"], OTHERS], ids=" ".join)
+@pytest.mark.soak
+@pytest.mark.parametrize("names", [["debug_no_reuse"], ["tour", "choose_for_your_data"]], ids=" ".join)
 def test_they_run(run, names) -> None:
     for name, shown in zip(names, run(*names), strict=True):
         SHOWS[name](shown)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
+from families import ALWAYS, EACH, FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, linked_columns, plan_from, segments
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.encode.background import BackgroundEncoder
@@ -27,8 +27,9 @@ from ragcachekit.policies.craft import CraftFocused
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.memory import HostStore
+from soak_kit import soaked
 
-NAMES = [name for name in FAMILIES if name != "phi3-longrope"]
+NAMES = soaked([name for name in FAMILIES if name != "phi3-longrope"], *ALWAYS)
 S, Q, SEP = tokens(9, 1), tokens(6, 9), (7,)
 A, B, C, D = tokens(19, 2), tokens(7, 3), tokens(26, 4), tokens(13, 5)
 
@@ -122,7 +123,7 @@ def test_sums_are_those_of_eager_attention(name):
         assert kv.sums["behind"].tolist() == [b - a for a, b in bounds[:at]]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_kv_is_that_of_the_prompt_and_exact_behind_it(name):
     cached, parts = after_abc(name), prompt(A, B, C)
     plan = cached.plan(parts, "craft:2")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from families import FAMILIES, build, off, plain, prefill, tokens, wrapped
+from families import ALWAYS, FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, linked_columns, plan_from, segments
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward import prefill as narrow
@@ -23,8 +23,10 @@ from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.base import Look
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.store.memory import HostStore
+from soak_kit import soaked
 
-NAMES = [name for name in FAMILIES if name != "phi3-longrope"]
+NAMES = soaked([name for name in FAMILIES if name != "phi3-longrope"], *ALWAYS)
+FEW = [name for name in ALWAYS if name != "phi3-longrope"]
 SYSTEM, QUESTION = tokens(5, 1), tokens(6, 9)
 CHUNKS = [tokens(19, 2), tokens(7, 3), tokens(26, 4)]
 SEPARATOR = (7,)
@@ -94,7 +96,7 @@ def highest(scores, count):
 
 
 class TestQuery:
-    @pytest.mark.parametrize(("name", "ratio"), [("llama", 0.1), *((name, 0.33) for name in NAMES)])
+    @pytest.mark.parametrize(("name", "ratio"), [("llama", 0.1), *((name, 0.33) for name in FEW)])
     def test_picks_what_eager_attention_says(self, name, ratio):
         plan = plan_for(name, f"query:{ratio}")
         ids = plan.token_ids
@@ -139,7 +141,7 @@ class TestQuery:
         assert picked(chosen) == sorted(first + rest)
 
     @pytest.mark.parametrize(
-        ("name", "known"), [("llama", "all"), ("llama", "none"), *((name, "some") for name in NAMES)]
+        ("name", "known"), [("llama", "all"), ("llama", "none"), *((name, "some") for name in FEW)]
     )
     def test_impact_is_attention_of_the_last_rows_times_sensitivity(self, name, known):
         def moved(kv):

@@ -63,7 +63,7 @@ def test_another_tenants_chunks_are_never_found() -> None:
     assert registry.find("bolt", text).found == registry.find("", text).found == ()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.one_of(st.tuples(st.lists(one, min_size=1, max_size=12), st.lists(one)) for one in (dense, signs)),
     st.randoms(),

@@ -240,7 +240,7 @@ roles = st.sampled_from(["system", "user", "assistant"])
 all_templates = [*FAITHFUL, escaping, doubling, dropping_first, reversing, upper, drops_thoughts]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(roles, contents), min_size=1, max_size=4), st.sampled_from(all_templates))
 def test_the_segments_are_always_what_the_template_renders(turns, render) -> None:
     messages = [{"role": role, "content": blocks} for role, blocks in turns]

@@ -30,7 +30,7 @@ def parts(result: Segmentation) -> list[tuple[str, str]]:
     return [(type(s).__name__, s.text or "") for s in result.segments]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.text(max_size=40), max_size=6), st.lists(st.text(max_size=30), max_size=6), st.randoms())
 def test_segments_join_to_the_text_and_chunks_are_registered(chunks, fillers, random) -> None:
     pieces = chunks * 2 + fillers

@@ -208,7 +208,7 @@ CHANGES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(altered_documents(), st.sampled_from(list(PROMPTS)), st.sampled_from(["register", "prefetch"]))
 def test_control_tokens_are_those_of_a_harmless_document(engines, case, prompt, known) -> None:
     document, altered, harmless = case

@@ -171,6 +171,7 @@ def distributions(rag: RagCache, prompt: Any, policy: str, answer: Sequence[int]
     return torch.stack(out)
 
 
+@pytest.mark.soak
 def test_the_losses_are_what_the_engine_gives(
     calibrated_rows: tuple[Calibration, dict[str, dict[str, Any]]], folder: Path
 ) -> None:

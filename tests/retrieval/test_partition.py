@@ -162,7 +162,7 @@ def written(value: Any) -> object:
     return [type(value).__name__, repr(value)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(trees, trees)
 def test_keys_are_equal_exactly_where_the_content_is(one: object, other: object) -> None:
     assert (key_of(one) == key_of(other)) == (repr(written(one)) == repr(written(other)))

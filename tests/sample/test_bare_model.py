@@ -14,9 +14,10 @@ from llama_index_ragcachekit import RagCacheLLM
 from ragcachekit import RagCache, TreeConfig
 from ragcachekit.server import ServerConfig, create_app
 from server_kit import LONG, served
+from soak_kit import soaked
 from tokenizer_kit import paragraphs
 
-TOKENS = 8
+TOKENS = 4
 POLICIES = ("full", "prefix")
 CHUNKS = (*DOCUMENTS, *(text for text in paragraphs(200) if len(text) < 400))
 JOINTS = ("\n\n", "\n\n", "\n", " ", "\n---\n", "\n\nSource: a.md\n")
@@ -71,7 +72,7 @@ def bare(loaded):
     return answer
 
 
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(scope="module", params=soaked(POLICIES, "prefix"))
 def exact(request, loaded, digests):
     """An engine with chunks and a knowledge tree that serves exact rows alone."""
     options = {"encoder": "standalone", "cold": "now", "tree": TreeConfig(host_bytes=1 << 28)}

@@ -19,15 +19,16 @@ EPSILON = 2**-8  # greatest relative error of one rounding to bfloat16
 ROUNDINGS = 9  # per layer on the way of a row: two norms, values, attention, two products, the MLP, two sums
 
 
-@pytest.fixture(scope="module")
-def make(folder, tmp_path_factory):
+@pytest.fixture(scope="module", params=[6, pytest.param(30, marks=pytest.mark.soak)], ids="{} layers".format)
+def make(request, folder, tmp_path_factory):
     """Engines around one bfloat16 model, loaded as users load it; admission is checked at the first."""
     made, cache = [], tmp_path_factory.mktemp("bfloat16")
+    layers = {"num_hidden_layers": request.param}
 
     def new(**options):
         if not made:
             engine = RagCache.from_pretrained(
-                folder, device="cpu", dtype=torch.bfloat16, cache_dir=cache, cold="now", **options
+                folder, device="cpu", dtype=torch.bfloat16, cache_dir=cache, cold="now", **layers, **options
             )
         else:
             first = made[0]
@@ -64,8 +65,9 @@ def rounding(model, wide, ids):
     return theirs, error
 
 
-@pytest.mark.parametrize("question", [QUESTIONS[0], pytest.param(QUESTIONS[1], marks=pytest.mark.soak)])
-@pytest.mark.parametrize("encoder", [pytest.param("standalone", marks=pytest.mark.soak), "system"])
+@pytest.mark.parametrize("question", QUESTIONS[:2])
+@pytest.mark.soak
+@pytest.mark.parametrize("encoder", ["standalone", "system"])
 def test_everything_recomputed_is_an_ordinary_prefill(make, wide, question, encoder):
     rag = make(policy="lego:100000", encoder=encoder)
     rag.encode(list(DOCUMENTS), system=SYSTEM)
@@ -131,13 +133,11 @@ def divergence(full, other):
     return float((full.exp() * (full - other)).sum())
 
 
-@pytest.mark.parametrize(
-    "questions", [QUESTIONS[:1], pytest.param(QUESTIONS, marks=pytest.mark.soak)], ids=len
-)
-def test_impact_recomputes_a_tenth_and_comes_nearer_to_full(make, wide, questions):
+@pytest.mark.soak
+def test_impact_recomputes_a_tenth_and_comes_nearer_to_full(make, wide):
     rag = make(policy="impact:0.1", encoder="system")
     sums = {"impact:0.1": 0.0, "reuse": 0.0}
-    for question in questions:
+    for question in QUESTIONS:
         prompt = prompt_of((2, 0, 1), question)
         rag.generate(prompt, **ASKED)
         report = rag.generate(prompt, **ASKED).report.link

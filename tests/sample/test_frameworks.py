@@ -56,10 +56,7 @@ class TestPartOfIntegration(Answering, ChatModelTests):
     """All of it runs on smaller models in every run, and on this one in the soak."""
 
     test_astream = ChatModelIntegrationTests.test_astream
-    test_batch = ChatModelIntegrationTests.test_batch
     test_stop_sequence = ChatModelIntegrationTests.test_stop_sequence
-    test_conversation = ChatModelIntegrationTests.test_conversation
-    test_usage_metadata = ChatModelIntegrationTests.test_usage_metadata
     test_usage_metadata_streaming = ChatModelIntegrationTests.test_usage_metadata_streaming
 
 

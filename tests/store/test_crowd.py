@@ -17,14 +17,9 @@ DESCRIPTORS = 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads memory and descriptors from /proc")
-@pytest.mark.parametrize(
-    ("processes", "threads", "operations"),
-    [
-        pytest.param(2, 2, 600, id="600 operations"),
-        pytest.param(4, 4, 100_000, id="100,000 operations", marks=pytest.mark.soak),
-    ],
-)
-def test_many_at_work_in_one_folder(tmp_path, said_by, processes, threads, operations):
+@pytest.mark.soak
+def test_many_at_work_in_one_folder(tmp_path, said_by):
+    processes, threads, operations = 4, 4, 100_000
     folder = tmp_path / "kv"
     reports = json.loads(said_by(SCRIPT, folder, processes, threads, operations))
     assert len(reports) == processes

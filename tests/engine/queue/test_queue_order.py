@@ -53,7 +53,7 @@ def test_an_estimate_is_renewed_before_its_item_is_chosen():
     assert order.best() is warm
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_nobody_is_overtaken_more_than_window_times_and_everybody_has_a_turn(data):
     window = data.draw(st.integers(0, 5))

@@ -155,7 +155,7 @@ def rag(request, tmp_path, caplog):
 
 
 def test_hundreds_of_requests_with_random_ends(rag):
-    run(rag, 256 if rag.grade == "linked" else 96)
+    run(rag, 128 if rag.grade == "linked" else 64)
 
 
 @pytest.mark.soak

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
 from batch_kit import Asked, begin, decoder_for, finish, held, serve
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
-from families import FAMILIES, VOCAB, greedy, plain
+from families import ALWAYS, FAMILIES, VOCAB, greedy, plain
 from ragcachekit import Prompt
+from soak_kit import soaked
 
 SHORT = Prompt([text(9, 1), chunk(25, 3), text(3, 7)])
 OTHER = Prompt([text(14, 8), chunk(33, 2), text(2, 9), chunk(7, 10), text(11, 11)])
@@ -22,7 +24,7 @@ PROMPTS = [PROMPT, EXACT, SHORT, OTHER, NO_CHUNK, BARE, ONE_TOKEN, LONG]
 
 NEVER = VOCAB + 1
 ALONE = "phi3-longrope", "llama4"  # of these, prompts that are too long do not go into a batch
-BATCHED = [name for name in FAMILIES if name not in ALONE]
+BATCHED = soaked([name for name in FAMILIES if name not in ALONE], *ALWAYS)
 POLICIES = ["prefix", "lego:4", "query:0.2", "cacheblend:0.2"]
 
 
@@ -73,8 +75,17 @@ def test_sizes(size, seed):
     assert assert_answered(decoder_for(rag, max_batch=size), rag, asked, seed) <= size
 
 
-@pytest.mark.parametrize("policy", ["lego:4", "sensitive:0.2", "cacheblend:0.2"])
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss", "smollm3"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    soaked(
+        product(
+            ("llama", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss", "smollm3"),
+            ("lego:4", "sensitive:0.2", "cacheblend:0.2"),
+        ),
+        *(("llama", "sensitive:0.2"), ("llama", "cacheblend:0.2"), ("gemma3", "lego:4")),
+        *(("gpt-oss", "lego:4"), ("smollm3", "sensitive:0.2")),
+    ),
+)
 def test_requests_over_the_same_chunks_share_memory(name, policy):
     """Each has the tokens that it gets alone; one that ends frees its own rows, the last one all."""
     common = [text(9, 1), chunk(33, 2), chunk(40, 3), chunk(35, 5)]
