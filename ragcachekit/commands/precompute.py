@@ -285,25 +285,13 @@ class PrecomputeRun:
         return seconds
 
     def _missing(self) -> list[Missing]:
-        """What the engine looks up or encodes: all that a planner over an empty store misses."""
-        from ragcachekit.model.rope import describe_rope
-        from ragcachekit.plan.planner import Planner
+        """What the engine looks up or encodes, whatever is stored."""
         from ragcachekit.policies.registry import open_policy
-        from ragcachekit.prompt.parser import PromptParser
-        from ragcachekit.store.base import NullStore
 
-        rag, settings = self._rag, self._settings
-        planner = Planner(
-            rag.model,
-            PromptParser(rag.tokenizer),
-            rope=describe_rope(rag.model),
-            store=NullStore(),
-            fingerprint=rag.fingerprint,
-            encoder=settings.chunk_encoder,
-            neighbours=settings.neighbours(self.corpus),
-        )
-        planner.companions.register(rag.namespace, self.corpus.texts)
-        return planner.missing(self.corpus.texts, rag.namespace, open_policy(settings.policy), self._system)
+        rag, texts = self._rag, self.corpus.texts
+        planner = rag.components.planner
+        planner.companions.register(rag.namespace, texts)
+        return planner.missing(texts, rag.namespace, open_policy(self._settings.policy), self._system)
 
     def _encode_on_ray(self, progress: bool) -> None:
         from ragcachekit.cluster import EncodingJob, encode_chunks  # Ray is an extra
