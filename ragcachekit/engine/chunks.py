@@ -101,10 +101,7 @@ class Chunks:
         progress: bool,
         since: int,
     ) -> EncodedIds:
-        """Register chunks and compute their KV now, except what is stored already; returns their ids.
-
-        ``since`` is the epoch of the forgets before the texts were read.
-        """
+        """As :meth:`ragcachekit.RagCache.encode`; ``since`` is the epoch before the texts were read."""
         encoder = self._parts.background_encoder
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
