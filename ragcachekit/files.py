@@ -6,8 +6,7 @@ import json
 import os
 import stat
 import uuid
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,28 +21,21 @@ for _flag in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"):
 
 
 class OpenFile:
-    """One open descriptor, closed with its last reference at the latest.
+    """One open descriptor ``fd``, closed with its last reference at the latest; -1 once it is closed.
 
     Arguments and errors are those of :func:`os.open`; a FIFO does not block. New files have the mode 0600.
-    Opening and storing are one C call, as are taking and closing: a KeyboardInterrupt between them would
-    leak the descriptor.
     """
 
-    _held: Sequence[int] = ()
+    fd = -1
 
     def __init__(self, path: str | os.PathLike[str], flags: int) -> None:
-        self._held = held = list[int]()
-        held.extend(map(os.open, (path,), (flags | _ALWAYS,), (0o600,)))
-
-    @property
-    def fd(self) -> int:
-        """The descriptor; -1 once it is closed."""
-        return self._held[0] if self._held else -1
+        self.fd = os.open(path, flags | _ALWAYS, 0o600)
 
     def close(self) -> None:
         """Close the descriptor; may be repeated."""
-        if isinstance(self._held, list) and self._held:
-            deque(map(os.close, map(list[int].pop, (self._held,))), maxlen=0)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __enter__(self) -> OpenFile:
         return self

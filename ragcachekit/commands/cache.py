@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection
@@ -22,8 +21,8 @@ from ragcachekit.errors import RagCacheError
 
 DAMAGED = "(damaged)"
 
-# Manifest, data, and temporary files of either.
-_INDEX_NAME = re.compile(r"(\.)?minilm-[0-9a-f]{16}\.index(?(1)\.\w+\.tmp|(\.[0-9a-f]{16}\.data)?)")
+_INDEXES = ("minilm-*.index", "minilm-*.index.*.data", ".minilm-*.index.*.tmp")
+"""Manifest, data, and temporary files of either."""
 
 ContentDir = Annotated[
     str | None,
@@ -149,5 +148,4 @@ def _unreadable(path: Path, error: OSError) -> RagCacheError:
 
 
 def _indexes(folder: CacheFolder) -> list[Path]:
-    files = folder.indexes.glob("*")
-    return [path for path in files if _INDEX_NAME.fullmatch(path.name) and path.is_file()]
+    return [path for name in _INDEXES for path in folder.indexes.glob(name) if path.is_file()]

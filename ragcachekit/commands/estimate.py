@@ -19,8 +19,8 @@ from rich.filesize import decimal as size
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import CorpusSearch
 from ragcachekit.commands.console import note, pairs, quiet_loading, show, written
-from ragcachekit.commands.grades import why_prefix
-from ragcachekit.commands.workspace import OwnFiles, load_checked, load_tokenizer
+from ragcachekit.commands.grades import ESTIMATE, only_beginnings, why_prefix
+from ragcachekit.commands.workspace import OwnFiles, load_tokenizer
 from ragcachekit.types import DEFAULT_ENCODER, parse_encoder
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def estimate(
     """Will it save time? The share of your log's prompt tokens and searches that a cache would serve.
 
     The questions of --log are replayed in order over the documents of --corpus. No model runs; only the
-    tokenizer of --model is loaded, unless its grade is prefix: then what it caches is measured.
+    tokenizer of --model is loaded.
     """
     quiet_loading()
     from ragcachekit.commands.questions import read_questions
@@ -72,12 +72,11 @@ def estimate(
         "all tokens are chunks, the rest is computed every time",
         "chunks": f"{found['chunk_uses']} uses of {found['chunks_used']} different ones; the corpus has "
         f"{found['chunks_in_corpus']}" + (f", {foreign} of those used not among them" if foreign else ""),
-        "KV": f"{size(found['kv_bytes_used'])} of the {found['kv_of']} that the log uses",
+        "KV": f"{size(found['kv_bytes_used'])} of the chunks that the log uses",
     }
-    if "cost" in found:
-        since = found["break_even"]
-        fewer = "never fewer" if since is None else f"fewer from question {since} on"
-        rows["prefill"] = f"{found['cost']:.0%} of the rows without a cache, over the whole log; {fewer}"
+    since = found["break_even"]
+    fewer = "never fewer" if since is None else f"fewer from question {since} on"
+    rows["prefill"] = f"{found['cost']:.0%} of the rows without a cache, over the whole log; {fewer}"
     if "precompute_tokens" in found:
         rows["precompute"] = (
             f"computes {found['precompute_tokens']} tokens, as many as {found['precompute_questions']} such "
@@ -94,19 +93,18 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
 
     ``tokens_found`` is the share of all prompt tokens that come from a cache of that size, filled by the log
     alone; ``after_precompute`` the same where the corpus was encoded ahead, onto a disk. Raises ValueError
-    for a chunk that the corpus lacks; CorpusError, RetrievalError, RagCacheError.
+    for a chunk that the corpus lacks; CorpusError, RetrievalError, RagCacheError, as for a model of grade
+    prefix.
     """
     from ragcachekit.commands.questions import SEPARATOR, PromptMaker, bare_ids
     from ragcachekit.commands.report import BenchReport
 
+    if why := why_prefix(settings.model):
+        raise only_beginnings(ESTIMATE, why)
     tokenizer, corpus = load_tokenizer(settings.model), settings.read_corpus()
     for skipped in corpus.notes:
         note(skipped)
-    maker, snapshots = (
-        PromptMaker(tokenizer),
-        snapshot_bytes(settings.model) if why_prefix(settings.model) else None,
-    )
-    token_bytes = 1 if snapshots else kv_bytes_per_token(settings.model)
+    maker, token_bytes = PromptMaker(tokenizer), kv_bytes_per_token(settings.model)
     sizes, prompts, tokens, saved = dict[str, int](), list[list[str]](), list[int](), 0
     for question, texts, hit in retrieved(settings, log, corpus):
         for text in texts:
@@ -116,29 +114,23 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
         tokens.append(len(bare_ids(tokenizer, maker.filled(SEPARATOR.join(texts), question))))
         saved += hit
     known, total = set(corpus.texts), sum(tokens)
-    looked_up, found_tokens, cost, stored = prompts, sizes, sizes, known
-    if snapshots is not None:  # cost is in bytes
-        system = len(tokenizer(maker.before, add_special_tokens=False).input_ids)
-        looked_up, found_tokens, stored = beginnings(prompts, {**sizes, "": system})
-        cost = {name: count * snapshots[0] + snapshots[1] for name, count in found_tokens.items()}
-    used = sum(cost.values())
-    least = max(sum(cost[name] for name in names) for names in looked_up)  # of the largest prompt
+    used = sum(sizes.values())
+    least = max(sum(sizes[text] for text in texts) for texts in prompts)  # of the largest prompt
     rows: list[dict[str, Any]] = [
         {
             "part": SIZES,
             "cache_mb": room * token_bytes / 1e6,
             "share_of_used": room / used,
-            "tokens_found": replay(looked_up, found_tokens, room, cost=cost) / total,
-            "after_precompute": replay(looked_up, found_tokens, room, stored, cost) / total,
+            "tokens_found": replay(prompts, sizes, room) / total,
+            "after_precompute": replay(prompts, sizes, room, known) / total,
         }
         for room in (max(round(share * used), least) for share in SHARES)
     ]
     found, ahead = rows[-1]["tokens_found"], rows[-1]["after_precompute"]
-    ahead_tokens = 0
-    if snapshots is None:
-        ids = tokenizer(corpus.texts, add_special_tokens=False, verbose=False).input_ids
-        ahead_tokens = PRECOMPUTED * sum(map(len, ids))
+    ids = tokenizer(corpus.texts, add_special_tokens=False, verbose=False).input_ids
+    ahead_tokens = PRECOMPUTED * sum(map(len, ids))
     questions = math.ceil(ahead_tokens * len(log) / ((1 - RECOMPUTED) * ahead * total)) if ahead else 0
+    shares = balance(prompts, sizes, tokens, RECOMPUTED)
     summary: dict[str, Any] = {
         "part": SUMMARY,
         "questions": len(log),
@@ -149,16 +141,14 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
         "chunks_used": len(sizes),
         "chunks_not_in_corpus": len(sizes.keys() - known),
         "chunks_in_corpus": len(known),
-        "kv_of": "chunks" if snapshots is None else "beginnings",
         "kv_bytes_used": used * token_bytes,
         "helps": max(found, ahead) >= MIN_SHARE,
-        "verdict": _verdict(found, ahead, questions, snapshots is not None),
+        "verdict": _verdict(found, ahead, questions),
+        "cost": shares[-1],
+        "break_even": break_even(shares),
     }
-    if snapshots is None:
-        shares = balance(prompts, sizes, tokens, RECOMPUTED)
-        summary |= {"cost": shares[-1], "break_even": break_even(shares)}
-        if questions:
-            summary |= {"precompute_tokens": ahead_tokens, "precompute_questions": questions}
+    if questions:
+        summary |= {"precompute_tokens": ahead_tokens, "precompute_questions": questions}
     return BenchReport("estimate", settings.model, 0, (summary, *rows))
 
 
@@ -188,43 +178,19 @@ def retrieved(
         yield query.question, [named.get(name, name) for name in query.chunks], hit
 
 
-def beginnings(
-    prompts: Sequence[Sequence[str]], tokens: Mapping[str, int]
-) -> tuple[list[list[str]], dict[str, int], set[str]]:
-    """Prompts as their beginnings, the longest first, tokens of each after the one before, and the repeated.
-
-    The system text is the beginning without chunks, and the text ``""`` of ``tokens``.
-    """
-    out, sizes, uses = list[list[str]](), dict[str, int](), Counter[str]()
-    for texts in prompts:
-        names = ["\0".join(["", *texts[:count]]) for count in range(len(texts) + 1)]
-        sizes |= {name: tokens[text] for name, text in zip(names, ["", *texts], strict=True)}
-        uses.update(names)
-        out.append(names[::-1])  # so that none is dropped before what goes on from it
-    return out, sizes, {name for name, count in uses.items() if count > 1}
-
-
 def replay(
-    prompts: Sequence[Sequence[str]],
-    tokens: Mapping[str, int],
-    room: int,
-    ahead: Collection[str] = (),
-    cost: Mapping[str, int] | None = None,
+    prompts: Sequence[Sequence[str]], tokens: Mapping[str, int], room: int, ahead: Collection[str] = ()
 ) -> int:
-    """Tokens found in a least-recently-used cache of that ``room``, or among those encoded ``ahead``.
-
-    ``cost`` is the room that each text takes, by default its tokens.
-    """
-    cost = tokens if cost is None else cost
+    """Tokens found in a least-recently-used cache of that ``room``, or among those encoded ``ahead``."""
     held: OrderedDict[str, None] = OrderedDict()
     total = found = 0
     for texts in prompts:
         found += sum(tokens[text] for text in texts if text in held or text in ahead)
         for text in texts:
-            total += 0 if text in held else cost[text]
+            total += 0 if text in held else tokens[text]
             held[text] = held.pop(text, None)
         while total > room:
-            total -= cost[held.popitem(last=False)[0]]
+            total -= tokens[held.popitem(last=False)[0]]
     return found
 
 
@@ -273,22 +239,10 @@ def kv_bytes_per_token(model: str) -> int:
         return KVLayout.of(AutoModelForCausalLM.from_config(config)).token_bytes
 
 
-def snapshot_bytes(model: str) -> tuple[int, int]:
-    """Bytes of a token's rows and of a state of a model of grade prefix, which is loaded for it."""
-    from ragcachekit.model.snapshots import SnapshotLayout
-
-    lm, _ = load_checked(model, None, "auto")
-    layout = SnapshotLayout.of(lm)
-    return layout.token_bytes, layout.state_bytes
-
-
-def _verdict(found: float, ahead: float, questions: int, is_prefix: bool) -> str:
+def _verdict(found: float, ahead: float, questions: int) -> str:
     shares = f"{found:.0%} of the prompt tokens would come from the cache, {ahead:.0%} after precompute"
     if max(found, ahead) < MIN_SHARE:
         return f"it will not help you: {shares}"
-    if is_prefix:
-        first = "" if found >= MIN_SHARE else " if you run precompute --log first"
-        return f"it will save you time{first}: {shares}, as exact beginnings; answers stay the same"
     if found < MIN_SHARE:
         return (
             f"it saves time only if you run precompute first, and then from question {questions} on: {shares}"

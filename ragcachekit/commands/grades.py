@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CALIBRATE = "calibrate chooses which tokens of linked chunks to recompute"
 FIDELITY = "bench fidelity compares ways to link chunks"
+ESTIMATE = "estimate counts chunks that are linked"
 """What a command does that has no meaning where chunks are not linked."""
 
 _LINKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -20,10 +21,7 @@ _ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_emb_bas
 
 
 def why_prefix(name: str) -> str:
-    """Why a model is surely of grade prefix by its configuration alone; empty if only the check can tell.
-
-    Of the 91 such families of transformers 83 show it there, of the 100 linked ones none.
-    """
+    """Why a model is surely of grade prefix by its configuration alone; empty if only the check can tell."""
     from transformers import AutoConfig
 
     from ragcachekit.model.sample_model import resolve_model
@@ -43,13 +41,17 @@ def check_linked(model: Any, tokenizer: Any, cache_dir: str | os.PathLike[str] |
     before = is_installed(model)
     grade = loaded_grade(model, tokenizer, cache_dir)
     if grade.name == "prefix":
-        raise RagCacheError(
-            f"{what}; this model's grade is prefix ({grade.why}): only exact beginnings are reused, answers "
-            "stay those of a full prefill, and there is nothing to choose; bench ttft and estimate show what "
-            "it saves"
-        )
+        raise only_beginnings(what, grade.why)
     if not before:
         uninstall(model)
+
+
+def only_beginnings(what: str, why: str) -> RagCacheError:
+    """The refusal of a command that does ``what``; ``why`` the model's grade is prefix."""
+    return RagCacheError(
+        f"{what}; this model's grade is prefix ({why}): only exact beginnings are reused, and answers stay "
+        "those of a full prefill; bench ttft and answer.report show what that saves"
+    )
 
 
 def loaded_grade(model: Any, tokenizer: Any, cache_dir: str | os.PathLike[str] | None) -> Grade:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ragcachekit.store.base import KVStore
 
 FEW = 8  # chunks for which no time is predicted
-SCORE_BYTES = 4  # per token: the attention that it got, kept for policies
 
 
 def precompute(
@@ -193,7 +192,7 @@ class PrecomputeRun:
         self._system = PromptMaker(rag.tokenizer).before
         self._means = VariantPool()
         self.chunks = self._missing()
-        self.token_bytes = KVLayout.of(rag.model).token_bytes + SCORE_BYTES
+        self.token_bytes = KVLayout.of(rag.model).token_bytes
         self._manifest = Manifest.of(settings, rag, settings.lists, settings.chunk_encoder)
         present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self.chunks}
         self.gone = self._manifest.replace(present, keep_gone=settings.keep_gone)
@@ -285,25 +284,13 @@ class PrecomputeRun:
         return seconds
 
     def _missing(self) -> list[Missing]:
-        """What the engine looks up or encodes: all that a planner over an empty store misses."""
-        from ragcachekit.model.rope import describe_rope
-        from ragcachekit.plan.planner import Planner
+        """What the engine looks up or encodes, whatever is stored."""
         from ragcachekit.policies.registry import open_policy
-        from ragcachekit.prompt.parser import PromptParser
-        from ragcachekit.store.base import NullStore
 
-        rag, settings = self._rag, self._settings
-        planner = Planner(
-            rag.model,
-            PromptParser(rag.tokenizer),
-            rope=describe_rope(rag.model),
-            store=NullStore(),
-            fingerprint=rag.fingerprint,
-            encoder=settings.chunk_encoder,
-            neighbours=settings.neighbours(self.corpus),
-        )
-        planner.companions.register(rag.namespace, self.corpus.texts)
-        return planner.missing(self.corpus.texts, rag.namespace, open_policy(settings.policy), self._system)
+        rag, texts = self._rag, self.corpus.texts
+        planner = rag.components.planner
+        planner.companions.register(rag.namespace, texts)
+        return planner.missing(texts, rag.namespace, open_policy(self._settings.policy), self._system)
 
     def _encode_on_ray(self, progress: bool) -> None:
         from ragcachekit.cluster import EncodingJob, encode_chunks  # Ray is an extra

@@ -122,10 +122,7 @@ class OtherPrompts:
 
 @dataclass(frozen=True)
 class Sample:
-    """Questions of one ``kind`` (a user's, or probes made from a corpus).
-
-    ``neighbours`` are for the encoders ``similar:n``.
-    """
+    """Questions of one ``kind`` (a user's, or probes made from a corpus)."""
 
     questions: tuple[Question, ...]
     kind: str = "questions"

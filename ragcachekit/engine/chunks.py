@@ -28,7 +28,7 @@ from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import attempt
-from ragcachekit.types import check_type, chunk_id, whole_id
+from ragcachekit.types import chunk_id, strings, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +101,7 @@ class Chunks:
         progress: bool,
         since: int,
     ) -> EncodedIds:
-        """Register chunks and compute their KV now, except what is stored already; returns their ids.
-
-        ``since`` is the epoch of the forgets before the texts were read.
-        """
+        """As :meth:`ragcachekit.RagCache.encode`; ``since`` is the epoch before the texts were read."""
         encoder = self._parts.background_encoder
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
@@ -119,7 +116,7 @@ class Chunks:
             ids = [chunk_id(self._parser.chunk_ids(text), namespace) for text in texts]
             self._register_named(texts, ids, namespace, since)
             return EncodedIds(ids)
-        policy = self._parts.policy_to_encode(namespace)
+        policy = self._parts.resolve(self._parts.policy, namespace).policy
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._register_named(texts, [item.key.chunk_id for item in items], namespace, since)
         todo = encoder.complete(item for item in items if not self._is_stored(item))
@@ -313,21 +310,3 @@ def is_stored(item: Missing, store: KVStore, known: VariantPool, gone: Container
         return False
     one = isinstance(item.encoding, AverageEncoding) and not item.encoding.neighbours
     return mean is None or one or SENSITIVITY in (store.sums(mean) or {})
-
-
-def several(items: Iterable[_Item], what: str) -> list[_Item]:
-    """The items as a list; TypeError for one string, which would be taken for its letters."""
-    if isinstance(items, str):
-        raise TypeError(f"{what} must be a list of strings, not one string")
-    check_type(what, items, Iterable, "a list")
-    return list(items)
-
-
-def strings(items: Iterable[str], what: str) -> list[str]:
-    """As :func:`several`, but TypeError unless each is a string; of a document it names the text's field."""
-    listed = several(items, what)
-    for number, item in enumerate(listed):
-        own = next((name for name in ("page_content", "get_content") if hasattr(item, name)), None)
-        give = "a string" if own is None else f"a string; give the {type(item).__name__}'s {own}"
-        check_type(f"{what}[{number}]", item, str, give)
-    return listed

@@ -26,7 +26,6 @@ from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.engine.grade import check_generates, grade_of
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
-from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
@@ -38,13 +37,13 @@ from ragcachekit.plan.encodings import Fetch
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
-from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import BOUND, Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets
+from ragcachekit.quality.budget import Budgets, ResolvedPolicy
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, NullStore, StoreStats
@@ -156,7 +155,7 @@ class EngineComponents:
             opened.callback(self.loads.close)
         if not is_linked:
             _warn_of_unused(settings, self.policy)
-        if settings.tree is None and (not is_linked or isinstance(self.policy, ExactPolicy)):
+        if settings.tree is None and (not is_linked or getattr(self.policy, "exact_only", False)):
             settings = replace(settings, tree=_tree_of_store(settings.store, is_linked))
         self.tree = _tree(self.model, settings, self._layout, self.cost, opened) if self._layout else None
 
@@ -191,21 +190,19 @@ class EngineComponents:
         model, rope, planner = self.model, self.rope, self.planner
         layout = self._layout if isinstance(self._layout, KVLayout) else None
         question = self.parser.question
-        encoder, backoff = ChunkEncoder(model, rope, observed_cache), partial(Backoff, self.active)
+        encoder, backoff = ChunkEncoder(model, rope), partial(Backoff, self.active)
 
         def encoder_over(
             store: KVStore,
-            stored: Callable[[KVKey, ChunkKV], object],
-            forgets: ForgetEpochs,
-            worker: BackgroundWorker,
+            stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
+            forgets: ForgetEpochs | None = None,
+            worker: BackgroundWorker | None = None,  # by default one that goes with the encoder
             known_mean: Callable[[KVKey], KVKey | None] = lambda _: None,
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
-            parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored, forgets
-            return BackgroundEncoder(*parts, settings.encode_after, worker, backoff, known_mean, question)
-
-        def private(store: KVStore) -> BackgroundEncoder:  # whose worker goes with it
-            return encoder_over(store, lambda *_: None, ForgetEpochs(), BackgroundWorker())
+            parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored
+            since = forgets or ForgetEpochs(), settings.encode_after
+            return BackgroundEncoder(*parts, *since, worker, backoff, known_mean, question)
 
         self.background_encoder = encoder_over(
             self.store, planner.note_stored, self.forgets, self.background, planner.variants.average
@@ -225,19 +222,28 @@ class EngineComponents:
             settings.encoder,
             self.policy.bound if isinstance(self.policy, Auto) else BOUND,
             planner,
-            PolicyCheck(model, rope, planner, private),
+            PolicyCheck(model, rope, planner, encoder_over),
             self.background,
             self.active.wait_for_none,
         )
-        self.policy_to_encode(settings.namespace)  # warns now of what there is to warn of
+        self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
-    def policy_to_encode(self, namespace: str) -> SelectionPolicy:
-        """The default policy, as chunks are encoded for it."""
-        if isinstance(self.policy, Auto):
-            return self.auto.resolve(namespace).policy
-        if isinstance(self.policy, Budget):
-            return self.budgets.resolve(self.policy, namespace).policy
-        return self.policy
+    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
+        """The concrete policy of a budget or of ``auto``; any other one as it is.
+
+        Where chunks cannot be linked, every policy that reuses anything stands for exact beginnings.
+        """
+        if self.grade.name == "prefix":
+            policy = open_policy("prefix") if policy.reads_cache else policy
+        elif isinstance(policy, Auto):
+            if policy not in (self.policy, Auto()):
+                raise ValueError(
+                    f"{policy.name} is for RagCache(policy={policy.name!r}), not for one request"
+                )
+            return self.auto.resolve(namespace)
+        elif isinstance(policy, Budget):
+            return self.budgets.resolve(policy, namespace)
+        return ResolvedPolicy(policy, policy.name)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""

@@ -191,10 +191,7 @@ class BatchRows(NamedTuple):
 
 
 class BatchCache(Cache):  # type: ignore[misc]
-    """A cache for one forward with one new token of each request, at position ``request.rows``.
-
-    After the forward the caller counts the new rows.
-    """
+    """A cache for one forward with a new token of each request, after its ``rows``; the caller counts it."""
 
     def __init__(self, requests: Sequence[RequestKV]) -> None:
         layers = range(len(requests[0].own.keys))

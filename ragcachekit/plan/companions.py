@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ragcachekit.types import Ids, KVKey, chunk_id
+from ragcachekit.types import Ids, KVKey, chunk_id, strings
 
 MAX_TOKENISED = 4096  # texts whose token ids are cached: a prompt needs ten neighbours per chunk
 MAX_COMPANIONS = 65_536  # chunks per namespace
@@ -45,7 +45,7 @@ class SimilarChunks:
     ) -> None:
         if most < 1:
             raise ValueError(f"most must be at least 1, got {most}")
-        given = checked_texts(texts)
+        given = strings(texts, "chunks")
         rows = np.asarray(embeddings(given) if callable(embeddings) else embeddings, dtype=np.float32)
         rows = rows if given else rows.reshape(0, 1)
         if rows.ndim != 2 or len(rows) != len(given):
@@ -87,7 +87,8 @@ class PrecedingChunks:
 
     def __init__(self, documents: Iterable[Sequence[str]]) -> None:
         self._places: dict[str, tuple[list[str], int]] = {}
-        for chunks in map(checked_texts, documents):
+        for document in documents:
+            chunks = strings(document, "chunks")
             for place, text in enumerate(chunks):
                 self._places.setdefault(text.strip(), (chunks, place))
 
@@ -95,14 +96,6 @@ class PrecedingChunks:
         """The chunks before it, nearest first."""
         chunks, place = self._places.get(text.strip(), ([], 0))
         return chunks[:place][::-1] if place else ()
-
-
-def checked_texts(texts: Iterable[str]) -> list[str]:
-    """A list of them; TypeError for a single string, which would be taken for its letters."""
-    listed = list(texts)
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in listed):
-        raise TypeError("chunks must be given as a list of strings")
-    return listed
 
 
 class _Named(NamedTuple):
@@ -116,12 +109,9 @@ _Near = OrderedDict[str, tuple[_Named, tuple[_Named, ...]]]  # by text: the chun
 class Companions:
     """The chunks that each chunk is encoded after, by namespace, without forgotten ones. Thread safe.
 
-    A namespace's source of neighbours lists them, else a retriever's store: twice ``nearest`` chunks, for a
-    chunk that it holds. Without these they are the other chunks of its block: a list
-    of chunks (what a retriever found for one question, or what :meth:`RagCache.encode` was given) is cut
-    into blocks of ``block`` chunks or a few more, and a chunk belongs to the first one. Chunks of a block are
-    encoded after each other, and share the forwards that encode them. One tenant's chunks never affect
-    another's KV.
+    A namespace's source of neighbours lists them, else a retriever's store: twice ``nearest`` chunks. Without
+    these they are the other chunks of its block: a list of chunks that were registered together is cut into
+    blocks of ``block`` chunks or a few more, and a chunk belongs to the first one.
 
     With ``same_source`` a chunk's companions are those of its own source, whoever proposed them. A text of
     two sources is of none until it is forgotten: whoever may add a document could copy a chunk of another
@@ -154,7 +144,7 @@ class Companions:
     def of(self, text: str, namespace: str) -> tuple[Ids, ...]:
         """Token ids of the companions of ``text``, most similar first, or those that follow it first."""
         if (given := self._given.get(namespace)) is not None:
-            near = checked_texts(given.of(text))
+            near = strings(given.of(text), "neighbours")
         elif not (near := self._of_stores(text, namespace)):
             with self._lock:
                 found = self._near.get(namespace, _Near()).get(text.rstrip())
@@ -239,7 +229,6 @@ class Companions:
         return self._sources.get(namespace, {}).get(self._name_of(text, namespace))
 
     def _of_source(self, source: str | None, texts: Iterable[str], namespace: str) -> list[str]:
-        """Those of ``texts`` that are of that source; none where it is not known."""
         return [t for t in texts if source is not None and self._source(t, namespace) == source]
 
     def _note(self, namespace: str, texts: Sequence[str]) -> None:

@@ -19,7 +19,6 @@ from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
 from ragcachekit.plan.prefix_match import TURN, PrefixMatch
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import (
-    ExactPolicy,
     GuidedPolicy,
     LayerwisePolicy,
     PlacedChunk,
@@ -90,7 +89,7 @@ class PromptRequest:
         A policy that keeps only exact rows needs exact entries; with a tree, only the prompt's first text:
         chunks computed in place go into the tree unrotated, with all that follows.
         """
-        if not self.reads_cache or not isinstance(self.policy, ExactPolicy):
+        if not self.reads_cache or not getattr(self.policy, "exact_only", False):
             return self.reads_cache
         return want.exact and (self.place is None or want.encoding.name == ENCODING_PREFIX)
 
@@ -119,10 +118,7 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Cached KV for a part of the prompt: rows of ``kv`` from ``first`` on belong at ``start``.
-
-    All of them, or the next ``keep`` tokens.
-    """
+    """Cached KV of a part of the prompt: at ``start``, ``keep`` (all) rows of ``kv`` from ``first`` on."""
 
     start: int
     kv: AnyKV
@@ -199,7 +195,7 @@ class LinkPlan:
         return replace(
             self,
             pieces=tuple(map(place, self.pieces)),
-            placed=tuple(replace(chunk, attended=None, sums={}) for chunk in self.placed),
+            placed=tuple(replace(chunk, sums={}) for chunk in self.placed),
             request=self.request and replace(self.request, fetch=Fetch(NullStore())),
         )
 
@@ -318,8 +314,7 @@ def plain_plan(request: PromptRequest) -> LinkPlan:
 def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:
     """Look up every cacheable segment, decide what to load, and let the policy select among cached rows.
 
-    ``variants`` are entries to use in other contexts. Entries in ``without`` count as not found, as an
-    earlier plan waited for them in vain.
+    Entries in ``without`` count as not found, as an earlier plan waited for them in vain.
     """
     if not request.reads_cache:
         return plain_plan(request)
@@ -449,7 +444,6 @@ def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
         want.start,
         len(want.token_ids),
         served.exact and entry.key == served.key and not kv.quantised,
-        attended=sums.get("attended"),
         before=want.before,
         context=entry.key.context,
         sums=sums,

@@ -28,8 +28,6 @@ class PlacedChunk:
     """A chunk at its position in a prompt.
 
     - ``is_exact``: Preceded by exactly the context in which it was encoded: needs no recomputation.
-    - ``attended``: ``[tokens]`` float32: attention to each token while the chunk was encoded, from its own
-      tokens, summed over layers, heads and rows. None if not recorded.
     - ``before``, ``context``: Ids of all segments that precede it in this prompt, and in its encoding.
     - ``sums``: All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
     """
@@ -38,7 +36,6 @@ class PlacedChunk:
     start: int
     tokens: int
     is_exact: bool
-    attended: Tensor | None = field(default=None, compare=False, repr=False)
     before: tuple[str, ...] = field(default=(), compare=False, repr=False)
     context: tuple[str, ...] = field(default=(), compare=False, repr=False)
     sums: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -64,6 +61,10 @@ class SelectionPolicy(Protocol):
 
     ``select`` is thread safe, and the same chunks give the same positions: each at most once, in any order,
     and only in chunks that are not exact.
+
+    Two attributes are optional. ``corrects``: its recomputed rows correct the kept ones
+    (:mod:`ragcachekit.forward.correction`); not of a layer-wise policy, as all layers must compute the same
+    rows. ``exact_only``: it keeps exact rows alone, so that chunks are not encoded for it.
     """
 
     @property
@@ -80,27 +81,6 @@ class SelectionPolicy(Protocol):
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """Positions to recompute."""
-
-
-@runtime_checkable
-class ExactPolicy(SelectionPolicy, Protocol):
-    """A policy that keeps only exact rows: chunks that could not be exact are not encoded for it."""
-
-    @property
-    def exact_only(self) -> bool:
-        """True."""
-
-
-@runtime_checkable
-class CorrectingPolicy(SelectionPolicy, Protocol):
-    """A policy whose recomputed rows correct the kept ones (:mod:`ragcachekit.forward.correction`).
-
-    Not a layer-wise one: all layers must compute the same rows.
-    """
-
-    @property
-    def corrects(self) -> bool:
-        """True."""
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,7 @@ AS_QUICK = 1.1
 
 
 def candidates(encoder: str | None, neighbours: bool) -> tuple[PolicyAndEncoder, ...]:
-    """What to measure, the default first: over ``encoder`` alone if one is given.
-
-    ``neighbours``: whether chunks have known neighbours.
-    """
+    """What to measure, the default first: over ``encoder`` alone if one is given."""
     near = NEIGHBOUR_CANDIDATES if neighbours else ()
     pairs = (*near[:1], DEFAULT, *CANDIDATES, *near)
     if encoder is not None:
@@ -87,10 +84,7 @@ class CheckPrompt:
 
 
 class Measured(NamedTuple):
-    """Of one candidate on one prompt: KL per answer token in nats, recomputed / cached rows, seconds.
-
-    ``seconds`` are those of the linked prefill.
-    """
+    """Of one candidate on one prompt: KL per answer token in nats, recomputed / cached rows, prefill time."""
 
     kl: float
     ratio: float
@@ -102,10 +96,7 @@ Results = Mapping[PolicyAndEncoder, Sequence[Measured]]
 
 
 class PolicyCheck:
-    """Measures candidates on one model; nothing of it is stored.
-
-    ``encoder_over`` makes an encoder of chunks over a store. ``clock`` returns seconds.
-    """
+    """Measures candidates on one model; nothing of it is stored."""
 
     def __init__(
         self,
@@ -149,7 +140,6 @@ class PolicyCheck:
         return results, timer.seconds
 
     def _synchronise(self) -> None:
-        """Wait for the GPU, whose work is queued."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 
