@@ -92,6 +92,8 @@ class TokenImpact(RatioPolicy):
     def choose(self, chunks: Sequence[PlacedChunk], attention: Sequence[Tensor]) -> list[int]:
         """First tokens, then the highest impact, within the share of all open positions."""
         opened = [chunk for chunk in chunks if not chunk.is_exact]
+        if not opened:
+            return []
         weights = torch.stack(tuple(attention))[:, open_positions(chunks)]
         weights = weights * torch.cat(_sensitivities(opened, len(attention)), dim=1)
         return first_then_top(chunks, weights.sum(0), self.ratio)

@@ -265,6 +265,7 @@ class RetrieverCache(CachedRetrieval[Document]):
             )
         saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
         super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved, shown=shown)
+        self._reads_files = path is not None or (index is not None and index.path is not None)
         self._follows: Callable[[str, str, int], Sequence[str]] | None = None
         self._index, self._is_fresh = index, ttl is not None or version is not None
         if saved is not None and index is None:  # a change of these indexes empties it from now on
@@ -364,11 +365,11 @@ class RetrieverCache(CachedRetrieval[Document]):
         The documents are the cache's own (hand out copies); the result is None if nothing was looked up.
         """
         epoch = self.epoch
-        partition = await _in_thread(call, call.partition)
+        partition = await self._aside(call, call.partition)
         embedding = await self._embedding(call)
         lookup, result = None, None
         if partition is not None and embedding is not None:
-            lookup = await _in_thread(call, self._ask, call, embedding, partition)
+            lookup = await self._aside(call, self._ask, call, embedding, partition)
         if lookup is None:
             documents = tuple(await _searched(call, None))
         else:
@@ -378,12 +379,16 @@ class RetrieverCache(CachedRetrieval[Document]):
             elif not result.hit:
                 found = tuple(await _searched(call, None if result.note else embedding))
                 pairs = [(self._framework.id(one), one) for one in found]
-                result = await _in_thread(call, self._keep, call, lookup, pairs)
+                result = await self._aside(call, self._keep, call, lookup, pairs)
             documents = result.documents
-        await _in_thread(call, self._register, call.namespace, documents, epoch)
+        await self._aside(call, self._register, call.namespace, documents, epoch)
         if self.order == "cached":
             documents = await _in_thread(call, self._cached_first, call.namespace, documents)
         return documents, result
+
+    async def _aside(self, call: Call[Document], work: Callable[..., T], *arguments: Any) -> T:
+        """Call in a thread where a file may be read or written, else here."""
+        return await _in_thread(call, work, *arguments) if self._reads_files else work(*arguments)
 
     async def _embedding(self, call: Call[Document]) -> Any:
         try:
