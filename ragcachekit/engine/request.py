@@ -69,6 +69,7 @@ class Request:
         self.submitted_at, self.deadline, self.scope = submitted_at, deadline, scope
         self.observed, self.streamer, self.detokenizer = observed, streamer, detokenizer
         self.ended, self.prefetched = Event(), False
+        self.overtaken = 0  # by later ones of its namespace
         self.state: State = "waiting"
         self._queue, self._tokens, self._changed = queue, tokens, Condition()
         self._answer: Answer | None = None

@@ -10,10 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from threading import TIMEOUT_MAX, get_ident
-from typing import Generic, TypeVar
 
 from ragcachekit.cancellation import ActiveRequests, CancelScope
 from ragcachekit.config import QueueConfig
@@ -42,7 +40,7 @@ class Scheduler:
 
     def __init__(self, config: QueueConfig, runner: Runner, active: ActiveRequests) -> None:
         self._config, self.runner, self._active = config, runner, active
-        self._order = CacheAwareOrder[Request](config.window, lambda request: request.estimator.rows())
+        self._order = CacheAwareOrder(config.window, lambda request: request.estimator.rows())
         self._pool = DaemonPool("ragcachekit-queue")
         self._changed = Condition()  # guards the order and everything below
         self._counts = Counter[str]()
@@ -276,32 +274,22 @@ class Scheduler:
 
 # -- the order of waiting requests ----------------------------------------------------------------
 
-T = TypeVar("T")
 
-
-@dataclass(eq=False)
-class _Entry(Generic[T]):
-    """A waiting item: how often later ones overtook it."""
-
-    item: T
-    overtaken: int = 0
-
-
-class CacheAwareOrder(Generic[T]):
-    """Waiting items in the order of their turns. Not thread safe.
+class CacheAwareOrder:
+    """Waiting requests in the order of their turns. Not thread safe.
 
     Namespaces get equal shares of computed tokens, by start-time fair queueing: the one with the lowest start
-    tag is next, and a new one starts at the present virtual time. Within a namespace the item with the most
-    cached tokens per computed token is next, among its first ``window + 1``. No item is overtaken more than
+    tag is next, and a new one starts at the present virtual time. Within a namespace the request with the
+    most cached tokens per computed token is next, among its first ``window + 1``. None is overtaken more than
     ``window`` times by later ones of its namespace; with 0 the order is that of arrival.
 
-    ``estimate`` returns an item's cached and computed tokens, computed at least 1. ``most_overtaken`` is the
+    ``estimate`` returns a request's cached and computed tokens, computed at least 1. ``most_overtaken`` is the
     highest count so far.
     """
 
-    def __init__(self, window: int, estimate: Callable[[T], tuple[int, int]]) -> None:
+    def __init__(self, window: int, estimate: Callable[[Request], tuple[int, int]]) -> None:
         self._window, self._estimate = window, estimate
-        self._lines: dict[str, list[_Entry[T]]] = {}
+        self._lines: dict[str, list[Request]] = {}
         self._starts: dict[str, float] = {}
         self._now = 0.0  # virtual time: the start tag of the last namespace served
         self._count = 0
@@ -310,50 +298,49 @@ class CacheAwareOrder(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[T]:
-        return (entry.item for entry in chain.from_iterable(self._lines.values()))
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self._lines.values())
 
-    def add(self, item: T, namespace: str) -> None:
-        """Append an item to its namespace's line."""
+    def add(self, request: Request, namespace: str) -> None:
+        """Append a request to its namespace's line."""
         if namespace not in self._lines:
             self._lines[namespace] = []
             self._starts[namespace] = max(self._starts.get(namespace, 0.0), self._now)
-        self._lines[namespace].append(_Entry(item))
+        self._lines[namespace].append(request)
         self._count += 1
 
-    def best(self, ready: Callable[[T], bool] = lambda _: True) -> T | None:
-        """The item whose turn it is, which stays; None if there is none.
+    def best(self, ready: Callable[[Request], bool] = lambda _: True) -> Request | None:
+        """The request whose turn it is, which stays; None if there is none.
 
-        Items that are not ``ready`` come after the others, as long as they may be overtaken.
+        Requests that are not ``ready`` come after the others, as long as they may be overtaken.
         """
         line = self._next_line()
         if not line:
             return None
         if self._count == 1 or line[0].overtaken >= self._window:
-            return line[0].item
-        ranked = sorted((entry.item for entry in line[: self._window + 1]), key=self._cost)
+            return line[0]
+        ranked = sorted(line[: self._window + 1], key=self._cost)
         return next(filter(ready, ranked), ranked[0])
 
-    def next_ones(self, count: int) -> list[T]:
-        """The first ``count`` items of the namespace that is next, in the order of their arrival."""
-        return [entry.item for entry in self._next_line()[:count]]
+    def next_ones(self, count: int) -> list[Request]:
+        """The first ``count`` requests of the namespace that is next, in the order of their arrival."""
+        return self._next_line()[:count]
 
-    def take(self, item: T, namespace: str) -> None:
-        """Remove an item whose turn it is: earlier ones were overtaken, its namespace has had its tokens."""
+    def take(self, request: Request, namespace: str) -> None:
+        """Remove a request whose turn it is: earlier ones were overtaken, its namespace has had its tokens."""
         line = self._lines[namespace]
-        place = next(number for number, entry in enumerate(line) if entry.item is item)
-        for earlier in line[:place]:
+        for earlier in line[: line.index(request)]:
             earlier.overtaken += 1
             self.most_overtaken = max(self.most_overtaken, earlier.overtaken)
         self._now = max(self._now, self._starts[namespace])
         if self._count > 1:  # after the last one nobody has had too much
-            self._starts[namespace] += self._estimate(item)[1]
-        self.discard(item, namespace)
+            self._starts[namespace] += self._estimate(request)[1]
+        self.discard(request, namespace)
 
-    def discard(self, item: T, namespace: str) -> bool:
-        """Remove an item that has had no turn; False if it does not wait."""
+    def discard(self, request: Request, namespace: str) -> bool:
+        """Remove a request that has had no turn; False if it does not wait."""
         line = self._lines.get(namespace, [])
-        left = [entry for entry in line if entry.item is not item]
+        left = [other for other in line if other is not request]
         if len(left) == len(line):
             return False
         self._lines[namespace] = left
@@ -368,10 +355,10 @@ class CacheAwareOrder(Generic[T]):
             self._starts = {name: at for name, at in kept if name in self._lines or at > self._now}
         return True
 
-    def _next_line(self) -> list[_Entry[T]]:
+    def _next_line(self) -> list[Request]:
         name = min(self._lines, key=self._starts.__getitem__, default=None)
         return [] if name is None else self._lines[name]
 
-    def _cost(self, item: T) -> float:
-        cached, computed = self._estimate(item)
+    def _cost(self, request: Request) -> float:
+        cached, computed = self._estimate(request)
         return -cached / computed

@@ -18,6 +18,7 @@ class Item:
     computed: int
     namespace: str = "a"
     number: int = 0
+    overtaken: int = 0
 
 
 def order_of(items, window=32):
