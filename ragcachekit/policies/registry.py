@@ -34,7 +34,7 @@ _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
     "query": (lambda r: _of("attention", "Query")(float(r)), "query:0.15"),
     "deep": (lambda r: _of("attention", "Deep")(float(r)), "deep:0.1"),
     "sensitive": (lambda r: _of("sensitive", "Sensitive")(float(r)), "sensitive:0.1"),
-    "impact": (lambda r: _of("impact", "TokenImpact")(float(r)), "impact:0.1"),
+    "impact": (lambda r: _of("sensitive", "TokenImpact")(float(r)), "impact:0.1"),
     "heavy": (lambda r: _of("attention", "Heavy")(float(r)), "heavy:0.15"),
     "random": (lambda r: _of("baselines", "Random")(float(r)), "random:0.15"),
     "budget": (lambda x: _of("measured", "Budget")(float(x)), "budget:0.05"),
