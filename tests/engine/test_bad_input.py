@@ -22,7 +22,7 @@ from ragcachekit import (
     TreeConfig,
 )
 from ragcachekit.encode.encoders import ChunkEncoder
-from ragcachekit.engine import admission, grade
+from ragcachekit.engine import grade
 from ragcachekit.errors import PromptTooLong
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
@@ -54,7 +54,7 @@ class TestModelsThatCannotBeLinked:
         extra = nn.Parameter(torch.zeros(1, device="meta"))
         model.model.layers[0].register_parameter("elsewhere", extra)
         with pytest.raises(ModelNotSupported, match=r"spread over \['cpu', 'meta'\].*one device"):
-            admission.admit(model, rope=None)
+            grade.admit(model, rope=None)
 
     def test_training_mode(self, tmp_path):
         with pytest.raises(ValueError, match=r"training mode; call model.eval\(\)"):
@@ -187,7 +187,7 @@ class TestModelChangedUnderOurFeet:
 
 @pytest.mark.parametrize("content", ["", "{}", "null", '{"torch": "0.1"}'])
 def test_an_old_or_damaged_record_costs_a_check(monkeypatch, tmp_path, content):
-    checks, admit = [], admission.admit
+    checks, admit = [], grade.admit
     monkeypatch.setattr(grade, "admit", lambda *a: checks.append(1) or admit(*a))
     rag = RagCache(build("llama"), cache_dir=tmp_path)
     (tmp_path / "admitted" / f"{rag.fingerprint}.json").write_text(content)
