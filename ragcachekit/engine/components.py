@@ -38,7 +38,7 @@ from ragcachekit.plan.encodings import Fetch
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plan.load_planner import open_loads
 from ragcachekit.plan.planner import Planner
-from ragcachekit.policies.base import ExactPolicy, SelectionPolicy
+from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.measured import BOUND, Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
@@ -156,7 +156,7 @@ class EngineComponents:
             opened.callback(self.loads.close)
         if not is_linked:
             _warn_of_unused(settings, self.policy)
-        if settings.tree is None and (not is_linked or isinstance(self.policy, ExactPolicy)):
+        if settings.tree is None and (not is_linked or getattr(self.policy, "exact_only", False)):
             settings = replace(settings, tree=_tree_of_store(settings.store, is_linked))
         self.tree = _tree(self.model, settings, self._layout, self.cost, opened) if self._layout else None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ragcachekit.plan.link_plan import LinkPlan
-from ragcachekit.policies.base import CorrectingPolicy, LayerwisePolicy
+from ragcachekit.policies.base import LayerwisePolicy
 from ragcachekit_kernels import dispatch
 from ragcachekit_kernels.dispatch import Group, Groups, Rotation
 
@@ -45,7 +45,7 @@ class Correction:
         ValueError for a policy that drops rows from layer to layer.
         """
         policy = plan.request.policy if plan.request is not None else plan.policy
-        if not isinstance(policy, CorrectingPolicy) or not policy.corrects:
+        if policy is None or not getattr(policy, "corrects", False):
             return None
         if isinstance(policy, LayerwisePolicy):
             raise ValueError(f"policy {policy.name} drops rows from layer to layer: it cannot correct others")

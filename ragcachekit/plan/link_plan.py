@@ -19,7 +19,6 @@ from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
 from ragcachekit.plan.prefix_match import TURN, PrefixMatch
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.policies.base import (
-    ExactPolicy,
     GuidedPolicy,
     LayerwisePolicy,
     PlacedChunk,
@@ -90,7 +89,7 @@ class PromptRequest:
         A policy that keeps only exact rows needs exact entries; with a tree, only the prompt's first text:
         chunks computed in place go into the tree unrotated, with all that follows.
         """
-        if not self.reads_cache or not isinstance(self.policy, ExactPolicy):
+        if not self.reads_cache or not getattr(self.policy, "exact_only", False):
             return self.reads_cache
         return want.exact and (self.place is None or want.encoding.name == ENCODING_PREFIX)
 

@@ -64,6 +64,10 @@ class SelectionPolicy(Protocol):
 
     ``select`` is thread safe, and the same chunks give the same positions: each at most once, in any order,
     and only in chunks that are not exact.
+
+    Two attributes are optional. ``corrects``: its recomputed rows correct the kept ones
+    (:mod:`ragcachekit.forward.correction`); not of a layer-wise policy, as all layers must compute the same
+    rows. ``exact_only``: it keeps exact rows alone, so that chunks are not encoded for it.
     """
 
     @property
@@ -80,27 +84,6 @@ class SelectionPolicy(Protocol):
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
         """Positions to recompute."""
-
-
-@runtime_checkable
-class ExactPolicy(SelectionPolicy, Protocol):
-    """A policy that keeps only exact rows: chunks that could not be exact are not encoded for it."""
-
-    @property
-    def exact_only(self) -> bool:
-        """True."""
-
-
-@runtime_checkable
-class CorrectingPolicy(SelectionPolicy, Protocol):
-    """A policy whose recomputed rows correct the kept ones (:mod:`ragcachekit.forward.correction`).
-
-    Not a layer-wise one: all layers must compute the same rows.
-    """
-
-    @property
-    def corrects(self) -> bool:
-        """True."""
 
 
 @dataclass(frozen=True)
