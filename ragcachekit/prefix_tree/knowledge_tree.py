@@ -13,8 +13,6 @@ from functools import partial
 from threading import Lock, RLock
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ragcachekit.config import TreeConfig
@@ -50,8 +48,6 @@ MIN_TOKENS = 16
 MAX_LOOKS = 10_000
 """Nodes that :meth:`KnowledgeTree.longest_chain` looks at, at most."""
 
-_Tokens = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, eq=False)
 class Turn:
@@ -84,7 +80,7 @@ class Turns:
             raise ValueError(f"turns_bytes must be >= 0, got {budget}")
         self.budget = budget
         self.epoch = 0  # number of ``forget`` calls; a turn begun before one is not kept after it
-        self.kept: OrderedDict[int, tuple[Turn, _Tokens]] = OrderedDict()
+        self.kept: OrderedDict[int, Turn] = OrderedDict()
         self._nbytes = 0
         self._number = 0
         self._lock = Lock()
@@ -97,33 +93,33 @@ class Turns:
         """
         if not self.budget:
             return None
-        asked = np.array(token_ids, np.int64)
+        asked = tuple(token_ids)
         with self._lock:
-            turns = ((n, known) for n, (turn, known) in self.kept.items() if turn.root == root)
-            tokens, best = max(((_common(known, asked), n) for n, known in turns), default=(0, 0))
+            turns = ((n, turn.token_ids) for n, turn in self.kept.items() if turn.root == root)
+            tokens, best = max(((common_length(known, asked), n) for n, known in turns), default=(0, 0))
             self._counters.count("hits" if tokens >= MIN_TOKENS else "misses")
             if tokens < MIN_TOKENS:
                 return None
             self.kept.move_to_end(best)
-            return self.kept[best][0], tokens
+            return self.kept[best], tokens
 
     def keep(self, turn: Turn, epoch: int) -> bool:
         """Keep a turn in place of those that begin it; False if it is too large or of an older epoch."""
-        tokens = np.array(turn.token_ids, np.int64)
         with self._lock:
             if epoch != self.epoch:
                 return False
             if turn.kv.nbytes > self.budget:
                 self._counters.count("failed_writes")
                 return False
-            for number, (other, known) in list(self.kept.items()):
-                if other.root == turn.root and _common(known, tokens) == len(known):
+            for number, other in list(self.kept.items()):
+                ids = other.token_ids
+                if other.root == turn.root and turn.token_ids[: len(ids)] == ids:
                     self._remove(number)
             while self._nbytes + turn.kv.nbytes > self.budget:
                 self._remove(next(iter(self.kept)))
                 self._counters.count("evictions")
             self._number += 1
-            self.kept[self._number] = (turn, tokens)
+            self.kept[self._number] = turn
             self._nbytes += turn.kv.nbytes
             return True
 
@@ -137,7 +133,7 @@ class Turns:
         with self._lock:
             self.epoch += 1
             before = len(self.kept)
-            for number, (turn, _) in list(self.kept.items()):
+            for number, turn in list(self.kept.items()):
                 named = chunk_ids is None or not chunk_ids.isdisjoint(turn.members)
                 if turn.root.namespace == namespace and (
                     named or (texts is not None and texts.begin_in(turn.token_ids))
@@ -160,14 +156,7 @@ class Turns:
             self._nbytes = 0
 
     def _remove(self, number: int) -> None:
-        self._nbytes -= self.kept.pop(number)[0].kv.nbytes
-
-
-def _common(one: _Tokens, other: _Tokens) -> int:
-    """Length of the longest common beginning."""
-    least = min(len(one), len(other))
-    differ = one[:least] != other[:least]
-    return int(differ.argmax()) if differ.any() else least
+        self._nbytes -= self.kept.pop(number).kv.nbytes
 
 
 class KnowledgeTree:

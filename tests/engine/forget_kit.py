@@ -77,7 +77,7 @@ class Engine:
         at["tree:host"] = [key_of(node.root, node.path()) for node in nodes(self.tree)]
         at["tree:disk"] = _keys_in(self.folder / "tree")
         out = [name for name, keys in at.items() if any(concerns(key, namespace, gone) for key in keys)]
-        turns = [turn for turn, _ in self.tree.turns.kept.values() if turn.root.namespace == namespace]
+        turns = [turn for turn in self.tree.turns.kept.values() if turn.root.namespace == namespace]
         if any(gone is None or gone & turn.members for turn in turns):
             out.append("tree:turns")
         return out

@@ -54,7 +54,7 @@ def holding(engine, text, namespace=SPACE):
         ids = token_ids_of(disk.get(key).kv.sums)
         if key.namespace == namespace and found.begin_in(ids):
             out.append("tree:disk")
-    turns = [turn for turn, _ in engine.tree.turns.kept.values() if turn.root.namespace == namespace]
+    turns = [turn for turn in engine.tree.turns.kept.values() if turn.root.namespace == namespace]
     out += ["turns" for turn in turns if found.begin_in(turn.token_ids)]
     return sorted(set(out))
 
