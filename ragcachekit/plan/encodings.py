@@ -111,7 +111,7 @@ class Encodings:
                     own = tuple(names)
                 else:
                     own = tuple(chunk_id(one, namespace) for one in context)
-                key = KVKey(fingerprint, namespace, name, self._name(encoding.name, length), own)
+                key = KVKey(fingerprint, namespace, name, self.full_name(encoding.name, length), own)
                 want = self._wanted(start, ids, key, encoding, tuple(names), system, length)
                 if segment.own:
                     key = replace(key, chunk_id=whole_id(name))
@@ -131,22 +131,8 @@ class Encodings:
             return AverageEncoding(self.name, joint=self._joint), ((),)
         return encoding, context
 
-    def key(
-        self,
-        ids: Ids,
-        encoding: Encoding,
-        context: Sequence[Ids],
-        fingerprint: str,
-        namespace: str,
-        length: int,
-    ) -> KVKey:
-        """The store key of ``ids`` under ``encoding`` in prompts of ``length`` tokens."""
-        names = tuple(chunk_id(one, namespace) for one in context)
-        return KVKey(
-            fingerprint, namespace, chunk_id(ids, namespace), self._name(encoding.name, length), names
-        )
-
-    def _name(self, name: str, length: int) -> str:
+    def full_name(self, name: str, length: int) -> str:
+        """An encoding's name in keys of prompts of ``length`` tokens."""
         return f"{name}@{self._rope.regime(length)}" if self._rope.depends_on_length else name
 
     def _wanted(

@@ -30,7 +30,7 @@ from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.remote import reported
-from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_NEIGHBOURS, Ids, KVKey, parse_encoder, whole_id
+from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_NEIGHBOURS, Ids, KVKey, chunk_id, parse_encoder, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -297,7 +297,9 @@ class Planner:
                     f"chunk {number} has {len(ids)} tokens, more than the model's context ({self.context}); "
                     "cut it into smaller ones"
                 )
-            key = encodings.key(ids, encoding, context, self._fingerprint, namespace, width)
+            name = encodings.full_name(encoding.name, width)
+            names = tuple(chunk_id(one, namespace) for one in context)
+            key = KVKey(self._fingerprint, namespace, chunk_id(ids, namespace), name, names)
             out.append(Missing(key, ids, encoding, epoch))
         return out
 

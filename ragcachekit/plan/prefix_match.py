@@ -23,14 +23,8 @@ log = logging.getLogger(__name__)
 TURN = "turn"
 """Source of rows of the conversation's last turn."""
 
-
-@dataclass(frozen=True, eq=False)
-class TurnRows:
-    """Rows of an earlier turn, all of them exact or none."""
-
-    kv: ChunkKV
-    chunk_id: str
-    exact: bool
+TurnRows = tuple[ChunkKV, str, bool]
+"""Rows of an earlier turn, their id, and whether they are exact: all of them or none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +43,7 @@ class PrefixMatch:
     @property
     def tokens(self) -> int:
         """Known rows; only chunks after them are looked up in the chunk store."""
-        return self.match.tokens + sum(past.kv.tokens for past in self.past)
+        return self.match.tokens + sum(kv.tokens for kv, *_ in self.past)
 
     @property
     def parts(self) -> list[tuple[PlacedChunk, ChunkKV, str]]:
@@ -61,10 +55,9 @@ class PrefixMatch:
             chunk = PlacedChunk(ids[-1], start, tokens, True, before=context, context=context)
             out.append((chunk, node.kv, node.tier))
             before = (*before, *ids)
-        for past in self.past:
-            start, tokens = past.kv.start or 0, past.kv.tokens
-            out.append((PlacedChunk(past.chunk_id, start, tokens, past.exact, before=before), past.kv, TURN))
-            before = (*before, past.chunk_id)
+        for kv, name, exact in self.past:
+            out.append((PlacedChunk(name, kv.start or 0, kv.tokens, exact, before=before), kv, TURN))
+            before = (*before, name)
         return out
 
     @property
@@ -79,7 +72,7 @@ class PrefixMatch:
             if reused.step.document or after is None or (after.document and not chunks):
                 out.append(ChunkUse(whole_id(reused.step.ids[-1]), tokens, reused.tier, exact=True))
                 tokens = 0
-        return out + [ChunkUse(past.chunk_id, past.kv.tokens, TURN, exact=past.exact) for past in self.past]
+        return out + [ChunkUse(name, kv.tokens, TURN, exact=exact) for kv, name, exact in self.past]
 
 
 def match_prefix(
@@ -106,7 +99,7 @@ def match_prefix(
         for start, end, exact in ((match.tokens, middle, True), (middle, stop, False)):
             if start < end:
                 name = chunk_id(token_ids[start:end], root.namespace)
-                past.append(TurnRows(turn.rows(start, end), name, exact))
+                past.append((turn.rows(start, end), name, exact))
         ids = turn.members | ids if past else ids
     return PrefixMatch(match, (time.perf_counter() - started_at) * 1e3, tuple(past), ids, epoch)
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from hashlib import blake2b
 from threading import RLock
-from typing import NamedTuple
 from uuid import uuid4
 
 import torch
@@ -44,14 +43,8 @@ _LOG = logging.getLogger(__name__)
 Ids = frozenset[str] | None
 """Forgotten segment ids, or None for the whole namespace."""
 
-
-class Dropped(NamedTuple):
-    """What a forget dropped from memory: keys of nodes, a number of turns, and all ids that it was about."""
-
-    keys: list[KVKey]
-    turns: int
-    ids: Ids
-
+Dropped = tuple[list[KVKey], int, Ids]
+"""What a forget dropped from memory: keys of nodes, a number of turns; and all ids that it was about."""
 
 Drop = Callable[[str, Ids, ForgottenTexts | None], Dropped]
 """Forgets ids and texts of a namespace in memory, :meth:`TreeDisk.drop_pending` included."""
@@ -134,12 +127,12 @@ class TreeDisk:
         with self._writing, self._log.forgetting(namespace) if self._log else nullcontext():
             if chunk_ids is not None and texts is not None:
                 chunk_ids |= self._holding(namespace, texts)
-            dropped = self._drop(namespace, chunk_ids, texts)
-            only_in_memory = sum(key not in self.store for key in dropped.keys)
+            keys, turns, ids = self._drop(namespace, chunk_ids, texts)
+            only_in_memory = sum(key not in self.store for key in keys)
             try:
-                return dropped.turns + only_in_memory + self.store.forget(namespace, dropped.ids)
+                return turns + only_in_memory + self.store.forget(namespace, ids)
             finally:
-                self._drop(namespace, dropped.ids, None)  # what requests read from the disk meanwhile
+                self._drop(namespace, ids, None)  # what requests read from the disk meanwhile
 
     def _holding(self, namespace: str, texts: ForgottenTexts) -> set[str]:
         """Ids of the stored nodes whose path holds one of the texts, or has unknown tokens."""

@@ -351,7 +351,7 @@ class KnowledgeTree:
             for node in tops:
                 self.levels.drop(node)
             self.disk.drop_pending(namespace, chunk_ids, texts)
-        return Dropped(keys, turns, chunk_ids)
+        return keys, turns, chunk_ids
 
 
 class _Chain(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from test_similar_encoding import background_encoder
 
 from families import off, plain, prefill, tokens
-from link_kit import described
+from link_kit import described, key_of
 from ragcachekit.encode import in_prompt
 from ragcachekit.model.encoding import AverageEncoding
 from ragcachekit.plan.encodings import Encodings
@@ -29,7 +29,7 @@ def encodings(name="llama", near=(A, B, C), count=3, joint=JOINT):
 
 def missing(ours, ids, system=SYSTEM):
     encoding, context = ours.encoding(ids, system)
-    return Missing(ours.key(ids, encoding, context, "model", "space", 0), ids, encoding)
+    return Missing(key_of(ids, encoding, context), ids, encoding)
 
 
 def stored(name, near, count, system=SYSTEM):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import build, columns, off, plain, prefill, stepwise, tokens, wrapped
-from link_kit import described
+from link_kit import described, key_of
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, ingredients
 from ragcachekit.encode.in_prompt import InPromptEncoder
@@ -27,7 +27,7 @@ def wanted(name, system=SYSTEM, near=NEAR, chunk=CHUNK):
     """What to encode: ``chunk`` under similar:3."""
     encodings = Encodings("similar:3", described(name), 1, lambda _: near)
     encoding, context = encodings.encoding(chunk, system)
-    return Missing(encodings.key(chunk, encoding, context, "model", "space", 0), chunk, encoding)
+    return Missing(key_of(chunk, encoding, context), chunk, encoding)
 
 
 def background_encoder(name, store):

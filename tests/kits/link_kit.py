@@ -14,6 +14,7 @@ from families import Prefill, wrapped
 from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.linker import link
+from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.model.rope import Rope, describe_rope
 from ragcachekit.plan.encodings import Encodings, Fetch
@@ -25,6 +26,7 @@ from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import LinkReport
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.memory import HostStore
+from ragcachekit.types import KVKey, chunk_id
 
 BOS = 1
 
@@ -49,6 +51,12 @@ class Everything:
 def segments(*parts: tuple[str, tuple[int, ...]]) -> list[TokenSegment]:
     """``("text", ids)`` and ``("chunk", ids)``."""
     return [TokenSegment(ids, kind == "chunk") for kind, ids in parts]
+
+
+def key_of(ids: tuple[int, ...], encoding: Encoding, context: Sequence[tuple[int, ...]]) -> KVKey:
+    """The store key of a chunk that is encoded so."""
+    names = tuple(chunk_id(one, "space") for one in context)
+    return KVKey("model", "space", chunk_id(ids, "space"), encoding.name, names)
 
 
 def ids_of(parts: Sequence[TokenSegment]) -> tuple[int, ...]:

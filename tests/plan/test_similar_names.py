@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from families import tokens
-from link_kit import described, segments
+from link_kit import described, key_of, segments
 from ragcachekit.plan.encodings import Encodings, NeighbourEncoding
 from ragcachekit.store.base import concerns
 from ragcachekit.types import chunk_id
@@ -78,8 +78,7 @@ class TestContext:
 
     def test_a_first_neighbour_is_never_taken_for_the_system_text(self):
         def key(near, system):
-            encodings = similar("similar:2", near)
-            return encodings.key(CHUNK, *encodings.encoding(CHUNK, system), "model", "space", 0)
+            return key_of(CHUNK, *similar("similar:2", near).encoding(CHUNK, system))
 
         assert key((NEAR[0], NEAR[1]), ()) != key((NEAR[0],), NEAR[1])
 
