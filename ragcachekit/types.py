@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 Ids = tuple[int, ...]
 """Token ids."""
@@ -157,6 +157,8 @@ def parse_encoder(name: str) -> tuple[str, int]:
 
 # -- checks of arguments ---------------------------------------------------------------------------
 
+_T = TypeVar("_T")
+
 Kinds = type | tuple[type, ...]
 WHOLE = "a whole number"
 SECONDS_OR_NONE = (Real, type(None))
@@ -185,6 +187,24 @@ def check_type(name: str, value: object, kinds: Kinds, give: str) -> None:
     given = repr(value)
     shown = given if len(given) <= 80 else f"{given[:77]}..."
     raise TypeError(f"{name} must be {give}, got {shown} ({type(value).__name__})")
+
+
+def several(items: Iterable[_T], what: str) -> list[_T]:
+    """The items as a list; TypeError for one string, which would be taken for its letters."""
+    if isinstance(items, str):
+        raise TypeError(f"{what} must be a list of strings, not one string")
+    check_type(what, items, Iterable, "a list")
+    return list(items)
+
+
+def strings(items: Iterable[str], what: str) -> list[str]:
+    """As :func:`several`, but TypeError unless each is a string; of a document it names the text's field."""
+    listed = several(items, what)
+    for number, item in enumerate(listed):
+        own = next((name for name in ("page_content", "get_content") if hasattr(item, name)), None)
+        give = "a string" if own is None else f"a string; give the {type(item).__name__}'s {own}"
+        check_type(f"{what}[{number}]", item, str, give)
+    return listed
 
 
 def check_number(

@@ -28,7 +28,7 @@ from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import KVStore, NullStore, concerns
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import attempt
-from ragcachekit.types import check_type, chunk_id, whole_id
+from ragcachekit.types import chunk_id, strings, whole_id
 
 log = logging.getLogger(__name__)
 
@@ -313,21 +313,3 @@ def is_stored(item: Missing, store: KVStore, known: VariantPool, gone: Container
         return False
     one = isinstance(item.encoding, AverageEncoding) and not item.encoding.neighbours
     return mean is None or one or SENSITIVITY in (store.sums(mean) or {})
-
-
-def several(items: Iterable[_Item], what: str) -> list[_Item]:
-    """The items as a list; TypeError for one string, which would be taken for its letters."""
-    if isinstance(items, str):
-        raise TypeError(f"{what} must be a list of strings, not one string")
-    check_type(what, items, Iterable, "a list")
-    return list(items)
-
-
-def strings(items: Iterable[str], what: str) -> list[str]:
-    """As :func:`several`, but TypeError unless each is a string; of a document it names the text's field."""
-    listed = several(items, what)
-    for number, item in enumerate(listed):
-        own = next((name for name in ("page_content", "get_content") if hasattr(item, name)), None)
-        give = "a string" if own is None else f"a string; give the {type(item).__name__}'s {own}"
-        check_type(f"{what}[{number}]", item, str, give)
-    return listed

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
-from ragcachekit.engine.chunks import NOT_KEPT, Chunks, EncodedIds, several, strings
+from ragcachekit.engine.chunks import NOT_KEPT, Chunks, EncodedIds
 from ragcachekit.engine.components import EngineComponents, EngineOptions, EngineSettings, checked_namespace
 from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, measured_policies, prompt_view
 from ragcachekit.engine.request import AnswerStream, Request
@@ -69,6 +69,8 @@ from ragcachekit.types import (
     Text,
     check_deadline,
     check_number,
+    several,
+    strings,
     whole_id,
 )
 

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ragcachekit.types import Ids, KVKey, chunk_id
+from ragcachekit.types import Ids, KVKey, chunk_id, strings
 
 MAX_TOKENISED = 4096  # texts whose token ids are cached: a prompt needs ten neighbours per chunk
 MAX_COMPANIONS = 65_536  # chunks per namespace
@@ -45,7 +45,7 @@ class SimilarChunks:
     ) -> None:
         if most < 1:
             raise ValueError(f"most must be at least 1, got {most}")
-        given = checked_texts(texts)
+        given = strings(texts, "chunks")
         rows = np.asarray(embeddings(given) if callable(embeddings) else embeddings, dtype=np.float32)
         rows = rows if given else rows.reshape(0, 1)
         if rows.ndim != 2 or len(rows) != len(given):
@@ -87,7 +87,8 @@ class PrecedingChunks:
 
     def __init__(self, documents: Iterable[Sequence[str]]) -> None:
         self._places: dict[str, tuple[list[str], int]] = {}
-        for chunks in map(checked_texts, documents):
+        for document in documents:
+            chunks = strings(document, "chunks")
             for place, text in enumerate(chunks):
                 self._places.setdefault(text.strip(), (chunks, place))
 
@@ -95,14 +96,6 @@ class PrecedingChunks:
         """The chunks before it, nearest first."""
         chunks, place = self._places.get(text.strip(), ([], 0))
         return chunks[:place][::-1] if place else ()
-
-
-def checked_texts(texts: Iterable[str]) -> list[str]:
-    """A list of them; TypeError for a single string, which would be taken for its letters."""
-    listed = list(texts)
-    if isinstance(texts, str) or not all(isinstance(text, str) for text in listed):
-        raise TypeError("chunks must be given as a list of strings")
-    return listed
 
 
 class _Named(NamedTuple):
@@ -154,7 +147,7 @@ class Companions:
     def of(self, text: str, namespace: str) -> tuple[Ids, ...]:
         """Token ids of the companions of ``text``, most similar first, or those that follow it first."""
         if (given := self._given.get(namespace)) is not None:
-            near = checked_texts(given.of(text))
+            near = strings(given.of(text), "neighbours")
         elif not (near := self._of_stores(text, namespace)):
             with self._lock:
                 found = self._near.get(namespace, _Near()).get(text.rstrip())
