@@ -119,7 +119,7 @@ class Chunks:
             ids = [chunk_id(self._parser.chunk_ids(text), namespace) for text in texts]
             self._register_named(texts, ids, namespace, since)
             return EncodedIds(ids)
-        policy = self._parts.policy_to_encode(namespace)
+        policy = self._parts.resolve(self._parts.policy, namespace).policy
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._register_named(texts, [item.key.chunk_id for item in items], namespace, since)
         todo = encoder.complete(item for item in items if not self._is_stored(item))

@@ -44,7 +44,7 @@ from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets
+from ragcachekit.quality.budget import Budgets, ResolvedPolicy
 from ragcachekit.quality.check import PolicyCheck
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, NullStore, StoreStats
@@ -229,15 +229,24 @@ class EngineComponents:
             self.background,
             self.active.wait_for_none,
         )
-        self.policy_to_encode(settings.namespace)  # warns now of what there is to warn of
+        self.resolve(self.policy, settings.namespace)  # warns now of what there is to warn of
 
-    def policy_to_encode(self, namespace: str) -> SelectionPolicy:
-        """The default policy, as chunks are encoded for it."""
-        if isinstance(self.policy, Auto):
-            return self.auto.resolve(namespace).policy
-        if isinstance(self.policy, Budget):
-            return self.budgets.resolve(self.policy, namespace).policy
-        return self.policy
+    def resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
+        """The concrete policy of a budget or of ``auto``; any other one as it is.
+
+        Where chunks cannot be linked, every policy that reuses anything stands for exact beginnings.
+        """
+        if self.grade.name == "prefix":
+            policy = open_policy("prefix") if policy.reads_cache else policy
+        elif isinstance(policy, Auto):
+            if policy not in (self.policy, Auto()):
+                raise ValueError(
+                    f"{policy.name} is for RagCache(policy={policy.name!r}), not for one request"
+                )
+            return self.auto.resolve(namespace)
+        elif isinstance(policy, Budget):
+            return self.budgets.resolve(policy, namespace)
+        return ResolvedPolicy(policy, policy.name)
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record per tier of the store, then of the tree."""

@@ -52,7 +52,6 @@ from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
 from ragcachekit.plots import Plots
 from ragcachekit.policies.base import SelectionPolicy
-from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
 from ragcachekit.quality.budget import ResolvedPolicy
@@ -445,27 +444,20 @@ class RagCache:
             if prompt is None and system is not None and texts:
                 prompt = Prompt([Text(system), Chunk(texts[0]), Text("\n\n")])
             if prompt is not None:
-                self.compute_beginning(replace(self.prepare(prompt, namespace=namespace), epoch=since))
+                self.queue.refuse_own_thread()
+                running = self._request(
+                    replace(self.prepare(prompt, namespace=namespace), epoch=since),
+                    {"max_new_tokens": 1},
+                    (),
+                    submitted_at=time.perf_counter(),
+                    deadline=inf,
+                    scope=CancelScope(pause=lambda: None),  # else it would give way to itself: the queue waits
+                    observed=None,
+                )
+                self.queue.submit(running, True)
+                running.result()
+                self.flush()  # its beginning is stored
         return ids
-
-    def compute_beginning(self, request: PromptRequest) -> None:
-        """Run a prompt of :meth:`prepare` up to its first token, and wait until its beginning is stored.
-
-        For models of grade ``prefix``; nothing that was forgotten since it was prepared is stored.
-        """
-        self.queue.refuse_own_thread()
-        running = self._request(
-            request,
-            {"max_new_tokens": 1},
-            (),
-            submitted_at=time.perf_counter(),
-            deadline=inf,
-            scope=CancelScope(pause=lambda: None),  # else it would give way to itself, and hold up the queue
-            observed=None,
-        )
-        self.queue.submit(running, True)
-        running.result()
-        self.flush()
 
     def forget(
         self,
@@ -524,7 +516,7 @@ class RagCache:
     @property
     def policy(self) -> str:
         """Name of the default policy; a measured one shows its choice: ``auto -> impact:0.1 on system``."""
-        return self._resolve(self.components.policy, self.namespace).label
+        return self.components.resolve(self.components.policy, self.namespace).label
 
     @property
     def grade(self) -> str:
@@ -534,7 +526,7 @@ class RagCache:
     @property
     def encoder(self) -> str:
         """Name of the encoder of the default policy."""
-        chosen = self._resolve(self.components.policy, self.namespace).policy
+        chosen = self.components.resolve(self.components.policy, self.namespace).policy
         return self.components.planner.encodings(chosen).name
 
     @property
@@ -665,28 +657,11 @@ class RagCache:
     def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""
         asked = self.components.policy if policy is None else open_policy(policy)
-        chosen = self._resolve(asked, namespace)
+        chosen = self.components.resolve(asked, namespace)
         if self.shadow is None or not chosen.policy.reads_cache:
             return chosen
         why = self.shadow.fallback(namespace)
         return chosen if why is None else ResolvedPolicy(open_policy("full"), "full", fallback=why)
-
-    def _resolve(self, policy: SelectionPolicy, namespace: str) -> ResolvedPolicy:
-        """The concrete policy of a budget or of ``auto``; any other one as it is.
-
-        Where chunks cannot be linked, every policy that reuses anything stands for exact beginnings.
-        """
-        if self.grade == "prefix":
-            return _as_it_is(open_policy("prefix")) if policy.reads_cache else _as_it_is(policy)
-        if isinstance(policy, Auto):
-            if policy not in (self.components.policy, Auto()):
-                raise ValueError(
-                    f"{policy.name} is for RagCache(policy={policy.name!r}), not for one request"
-                )
-            return self.components.auto.resolve(namespace)
-        if isinstance(policy, Budget):
-            return self.components.budgets.resolve(policy, namespace)
-        return _as_it_is(policy)
 
     def _about(self) -> list[tuple[str, object]]:
         model = f"{type(self.model).__name__} on {self.model.device}"
@@ -697,7 +672,3 @@ class RagCache:
         graded = {"grade": f"prefix ({why})"} if why else {}
         named = {**graded, "policy": self.policy, "encoder": self.encoder, "namespace": self.namespace}
         return [("model", model), *named.items(), ("tiers", tiers)]
-
-
-def _as_it_is(policy: SelectionPolicy) -> ResolvedPolicy:
-    return ResolvedPolicy(policy, policy.name)
