@@ -48,7 +48,6 @@ from ragcachekit.encode.mean import RunningMean
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import link_ahead
-from ragcachekit.forward.rows import observed_cache
 from ragcachekit.generate.options import end_tokens
 from ragcachekit.model.encoding import InPromptEncoding
 from ragcachekit.model.kv import ChunkKV
@@ -268,7 +267,7 @@ class Bench:
         return names, kv
 
     def _encoder(self, store: KVStore) -> BackgroundEncoder:
-        alone = ChunkEncoder(self._model, self._rope, observed_cache)
+        alone = ChunkEncoder(self._model, self._rope)
         near = NeighbourEncoder(self._model, self._rope, alone, store)
         parts = alone, store, lambda: True, near, self._in_prompts
         return BackgroundEncoder(*parts, lambda *_: None, ForgetEpochs())

@@ -44,7 +44,7 @@ POLICIES = (
     *("reuse", "lego0", *(f"lego:{k}" for k in (1, 2, 4, 6, 12))),
     *(
         f"{kind}:{r}"
-        for kind in ("random", "heavy", "query", "deep", "impact")
+        for kind in ("random", "query", "deep", "impact")
         for r in (0.05, 0.1, 0.15, 0.3)
     ),
     *("cacheblend:0.05", "cacheblend:0.15", "cacheblend-gradual:0.15"),

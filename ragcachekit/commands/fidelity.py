@@ -28,7 +28,7 @@ from ragcachekit.types import Ids
 
 POLICIES = (
     *("reuse", "lego0", "lego:4", "lego:16"),
-    *(f"{kind}:0.15" for kind in ("random", "heavy", "query", "cacheblend", "cacheblend-gradual")),
+    *(f"{kind}:0.15" for kind in ("random", "query", "cacheblend", "cacheblend-gradual")),
     *(f"{kind}:{r}" for kind in ("deep", "impact", "sensitive") for r in (0.05, 0.1, 0.15, 0.3)),
     *("craft:0.1", "craft:0.3", "craft-focused:0.6"),  # over standalone half of it is spent
 )

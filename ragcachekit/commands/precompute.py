@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ragcachekit.store.base import KVStore
 
 FEW = 8  # chunks for which no time is predicted
-SCORE_BYTES = 4  # per token: the attention that it got, kept for policies
 
 
 def precompute(
@@ -193,7 +192,7 @@ class PrecomputeRun:
         self._system = PromptMaker(rag.tokenizer).before
         self._means = VariantPool()
         self.chunks = self._missing()
-        self.token_bytes = KVLayout.of(rag.model).token_bytes + SCORE_BYTES
+        self.token_bytes = KVLayout.of(rag.model).token_bytes
         self._manifest = Manifest.of(settings, rag, settings.lists, settings.chunk_encoder)
         present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self.chunks}
         self.gone = self._manifest.replace(present, keep_gone=settings.keep_gone)

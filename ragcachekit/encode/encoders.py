@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
 
 from ragcachekit.forward.linker import link
-from ragcachekit.forward.rows import AttentionSums
 from ragcachekit.model.encoding import AverageEncoding, Encoding, NeighbourEncoding
 from ragcachekit.model.kv import SENSITIVITY, ChunkKV, KVLayout, Stretch, decoder_of, extract
 from ragcachekit.model.rope import Rope
@@ -27,19 +26,10 @@ BATCH_BYTES = 64 << 20
 
 
 class ChunkEncoder:
-    """Runs chunks through the decoder of a causal LM, batched over unequal lengths.
+    """Runs chunks through the decoder of a causal LM, batched over unequal lengths."""
 
-    ``new_cache`` makes a batch's cache from each item's ``(start, stop)``, the rows of its chunk. The cache's
-    ``sums`` (a mapping per item), if any, become those of the KV.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        rope: Rope,
-        new_cache: Callable[[Sequence[tuple[int, int]]], Cache] = lambda _: DynamicCache(),
-    ) -> None:
-        self._model, self._rope, self._new_cache = model, rope, new_cache
+    def __init__(self, model: Any, rope: Rope) -> None:
+        self._model, self._rope = model, rope
         self._token_bytes = 0  # KV of one token; 0 before the first batch
 
     def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
@@ -72,14 +62,13 @@ class ChunkEncoder:
         """Run the model over the encoding's text and each chunk, as one batch; one KV per chunk."""
         before = len(encoding.before)
         spans = [(before, before + len(chunk)) for chunk in chunks]
-        cache = self._new_cache(spans)
+        cache = DynamicCache()
         prompts = [(*encoding.before, *chunk) for chunk in chunks]
         length = prefill(self._model, prompts, encoding.length, cache)
         exact = encoding.name == ENCODING_PREFIX
         stretches = [Stretch(row, *span) for row, span in enumerate(spans)]
         sides = extract(cache.layers, stretches, None if exact else self._rope, length)
-        sums = getattr(cache, "sums", None) or [{} for _ in chunks]
-        return [ChunkKV(*kv, 0 if exact else None, s) for kv, s in zip(sides, sums, strict=True)]
+        return [ChunkKV(*kv, 0 if exact else None) for kv in sides]
 
 
 def prefill(model: Any, prompts: Sequence[Sequence[int]], length: int, cache: Cache) -> int:
@@ -178,8 +167,7 @@ class NeighbourEncoder:
         rows, start = range(len(before), len(ids)), len(ids) - len(item.token_ids)
         report = LinkReport("reuse", item.encoding.name, item.key.namespace, len(ids))
         plan = LinkPlan(ids, tuple(pieces), tuple(rows), (), report)
-        sums = AttentionSums([(start, len(ids))], first=[0])
-        inputs = link(plan, self._rope, self._model.device, observer=sums)
+        inputs = link(plan, self._rope, self._model.device)
         inputs.run(self._model, len(rows))
         (kv,) = extract(inputs.cache.layers, [Stretch(0, start, len(ids))], self._rope, len(ids))
         own = self._kv(alone(item, item.token_ids)).to("cpu")
@@ -188,7 +176,7 @@ class NeighbourEncoder:
             (a.float() - b.float()).square().sum((0, 2)).sqrt()
             for a, b in zip(kv[1], own.values, strict=True)
         ]
-        return ChunkKV(*kv, None, {**sums.sums[0], SENSITIVITY: torch.stack(moved)})
+        return ChunkKV(*kv, None, {SENSITIVITY: torch.stack(moved)})
 
 
 def alone(item: Missing, ids: tuple[int, ...]) -> Missing:

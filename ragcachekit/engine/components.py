@@ -26,7 +26,6 @@ from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.engine.grade import check_generates, grade_of
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
-from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
@@ -191,21 +190,19 @@ class EngineComponents:
         model, rope, planner = self.model, self.rope, self.planner
         layout = self._layout if isinstance(self._layout, KVLayout) else None
         question = self.parser.question
-        encoder, backoff = ChunkEncoder(model, rope, observed_cache), partial(Backoff, self.active)
+        encoder, backoff = ChunkEncoder(model, rope), partial(Backoff, self.active)
 
         def encoder_over(
             store: KVStore,
-            stored: Callable[[KVKey, ChunkKV], object],
-            forgets: ForgetEpochs,
-            worker: BackgroundWorker,
+            stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
+            forgets: ForgetEpochs | None = None,
+            worker: BackgroundWorker | None = None,  # by default one that goes with the encoder
             known_mean: Callable[[KVKey], KVKey | None] = lambda _: None,
         ) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
-            parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored, forgets
-            return BackgroundEncoder(*parts, settings.encode_after, worker, backoff, known_mean, question)
-
-        def private(store: KVStore) -> BackgroundEncoder:  # whose worker goes with it
-            return encoder_over(store, lambda *_: None, ForgetEpochs(), BackgroundWorker())
+            parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored
+            since = forgets or ForgetEpochs(), settings.encode_after
+            return BackgroundEncoder(*parts, *since, worker, backoff, known_mean, question)
 
         self.background_encoder = encoder_over(
             self.store, planner.note_stored, self.forgets, self.background, planner.variants.average
@@ -225,7 +222,7 @@ class EngineComponents:
             settings.encoder,
             self.policy.bound if isinstance(self.policy, Auto) else BOUND,
             planner,
-            PolicyCheck(model, rope, planner, private),
+            PolicyCheck(model, rope, planner, encoder_over),
             self.background,
             self.active.wait_for_none,
         )

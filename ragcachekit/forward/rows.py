@@ -34,47 +34,6 @@ MAX_QUESTION_ROWS = 32
 # -- attention sums ------------------------------------------------------------------------------------
 
 
-class AttentionSums:
-    """Attention that each token of some chunks gets, summed over layers, heads and rows.
-
-    It can be a cache layer's tag (:class:`~ragcachekit.forward.attention.KeyTag`) or the observer of a linked
-    forward. ``stretches`` are the first row of each item's chunk and the row after its last. ``first`` are
-    the indices of those first rows among the computed rows, where these are not the whole prompt. Sums stay
-    on the device until they are read: copying each would wait for its layer.
-    """
-
-    def __init__(self, stretches: Sequence[tuple[int, int]], first: Sequence[int] | None = None) -> None:
-        self._stretches = tuple(stretches)
-        self._first = [start for start, _ in self._stretches] if first is None else list(first)
-        self._rows = [Rows(tuple(range(start, stop))) for start, stop in self._stretches]
-        self._attended = [torch.zeros(stop - start) for start, stop in self._stretches]
-
-    @property
-    def sums(self) -> list[dict[str, Tensor]]:
-        """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
-        return [{"attended": attended.cpu()} for attended in self._attended]
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> None:
-        """Add one layer of a batch; the model's own attention computes it."""
-        self.add(query, key, options)
-
-    def observe(
-        self, layer: int, query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
-    ) -> None:
-        """Add one layer of a linked forward; see :class:`~ragcachekit.policies.base.AttentionObserver`."""
-        self.add(query[None], key[None], options)
-
-    def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
-        """One layer: ``[batch, heads, tokens, head_dim]`` over ``[batch, kv_heads, tokens, head_dim]``."""
-        for item, (start, stop) in enumerate(self._stretches):
-            at = self._first[item]
-            rows, keys = query[item, :, at : at + stop - start], key[item, :, :stop]
-            sums = column_scores(rows, keys, self._rows[item], options)
-            self._attended[item] = self._attended[item].to(sums.device) + sums[start:].float()
-
-
 class QuestionAttention:
     """Attention that each key gets from the last rows of a prompt, layer by layer; mean over rows."""
 
@@ -97,11 +56,14 @@ class QuestionAttention:
         return {ASKED: torch.stack(layers).cpu()} if layers else {}
 
 
-class ContextSums(AttentionSums):
+class ContextSums:
     """Attention of chunks of one prompt to its segments (Cache-Craft section 3.1, inter and intra).
 
-    ``chunks`` are, per chunk, the lengths of the segments before it, then its own. ``question`` is added to
-    as well.
+    It can be a cache layer's tag (:class:`~ragcachekit.forward.attention.KeyTag`) or the observer of a linked
+    forward. ``chunks`` are, per chunk, the lengths of the segments before it, then its own. ``first`` are the
+    indices of the chunks' first rows among the computed rows, where these are not the whole prompt.
+    ``question`` is added to as well. Sums stay on the device until they are read: copying each would wait for
+    its layer.
     """
 
     def __init__(
@@ -111,11 +73,25 @@ class ContextSums(AttentionSums):
         question: QuestionAttention | None = None,
     ) -> None:
         self._question = question
-        super().__init__([(sum(lengths[:-1]), sum(lengths)) for lengths in chunks], first)
         self._lengths = [tuple(lengths) for lengths in chunks]
+        self._stretches = [(sum(lengths[:-1]), sum(lengths)) for lengths in chunks]
+        self._first = [start for start, _ in self._stretches] if first is None else list(first)
+        self._rows = [Rows(tuple(range(start, stop))) for start, stop in self._stretches]
         self._inter: list[list[Tensor]] = [[] for _ in chunks]
         self._intra: list[list[Tensor]] = [[] for _ in chunks]
-        self._outward = [torch.zeros_like(attended) for attended in self._attended]
+        self._outward = [torch.zeros(stop - start) for start, stop in self._stretches]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> None:
+        """Add one layer of a batch; the model's own attention computes it."""
+        self.add(query, key, options)
+
+    def observe(
+        self, layer: int, query: Tensor, key: Tensor, positions: Sequence[int], options: AttentionOptions
+    ) -> None:
+        """Add one layer of a linked forward; see :class:`~ragcachekit.policies.base.AttentionObserver`."""
+        self.add(query[None], key[None], options)
 
     def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:
         """One layer: ``[1, heads, tokens, head_dim]`` over ``[1, kv_heads, tokens, head_dim]``."""
@@ -128,14 +104,12 @@ class ContextSums(AttentionSums):
             self._inter[number].append(mass.inter)
             self._intra[number].append(mass.intra)
             self._outward[number] = self._outward[number].to(mass.outward.device) + mass.outward
-            self._attended[number] = self._attended[number].to(mass.columns.device) + mass.columns[start:]
 
     @property
     def sums(self) -> list[dict[str, Tensor]]:
         """Per chunk, on the host; see :class:`ragcachekit.model.kv.ChunkKV`."""
         return [
             {
-                "attended": self._attended[number].cpu(),
                 "inter": torch.stack(inter).cpu(),
                 "intra": torch.stack(self._intra[number]).cpu(),
                 "behind": torch.tensor(self._lengths[number][:-1]).float(),
@@ -148,25 +122,14 @@ class ContextSums(AttentionSums):
 class SummingCache(Cache):  # type: ignore[misc]
     """A dynamic cache whose first forward, on a model with our attention, adds to ``observed``."""
 
-    def __init__(self, observed: AttentionSums) -> None:
+    def __init__(self, observed: ContextSums) -> None:
         super().__init__(layer_class_to_replicate=partial(_SummingLayer, observed))
-        self.observed = observed
-
-    @property
-    def sums(self) -> list[dict[str, Tensor]]:
-        """Per chunk; see :class:`ragcachekit.model.kv.ChunkKV`."""
-        return self.observed.sums
-
-
-def observed_cache(stretches: Sequence[tuple[int, int]]) -> SummingCache:
-    """A :class:`SummingCache` for a batch of chunks, which are rows ``start .. stop - 1`` of its items."""
-    return SummingCache(AttentionSums(stretches))
 
 
 class _SummingLayer(DynamicLayer):  # type: ignore[misc]
-    def __init__(self, sums: AttentionSums) -> None:
+    def __init__(self, sums: ContextSums) -> None:
         super().__init__()
-        self._sums: AttentionSums | None = sums
+        self._sums: ContextSums | None = sums
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

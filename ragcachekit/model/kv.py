@@ -42,7 +42,7 @@ STATE = "state."
 ASKED = "asked"
 """Name in ``sums`` of ``[layers, tokens]``: attention that the tokens get from a row of a question."""
 
-PER_TOKEN = ("attended", "outward", SENSITIVITY, ASKED)
+PER_TOKEN = ("outward", SENSITIVITY, ASKED)
 """Names in ``sums`` of tensors whose last dimension are the chunk's tokens."""
 
 TOKEN_IDS = "token_ids"
@@ -78,15 +78,14 @@ class ChunkKV:
       norm.
     - ``start``: None: keys without RoPE (and without the attention scaling m of YaRN/longrope), for any
       position. An int: keys as the model rotated them from that position on (exact prefixes).
-    - ``sums``: Attention summed while the chunk was encoded, float32; may be empty. ``attended``
-      ``[tokens]``: attention to each token from the chunk's own rows, over layers, heads and rows. For
-      ``in-prompt`` KV, over heads and rows of the chunk: ``inter`` ``[layers, segments]``, attention to each
-      segment before it; ``intra`` ``[layers]``, attention to itself; ``outward`` ``[tokens]``, attention of
-      each token to segments before, mean over layers; ``behind`` ``[segments]``, tokens of these segments.
-      For ``similar:n`` KV, ``sensitivity`` ``[layers, tokens]``: the norm of the difference between a token's
-      values and those after the system text alone. Of means, the root mean square of the difference between
-    two of its ``contexts``, of which it has a number each, and what
-      questions ``asked`` of a chunk. ``token_ids``: what ``forget`` looks for texts in.
+    - ``sums``: What was measured while the chunk was encoded, float32; may be empty. For ``in-prompt`` KV,
+      attention over heads and rows of the chunk: ``inter`` ``[layers, segments]``, to each segment before it;
+      ``intra`` ``[layers]``, to itself; ``outward`` ``[tokens]``, of each token to segments before, mean over
+      layers; ``behind`` ``[segments]``, tokens of these segments. For ``similar:n`` KV, ``sensitivity``
+      ``[layers, tokens]``: the norm of the difference between a token's values and those after the system
+      text alone. Of means, the root mean square of the difference between two of its ``contexts``, of which
+      it has a number each, and what questions ``asked`` of a chunk. ``token_ids``: what ``forget`` looks for
+      texts in.
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 

@@ -198,7 +198,7 @@ class LinkPlan:
         return replace(
             self,
             pieces=tuple(map(place, self.pieces)),
-            placed=tuple(replace(chunk, attended=None, sums={}) for chunk in self.placed),
+            placed=tuple(replace(chunk, sums={}) for chunk in self.placed),
             request=self.request and replace(self.request, fetch=Fetch(NullStore())),
         )
 
@@ -448,7 +448,6 @@ def _placed(want: Wanted, entry: Entry) -> PlacedChunk:
         want.start,
         len(want.token_ids),
         served.exact and entry.key == served.key and not kv.quantised,
-        attended=sums.get("attended"),
         before=want.before,
         context=entry.key.context,
         sums=sums,

@@ -1,4 +1,4 @@
-"""Tokens that attention ranks: the question's (``query``, ``deep``) or the chunk's own (``heavy``)."""
+"""Tokens that the question attends to (``query``, ``deep``)."""
 
 from __future__ import annotations
 
@@ -54,23 +54,3 @@ class Deep(RatioPolicy):
         # A sliding window may hide all chunks from the question in a layer, whose sums are then 0.
         scores = (sums / sums.sum(1, keepdim=True).clamp_min(1e-30)).sqrt().sum(0)
         return first_then_top(chunks, scores, self.ratio)
-
-
-@dataclass(frozen=True)
-class Heavy(RatioPolicy):
-    """Recomputes in every chunk the share ``ratio`` of tokens that were attended to most when it was encoded.
-
-    Causal sums favour early tokens, as those of H2O do. Without recorded sums, as
-    in rows that prompts computed, the first tokens are taken.
-    """
-
-    kind = "heavy"
-
-    def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """The top share of every chunk that is not exact."""
-        out = []
-        for chunk in chunks:
-            sums = chunk.attended if chunk.attended is not None else -torch.arange(chunk.tokens)
-            count = 0 if chunk.is_exact else share(self.ratio, chunk.tokens)
-            out += top(range(chunk.start, chunk.stop), sums, count)
-        return out

@@ -28,8 +28,6 @@ class PlacedChunk:
     """A chunk at its position in a prompt.
 
     - ``is_exact``: Preceded by exactly the context in which it was encoded: needs no recomputation.
-    - ``attended``: ``[tokens]`` float32: attention to each token while the chunk was encoded, from its own
-      tokens, summed over layers, heads and rows. None if not recorded.
     - ``before``, ``context``: Ids of all segments that precede it in this prompt, and in its encoding.
     - ``sums``: All that was recorded with the KV (:class:`ragcachekit.model.kv.ChunkKV`).
     """
@@ -38,7 +36,6 @@ class PlacedChunk:
     start: int
     tokens: int
     is_exact: bool
-    attended: Tensor | None = field(default=None, compare=False, repr=False)
     before: tuple[str, ...] = field(default=(), compare=False, repr=False)
     context: tuple[str, ...] = field(default=(), compare=False, repr=False)
     sums: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)

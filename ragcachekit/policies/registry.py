@@ -35,7 +35,6 @@ _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
     "deep": (lambda r: _of("attention", "Deep")(float(r)), "deep:0.1"),
     "sensitive": (lambda r: _of("sensitive", "Sensitive")(float(r)), "sensitive:0.1"),
     "impact": (lambda r: _of("sensitive", "TokenImpact")(float(r)), "impact:0.1"),
-    "heavy": (lambda r: _of("attention", "Heavy")(float(r)), "heavy:0.15"),
     "random": (lambda r: _of("baselines", "Random")(float(r)), "random:0.15"),
     "budget": (lambda x: _of("measured", "Budget")(float(x)), "budget:0.05"),
     "auto": (lambda x: _of("measured", "Auto")(float(x)) if x else _of("measured", "Auto")(), ""),

@@ -87,7 +87,6 @@ def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
         tokens = sum(len(chunk.token_ids) for chunk in run.chunks)
         config = json.loads((Path(READER) / "config.json").read_text())
         per_token = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 4
-        per_token += 4  # the attention that the token got, kept for policies
         assert run.token_bytes == per_token
         tokenizer = AutoTokenizer.from_pretrained(READER)
         before = len(tokenizer(PromptMaker(tokenizer).before, add_special_tokens=False).input_ids)

@@ -21,12 +21,11 @@ ASKED = {"max_new_tokens": 2, "do_sample": False}
 KERNELS = {
     "query:0.15": "column_scores",
     "deep:0.15": "column_scores",
-    "heavy:0.15": "column_scores",
     "craft:0.3": "context_mass",
 }
 """Which function of the Triton kernels each policy cannot do without."""
 
-SLOW = "deep:0.15", "heavy:0.15"
+SLOW = ("deep:0.15",)
 """Whose kernels are others', too: for `make soak`."""
 
 

@@ -19,7 +19,6 @@ from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder, runs
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.prefill import link_ahead
-from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.rope import describe_rope
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.plan.variants import VariantPool
@@ -48,7 +47,7 @@ class Cached:
         install(self.model)
         self.store, self.pool = HostStore(1 << 26), VariantPool()
         self.encodings = Encodings(encoder, self.rope, BOS)
-        chunks = ChunkEncoder(self.model, self.rope, observed_cache)
+        chunks = ChunkEncoder(self.model, self.rope)
         self.background_encoder = BackgroundEncoder(
             chunks,
             self.store,

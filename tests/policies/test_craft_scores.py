@@ -84,7 +84,7 @@ def test_impact_of_an_entry():
     assert impact.overlap(("s", "b")) == 0.5
     assert impact.overlap(("a", "s")) == 0.0
     assert impact.cost(("s", "a")) == 0.0
-    assert Impact.of(("s",), {"attended": SUMS["outward"]}, 4) == Impact() == Impact((), (), 0.5)
+    assert Impact.of(("s",), {"asked": SUMS["outward"]}, 4) == Impact() == Impact((), (), 0.5)
 
 
 def placed(before, behind=(), sums=None, is_exact=False, start=10, name="x"):
@@ -103,7 +103,7 @@ def test_the_tokens_that_leaned_on_the_old_context():
 
 def test_a_chunk_that_saw_nothing_is_taken_from_its_beginning():
     assert Craft(1.0).select([placed(("s",))]) == [10, 11]
-    assert Craft(1.0).select([placed(("s",), ("s",), {"attended": torch.ones(4)})]) == [10, 11]
+    assert Craft(1.0).select([placed(("s",), ("s",), {"asked": torch.ones(1, 4)})]) == [10, 11]
     assert Craft(1.0).select([placed(())]) == []
 
 

@@ -17,7 +17,6 @@ from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward import prefill as narrow
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.prefill import choose, link_ahead
-from ragcachekit.forward.rows import observed_cache
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.base import Look
@@ -43,8 +42,8 @@ def plan_for(name, policy, encoder="standalone", sums=lambda kv: {}):
     store, chosen = HostStore(1 << 26), open_policy(policy)
     arguments = (parts(), chosen, Encodings(encoder, rope, BOS), store, "fingerprint", "space")
     for item in plan_from(*arguments).missing:
-        for _, kv in ChunkEncoder(model, rope, observed_cache).encode([item.token_ids], item.encoding):
-            assert store.put(item.key, replace(kv, sums={**kv.sums, **sums(kv)}))
+        for _, kv in ChunkEncoder(model, rope).encode([item.token_ids], item.encoding):
+            assert store.put(item.key, replace(kv, sums=sums(kv)))
     return plan_from(*arguments)
 
 
@@ -183,30 +182,6 @@ class TestQuery:
             choose(wrapped("llama"), described("llama"), plan)
 
 
-class TestHeavy:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_picks_what_the_encoding_attended_to(self, name):
-        plan = plan_for(name, "heavy:0.3")
-        model = build(name)
-        model.set_attn_implementation("eager")
-        want = []
-        for (start, _), chunk in zip(spans(plan), CHUNKS, strict=True):
-            got = model(input_ids=torch.tensor([chunk]), output_attentions=True).attentions
-            sums = sum(layer[0].detach().double().sum((0, 1)) for layer in got)
-            scores = {start + i: float(s) for i, s in enumerate(sums)}
-            want += highest(scores, math.ceil(0.3 * len(chunk) - 1e-9))
-        assert picked(plan) == want
-
-    def test_padding_of_a_batch_is_not_counted(self):
-        rope, model = described("llama"), wrapped("llama")
-        install(model)
-        encoder = ChunkEncoder(model, rope, observed_cache)
-        together = dict(encoder.encode(CHUNKS, Encoding("sinks:2", (BOS, BOS))))
-        for index, chunk in enumerate(CHUNKS):
-            ((_, alone),) = encoder.encode([chunk], Encoding("sinks:2", (BOS, BOS)))
-            assert off(together[index].sums["attended"], alone.sums["attended"]) < 1e-5
-
-
 class TestRandom:
     def test_the_share_the_chunk_and_nothing_else_decides(self):
         first, again = plan_for("llama", "random:0.3"), plan_for("llama", "random:0.3")
@@ -296,7 +271,7 @@ class TestCacheBlend:
 
 
 @pytest.mark.parametrize("ratio", ["0", "-0.1", "1.5", "nan", "x", ""])
-@pytest.mark.parametrize("kind", ["query", "heavy", "random", "cacheblend", "cacheblend-gradual"])
+@pytest.mark.parametrize("kind", ["query", "random", "cacheblend", "cacheblend-gradual"])
 def test_ratios_that_make_no_sense(kind, ratio):
     with pytest.raises(ValueError, match=kind):
         open_policy(f"{kind}:{ratio}")

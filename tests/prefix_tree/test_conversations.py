@@ -90,7 +90,7 @@ def test_forgetting_reaches_turns_and_tenants_share_none() -> None:
         assert "turn" not in {use.source for use in report.uses}
 
 
-GUIDED = ("query", "deep", "heavy", "cacheblend", "cacheblend-gradual")
+GUIDED = ("query", "deep", "cacheblend", "cacheblend-gradual")
 
 
 @pytest.mark.parametrize("kind", GUIDED)

@@ -88,7 +88,7 @@ def test_two_of_three_documents_are_reused_and_the_third_takes_the_alternative_p
         assert report.computed_tokens == 2 + 7
 
 
-POLICIES = ["reuse", "lego:4", "query:0.2", "cacheblend:0.3", "craft:0.5", "heavy:0.3", "random:0.3"]
+POLICIES = ["reuse", "lego:4", "query:0.2", "cacheblend:0.3", "craft:0.5", "random:0.3"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
