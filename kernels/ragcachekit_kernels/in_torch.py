@@ -28,12 +28,10 @@ MAX_MASKS = 1 << 23
 class ContextMass(NamedTuple):
     """Attention of a chunk's rows, summed over heads.
 
-    ``columns`` ``[tokens]``: sum over all rows per key. ``inter`` ``[segments - 1]``: sum per segment before
-    the chunk. ``intra`` ``[]``: sum within the chunk. ``outward`` ``[rows]``: part of each row's attention
-    that goes before the chunk. All float32.
+    ``inter`` ``[segments - 1]``: sum per segment before the chunk. ``intra`` ``[]``: sum within the chunk.
+    ``outward`` ``[rows]``: part of each row's attention that goes before the chunk. All float32.
     """
 
-    columns: Tensor
     inter: Tensor
     intra: Tensor
     outward: Tensor
@@ -209,15 +207,14 @@ def context_mass(
     wide = torch.promote_types(query.dtype, torch.float32)
     key, grouped = key.to(wide), _grouped(query.to(wide), key)
     member = torch.repeat_interleave(torch.eye(len(lengths)), torch.tensor(lengths), 0).to(key)
-    columns, mass = key.new_zeros(key.shape[1]), key.new_empty(len(positions), len(lengths))
+    mass = key.new_empty(len(positions), len(lengths))
     for start, stop in tiles(positions, query.shape[0] * query.shape[2], options.window):
         scores, low = _tile_scores(grouped[:, :, start:stop], key, positions[start:stop], options)
         weights = _weights(scores, stop - start, options.sinks)
         rows = weights.view(-1, stop - start, weights.shape[-1]).sum(0)
-        columns[low : low + rows.shape[1]] += rows.sum(0)
         mass[start:stop] = rows @ member[low : low + rows.shape[1]]
     mass = mass.float()
-    return ContextMass(columns.float(), mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
+    return ContextMass(mass[:, :-1].sum(0), mass[:, -1].sum(), mass[:, :-1].sum(1))
 
 
 def _grouped(query: Tensor, key: Tensor) -> Tensor:

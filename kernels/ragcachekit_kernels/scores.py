@@ -103,7 +103,7 @@ def context_mass(
     columns = launch.weight_sums(whole.expand_as(parts))
     segments = span_sums(columns, tuple(zip((0, *ends[:-1]), ends, strict=True))).float()
     outward = torch.exp((parts[0] - whole) * launch.unit).sum(0)
-    return ContextMass(columns, segments[:-1], segments[-1], outward)
+    return ContextMass(segments[:-1], segments[-1], outward)
 
 
 class Launch:
