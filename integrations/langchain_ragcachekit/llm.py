@@ -90,7 +90,6 @@ class EngineSettings(GenerationSettings):
         }
 
     def _prompt(self, prompt: Any) -> Any:
-        """A prompt of LangChain's as the engine takes it."""
         return prompt
 
     def _chunk(self, text: str, answer: Answer | None = None, reader: ToolCallReader | None = None) -> Any:
@@ -98,7 +97,6 @@ class EngineSettings(GenerationSettings):
         raise NotImplementedError
 
     def _schemas(self, tools: Any, choice: Any) -> list[dict[str, Any]]:
-        """Tools in the form that chat templates take."""
         if tools:
             raise ValueError(f"{type(self).__name__} does not call tools; ChatRagCache does")
         return []

@@ -172,7 +172,6 @@ def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: Any) -> VectorInd
 
 
 def _typed() -> Iterator[str]:
-    """Questions from the input, line by line."""
     if sys.stdin.isatty():
         note("one question per line; Ctrl-D ends")
     yield from filter(None, map(str.strip, sys.stdin))

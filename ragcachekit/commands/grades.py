@@ -21,10 +21,7 @@ _ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_emb_bas
 
 
 def why_prefix(name: str) -> str:
-    """Why a model is surely of grade prefix by its configuration alone; empty if only the check can tell.
-
-    Of the 91 such families of transformers 83 show it there, of the 100 linked ones none.
-    """
+    """Why a model is surely of grade prefix by its configuration alone; empty if only the check can tell."""
     from transformers import AutoConfig
 
     from ragcachekit.model.sample_model import resolve_model

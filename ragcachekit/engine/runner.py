@@ -42,10 +42,7 @@ class _Run:
 
 
 class Runner:
-    """Runs requests from their plan to their answer, in the scheduler's thread.
-
-    ``plan`` makes the plan of a request now, ``replan`` another one without entries that could not be loaded.
-    """
+    """Runs requests from their plan to their answer, in the scheduler's thread."""
 
     def __init__(
         self,
@@ -236,8 +233,7 @@ class _Pending:
 class AfterAnswer:
     """Follows up each answered request; ``registering`` is held while a forget ends.
 
-    ``cold`` is that of :class:`ragcachekit.RagCache`. With "now" rows are kept before the answer is returned,
-    else in the background. Nothing is stored once the model has changed, nor what was forgotten meanwhile.
+    Nothing is stored once the model has changed, nor what was forgotten meanwhile.
     """
 
     def __init__(self, components: EngineComponents, cold: str, registering: Lock) -> None:

@@ -34,8 +34,8 @@ EVERY = 0.05
 class Scheduler:
     """The waiting and running requests of an engine, and the thread that answers them.
 
-    The thread starts with the first request and ends when none is left. Between two decoding steps of the
-    batch it begins at most one request. In a forked child, which has no such thread, calls raise Closed.
+    Between two decoding steps it begins at most one request. In a forked child, which has no such thread,
+    calls raise Closed.
     """
 
     def __init__(self, config: QueueConfig, runner: Runner, active: ActiveRequests) -> None:

@@ -358,7 +358,6 @@ class Narrowing:
         return _cut((args, kwargs), before, torch.tensor(index))
 
     def _narrow(self, layer: int) -> None:
-        """Have this layer and later ones expect the present rows."""
         rows = LinkRows(Rows(self._rows), self._observer)
         for later in self._cache.layers[layer:]:
             later.narrow(rows)

@@ -278,8 +278,7 @@ def captured(
 def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most: int) -> Turn | None:
     """A host copy of the prompt with its answer, for the next turn; None above ``most`` bytes.
 
-    ``answer`` are the generated ids; the KV of the last one was not computed. Rows after an approximate row
-    are approximate.
+    ``answer`` is as for :func:`with_answer`. Rows after an approximate row are approximate.
     """
     match, rows = plan.prefix_match, (*plan.token_ids, *answer[:-1])
     if match is None or match.snapshots is not None or rope.depends_on_length or not _holds(cache, len(rows)):

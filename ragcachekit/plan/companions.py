@@ -109,12 +109,9 @@ _Near = OrderedDict[str, tuple[_Named, tuple[_Named, ...]]]  # by text: the chun
 class Companions:
     """The chunks that each chunk is encoded after, by namespace, without forgotten ones. Thread safe.
 
-    A namespace's source of neighbours lists them, else a retriever's store: twice ``nearest`` chunks, for a
-    chunk that it holds. Without these they are the other chunks of its block: a list
-    of chunks (what a retriever found for one question, or what :meth:`RagCache.encode` was given) is cut
-    into blocks of ``block`` chunks or a few more, and a chunk belongs to the first one. Chunks of a block are
-    encoded after each other, and share the forwards that encode them. One tenant's chunks never affect
-    another's KV.
+    A namespace's source of neighbours lists them, else a retriever's store: twice ``nearest`` chunks. Without
+    these they are the other chunks of its block: a list of chunks that were registered together is cut into
+    blocks of ``block`` chunks or a few more, and a chunk belongs to the first one.
 
     With ``same_source`` a chunk's companions are those of its own source, whoever proposed them. A text of
     two sources is of none until it is forgotten: whoever may add a document could copy a chunk of another
@@ -232,7 +229,6 @@ class Companions:
         return self._sources.get(namespace, {}).get(self._name_of(text, namespace))
 
     def _of_source(self, source: str | None, texts: Iterable[str], namespace: str) -> list[str]:
-        """Those of ``texts`` that are of that source; none where it is not known."""
         return [t for t in texts if source is not None and self._source(t, namespace) == source]
 
     def _note(self, namespace: str, texts: Sequence[str]) -> None:

@@ -58,14 +58,12 @@ class Wanted:
 class Encodings:
     """Names and keys of encodings under one encoder.
 
-    ``standalone`` is the chunk alone from position 0; ``sinks:n`` after n BOS (EPIC section 5.4); ``system``
-    after the text before the first chunk (FusionRAG eq. 5); ``similar:n`` after that text and up to n
-    neighbours, the most similar last (eq. 10); ``average:n`` the mean after that text and one, two, ... n
-    neighbours; ``in-prompt`` after all that precedes it (Cache-Craft). ``neighbours`` gives those of a chunk,
-    most similar first; ``joint`` are the tokens between them and the chunk.
+    ``sinks:n`` is EPIC section 5.4, ``system`` FusionRAG eq. 5, ``similar:n`` eq. 10, ``in-prompt``
+    Cache-Craft. ``neighbours`` gives those of a chunk, most similar first; ``joint`` are the tokens between
+    them and the chunk.
 
     ValueError for an unknown name or a bad number; for ``similar:n`` and ``average:n`` where frequencies
-    depend on the length, which are part of the key.
+    depend on the length.
     """
 
     def __init__(
@@ -243,8 +241,8 @@ class Entry:
 class Fetch:
     """Look-ups for one prompt, each done once for all of its plans.
 
-    A bare store reads everything during the look-up. Without a ``planner`` everything found is used. KV of
-    another ``layout`` is a miss, and deleted from the store. ``failures`` says why look-ups failed.
+    Without a ``planner`` everything found is used. KV of another ``layout`` is a miss, and deleted from the
+    store. ``failures`` says why look-ups failed.
     """
 
     def __init__(
@@ -255,10 +253,7 @@ class Fetch:
         self.failures: list[str] = []
 
     def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
-        """The entry under ``key`` for that many tokens; loads from slow tiers have not started.
-
-        ``weight`` is its usefulness, for eviction.
-        """
+        """The entry under ``key``, not loading yet; ``weight`` is its usefulness, for eviction."""
         if key not in self._known:
             self._known[key] = self._look(key, tokens, weight)
         return self._known[key]
@@ -284,8 +279,8 @@ class Fetch:
     ) -> tuple[KVKey, ...]:
         """Begin the loads that are quicker than computing; returns the keys of the others.
 
-        Of an entry that is used, ``recomputed(index)`` of its ``tokens`` are computed again. ``total`` are
-        the prompt's rows, ``computed`` those without any entry.
+        ``recomputed(index)`` are rows of an entry that the policy computes again, ``total`` the prompt's,
+        ``computed`` those without any entry.
         """
         slow: dict[LoadingKV, list[int]] = {}
         for number, entry in enumerate(entries):
@@ -325,13 +320,9 @@ class Fetch:
 
 
 def find_entry(want: Wanted, fetch: Fetch, pool: VariantPool) -> Entry | None:
-    """The entry of exactly a wanted chunk's context, else the best one of another, or None.
-
-    For a chunk that is in the prompt in part, rows of the whole chunk serve where none of just that part
-    are stored, or only a prompt's own rows.
-    """
+    """The entry of exactly a wanted chunk's context, else the best one of another, or None."""
     entry = _find(want, fetch, pool)
-    if want.whole is not None and (entry is None or entry.renew):
+    if want.whole is not None and (entry is None or entry.renew):  # it is in the prompt in part
         whole = _find(want.whole, fetch, pool)
         if whole is not None and (entry is None or not whole.renew):
             return replace(whole, want=want.whole, first=want.first)

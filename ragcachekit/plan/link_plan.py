@@ -118,10 +118,7 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Cached KV for a part of the prompt: rows of ``kv`` from ``first`` on belong at ``start``.
-
-    All of them, or the next ``keep`` tokens.
-    """
+    """Cached KV of a part of the prompt: at ``start``, ``keep`` (all) rows of ``kv`` from ``first`` on."""
 
     start: int
     kv: AnyKV
@@ -317,8 +314,7 @@ def plain_plan(request: PromptRequest) -> LinkPlan:
 def make_plan(request: PromptRequest, variants: VariantPool, without: Collection[KVKey] = ()) -> LinkPlan:
     """Look up every cacheable segment, decide what to load, and let the policy select among cached rows.
 
-    ``variants`` are entries to use in other contexts. Entries in ``without`` count as not found, as an
-    earlier plan waited for them in vain.
+    Entries in ``without`` count as not found, as an earlier plan waited for them in vain.
     """
     if not request.reads_cache:
         return plain_plan(request)

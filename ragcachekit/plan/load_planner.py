@@ -66,8 +66,7 @@ class ReadRate:
 class LoadPlanner:
     """Compares the time of loads with that of computing. Thread safe.
 
-    Everything is loaded until ``cost`` has a profile. What is not loaded should be read afterwards, which
-    keeps the rate of its tier current.
+    Everything is loaded until ``cost`` has a profile.
     """
 
     def __init__(self, cost: PrefillCost) -> None:

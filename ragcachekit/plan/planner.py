@@ -92,10 +92,8 @@ class LastPrompts:
 class Planner:
     """Plans prompts, and names the entries of chunks, for one model and one store.
 
-    ``encoder`` None is the policy's own, or the default one. ``neighbours`` are sources by namespace; with
-    ``same_source`` a chunk is encoded only after chunks of its own source. ``fetch`` makes the look-ups of
-    one prompt; by default they read ``store``. Unless the model ``is_linked``, only beginnings of prompts are
-    looked up.
+    ``encoder`` None is the policy's own, or the default one. ``fetch`` makes the look-ups of one prompt.
+    Unless the model ``is_linked``, only beginnings of prompts are looked up.
     """
 
     def __init__(
@@ -270,9 +268,8 @@ class Planner:
     ) -> list[Missing]:
         """What to encode for each text, stored or not, for work that began at ``epoch``.
 
-        ``system`` is by default the last one used in the namespace; before any, ``average:n`` encodes without
-        one. ValueError for an empty chunk, one longer than the model's context, or a ``system`` that another
-        encoder needs and that is not known.
+        ``system`` is by default the last one used in the namespace. ValueError for an empty chunk, one longer
+        than the model's context, or a ``system`` that the encoder needs and that is not known.
         """
         chunks = [self._parser.chunk_ids(text) for text in texts]
         known = dict(zip(chunks, texts, strict=True))
@@ -306,10 +303,7 @@ class Planner:
     def prefetch_keys(
         self, texts: Sequence[str], namespace: str, policy: SelectionPolicy, system: str | None
     ) -> list[KVKey]:
-        """Keys that a prompt of these chunks would look up first.
-
-        The text before them is ``system``, or the last one used in the namespace.
-        """
+        """Keys that a prompt of these chunks after ``system``, or the last such text, would look up first."""
         known = self.last_prompts.last(namespace) if system is None else self._parser.system_ids(system)
         chunks = {self._parser.chunk_ids(text): text for text in texts}
         segments = [TokenSegment(known or (), False), *(TokenSegment(ids, True) for ids in chunks)]

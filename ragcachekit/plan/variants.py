@@ -43,14 +43,10 @@ class Fit(NamedTuple):
 class VariantPool:
     """Stored entries that serve in other contexts than their own: ``in-prompt`` variants, and means.
 
-    Variants (Cache-Craft section 3.3) share ``budget`` bytes by use. Every use adds
-    ``1 / max(CCI (1 - β'), 0.05)`` to a variant's weight f_r, which halves in :data:`HALF_LIFE` uses of its
-    namespace. ``free`` is called with each variant that is evicted, to delete its KV. The store may evict
-    an entry earlier. With ``saved``, weights and numbers of uses outlive the process.
-
-    Of ``average:n`` entries the latest is known for each chunk and system text: the companions are chosen
-    when it is encoded, and may be others in the next process. ``allow`` returns whether it may serve. After
-    another system text the latest one of the chunk serves (:meth:`latest`).
+    Variants (Cache-Craft section 3.3) share ``budget`` bytes by use: a weight f_r, which halves in
+    :data:`HALF_LIFE` uses of their namespace. ``free`` is called with each that is evicted, to delete its KV.
+    With ``saved``, weights and numbers of uses outlive the process. Of ``average:n`` entries the latest is
+    known for each chunk and system text; ``allow`` returns whether it may serve.
     """
 
     def __init__(

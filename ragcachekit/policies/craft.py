@@ -211,5 +211,4 @@ def focused(scores: Sequence[float]) -> frozenset[int]:
 
 
 def _numbered(ids: Sequence[str]) -> list[tuple[str, int]]:
-    """Each id with its number of earlier occurrences."""
     return [(id, ids[:at].count(id)) for at, id in enumerate(ids)]

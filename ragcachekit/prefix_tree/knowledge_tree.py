@@ -87,10 +87,7 @@ class Turns:
         self._counters = Counters("tree:turns")
 
     def longest(self, root: Root, token_ids: Sequence[int]) -> tuple[Turn, int] | None:
-        """The turn with the longest beginning in common, and its tokens; None below ``MIN_TOKENS``.
-
-        Of several, the latest.
-        """
+        """The latest turn with the longest common beginning, and its tokens; None below ``MIN_TOKENS``."""
         if not self.budget:
             return None
         asked = tuple(token_ids)
@@ -162,18 +159,14 @@ class Turns:
 class KnowledgeTree:
     """Exact KV of ordered chunks, found by the path from the start of the prompt (RAGCache section 5.1).
 
-    A node's KV equals that of a prefill of exactly its path, rotated for exactly its position. Nodes without
-    children are evicted first, from the GPU to the host the first time ("swap out only once"), from memory
-    to the disk. Thread safe. The disk is written in :meth:`insert` and :meth:`close`, outside the lock that
-    look-ups take.
+    Nodes without children are evicted first, from the GPU to the host the first time ("swap out only once"),
+    from memory to the disk. Thread safe. The disk is written in :meth:`insert` and :meth:`close`, outside the
+    lock that look-ups take.
 
-    - ``gpu_bytes``, ``host_bytes``: Budgets, on ``device`` and on the host; 0 leaves a tier out.
-    - ``disk``: Holds what was evicted from memory; the tree closes it. Forgets of other trees on the same
-      folder, also in other processes, apply to this one too.
-    - ``policy``: Makes one eviction policy per tier.
-    - ``cost``: Estimated seconds of a prefill of (cached, new) tokens; default: the number of new ones.
-    - ``turns_bytes``: Budget of :attr:`turns`, the last turns of conversations, which :meth:`match` never
-    finds.
+    Budgets are in bytes; 0 leaves a tier out. ``disk`` is closed with the tree; forgets of other trees on the
+    same folder, also in other processes, apply to this one too. ``policy`` makes one eviction policy per
+    tier. ``cost`` is the time of a prefill of (cached, new) tokens in seconds; default: the number of new
+    ones. :meth:`match` never finds :attr:`turns`.
     """
 
     def __init__(
@@ -202,10 +195,7 @@ class KnowledgeTree:
         refuse_after_fork(self)
 
     def match(self, root: Root, path: Path) -> Match:
-        """The longest beginning of ``path`` that is known, pinned while the result is held.
-
-        Counts an access to each of its nodes.
-        """
+        """The longest known beginning of ``path``, pinned while the result is held; counts as an access."""
         path = tuple(path)
         with self._lock:
             self._unpin_released()
@@ -232,9 +222,8 @@ class KnowledgeTree:
     ) -> tuple[int, ...]:
         """Numbers of the chunks that make the longest chain in memory below a prompt's first ``text``.
 
-        In the order of the chain, the longest by tokens; of equal ones that after most of ``text``. Only the
-        first ``common`` tokens must be those: the others may depend on the first chunk. ``numbers`` are those
-        of every chunk id: several for a text that comes more than once. Any text may be between two chunks.
+        The longest by tokens; of equal ones that after most of ``text``, of which only the first ``common``
+        tokens must be the same. ``numbers`` are those of every chunk id. Any text may be between two chunks.
         Counts no access.
         """
         blocks, best = blocks_of(text[:common], namespace), _NO_CHAIN
@@ -252,10 +241,8 @@ class KnowledgeTree:
         """Insert what a request computed after its ``match``: once per request, after the answer.
 
         ``kvs`` are those of the first steps that ``match`` did not find, in order, and are kept by reference.
-        ``new`` is the number of tokens that the request computed. Matched nodes move up into memory and the
-        GPU tier, evicted ones are written to the disk. Returns how many of ``kvs`` are new in memory.
-        ValueError, and nothing is inserted, for KV that is not exactly that step's (quantised, other position
-        or length).
+        ``new`` is the number of tokens that the request computed. Returns how many of ``kvs`` are new in
+        memory. ValueError, and nothing is inserted, for KV that is not exactly that step's.
         """
         steps, start = match.path[len(match) :], match.tokens
         if len(kvs) > len(steps):
@@ -291,11 +278,9 @@ class KnowledgeTree:
     ) -> int:
         """Drop all nodes and turns with one of ``chunk_ids`` (texts' ids too) in their path, from all tiers.
 
-        With ``texts`` also those whose tokens hold one of the texts, or end inside one, and those whose
-        tokens are not known. Without ids the whole namespace is dropped. What running requests have computed
-        of it, or after it, is not inserted. Returns the number of nodes and turns dropped. Trees of other
-        processes on the same disk folder follow at their next look-up, and write nothing of it until then:
-        they drop the whole namespace from memory.
+        With ``texts`` also those whose tokens hold one of the texts, or end inside one, or are not known.
+        Without ids the whole namespace is dropped. What running requests have computed of it, or after it, is
+        not inserted. Trees of other processes on the same folder drop the namespace at their next look-up.
         """
         return self.disk.forget(namespace, chunk_ids, texts)
 
@@ -401,8 +386,8 @@ def open_tree(
 ) -> KnowledgeTree:
     """A tree with the tiers that ``config`` asks for; no GPU tier where ``device`` is a CPU.
 
-    Its disk entries go to ``tree`` in ``folder``, which is that of the chunk store's disk tier. ValueError
-    for an unknown eviction policy or a disk tier without a folder, StoreError for an unusable folder.
+    ``folder`` is that of the chunk store's disk tier. ValueError for an unknown eviction policy or a disk
+    tier without a folder, StoreError for an unusable one.
     """
     policy = partial(open_eviction, config.eviction)
     policy()  # a typo is an error even where no tier needs one

@@ -77,9 +77,8 @@ def token_count(segments: Iterable[TokenSegment]) -> int:
 def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 
-    Of overlapping occurrences the leftmost, and of those the longest, is taken. An occurrence counts only if
-    its edges are not inside a word: the chunk "... a cat" is not found in "... a category". The segments'
-    texts, joined, are ``text``; a Chunk's text is exactly the text found.
+    Of overlapping occurrences the leftmost, and of those the longest, is taken; none with an edge inside a
+    word.
     """
     matches, done, segments = registry.find(namespace, text), 0, list[Segment]()
     for start, end in matches.found:
@@ -142,18 +141,13 @@ def segment_messages(
 ) -> Segmentation:
     """Render chat messages and cut the rendered text at the chunks in their contents.
 
-    Marked blocks (:func:`marked`) are chunks; the other text is searched for registered chunks. Every
-    chunk is replaced by a sentinel, the messages are rendered, and the chunks are put back. The result is
-    used only if it equals the rendered messages. Else (a template trims, escapes, reorders or prints the
-    time) the prompt is a plain prefill with the reason in ``fallback``.
+    Every chunk, marked or registered, is replaced by a sentinel, the messages are rendered, and the chunks
+    are put back. Unless that equals the rendered messages, the prompt is a plain prefill with the reason in
+    ``fallback``. Special-token strings of retrieved texts become plain text in either case.
 
-    Special-token strings in contents become plain text where a retrieved text has them, also in a plain
-    prefill. The template's own stay control tokens.
-
-    ``messages`` have a ``role`` and a ``content``: a string, None, or a list of strings and text blocks that
-    are joined without a separator. ``render`` makes the prompt's text of messages with string contents,
-    generation prompt included; what it raises for the messages themselves is passed on. ValueError or
-    TypeError for messages that are not of this form.
+    ``render`` makes the prompt's text of messages with string contents, generation prompt included; what it
+    raises for the messages themselves is passed on. ValueError or TypeError for a message without a ``role``,
+    or whose ``content`` is no string, None, or list of strings and text blocks.
     """
     text_of = partial(registry.text, namespace)
     given = [_content_segments(message, text_of) for message in messages]
@@ -296,11 +290,9 @@ def forms(text: str) -> tuple[str, ...]:
 class ChunkRegistry:
     """Registered chunk texts per namespace, all found in one pass over a prompt. Thread safe.
 
-    Namespaces are separate indexes. A full one evicts the chunk that was neither registered nor found for
-    longest. The time of a search is linear in the prompt; one that would take longer ends early.
-
-    ``max_chunks`` is the limit per namespace (a text with outer whitespace counts twice, see :func:`forms`),
-    ``min_chars`` the shortest text registered, outer whitespace aside: shorter ones are found everywhere.
+    A full namespace, of ``max_chunks`` (a text with outer whitespace counts twice, see :func:`forms`), evicts
+    the chunk that was neither registered nor found for longest. ``min_chars`` is the length of the shortest
+    text registered, outer whitespace aside: shorter ones are found everywhere.
     """
 
     def __init__(self, max_chunks: int = 100_000, min_chars: int = 16) -> None:

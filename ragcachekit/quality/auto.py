@@ -53,9 +53,8 @@ class AutoPolicies:
 
     The resolved policy carries its encoder, so that a request has one pair throughout. ``folder`` has the
     records. ``encoder`` is the one that the user gave, if any: then only the policy is chosen, within
-    ``bound`` times the least KL.
-    ``wait_until_idle`` blocks a background check until no request runs or the event, which it is given, is
-    set.
+    ``bound`` times the least KL. ``wait_until_idle`` blocks a background check until no request runs or the
+    event, which it is given, is set.
     """
 
     def __init__(
@@ -240,5 +239,4 @@ class AutoPolicies:
 
 
 def _can_differ(prompt: CheckPrompt) -> bool:
-    """Whether candidates can differ on a prompt: it has two chunks or more, and text after them."""
     return sum(segment.is_chunk for segment in prompt.segments) > 1 and not prompt.segments[-1].is_chunk

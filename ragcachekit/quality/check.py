@@ -149,7 +149,6 @@ class PolicyCheck:
         return results, timer.seconds
 
     def _synchronise(self) -> None:
-        """Wait for the GPU, whose work is queued."""
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 

@@ -147,8 +147,7 @@ class Comparison:
 
     ``kl`` is KL(full || linked) per token of full's answer and ``first_kl`` that of the first token, both in
     nats. ``agreement`` is the share of the answer's tokens, the last one included, that are the most probable
-    here as well.
-    ``losses`` are nats per token of each continuation.
+    here as well. ``losses`` are nats per token of each continuation.
     """
 
     kl: float

@@ -65,7 +65,6 @@ def create_app(
     app = FastAPI(title="RagCacheKit", lifespan=lifespan, openapi_url=None)
 
     def may_see_all(request: Request) -> bool:
-        """Whether a request may see numbers about all tenants."""
         return keys.allows(request.client.host if request.client else "", request.headers)
 
     @app.get("/health")

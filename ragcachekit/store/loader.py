@@ -380,7 +380,6 @@ class Loader:
             self._wake()
 
     def _sweep(self) -> None:
-        """Close loads that no request has a handle of."""
         for load in list(self._active):
             if load.reading_since is None and load.rank != PREFETCH and not load.handles:
                 self._end(load)

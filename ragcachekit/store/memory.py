@@ -140,7 +140,6 @@ class MemoryStore(KVStore):
                     self._counters.count(event)
 
     def _placed(self, kv: ChunkKV) -> tuple[ChunkKV, int]:
-        """The KV in this tier's memory, and its bytes."""
         return in_own_memory(kv)
 
     def _may_fit(self, key: KVKey, nbytes: int) -> bool:

@@ -383,7 +383,6 @@ class RemoteStore(KVStore):
         self.disconnect()
 
     def _is_served(self, key: KVKey) -> bool:
-        """Whether the store is open and no forget of the entry is unconfirmed."""
         return not self._closed and not self._forgets.hides(key)
 
     def _may_fit(self, nbytes: int) -> bool:
