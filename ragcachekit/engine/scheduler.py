@@ -283,8 +283,8 @@ class CacheAwareOrder:
     most cached tokens per computed token is next, among its first ``window + 1``. None is overtaken more than
     ``window`` times by later ones of its namespace; with 0 the order is that of arrival.
 
-    ``estimate`` returns a request's cached and computed tokens, computed at least 1. ``most_overtaken`` is the
-    highest count so far.
+    ``estimate`` returns cached and computed tokens, computed at least 1. ``most_overtaken`` is the highest
+    count so far.
     """
 
     def __init__(self, window: int, estimate: Callable[[Request], tuple[int, int]]) -> None:
@@ -327,7 +327,7 @@ class CacheAwareOrder:
         return self._next_line()[:count]
 
     def take(self, request: Request, namespace: str) -> None:
-        """Remove a request whose turn it is: earlier ones were overtaken, its namespace has had its tokens."""
+        """Remove a request whose turn it is: earlier ones were overtaken, its namespace had its tokens."""
         line = self._lines[namespace]
         for earlier in line[: line.index(request)]:
             earlier.overtaken += 1
