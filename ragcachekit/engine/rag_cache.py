@@ -451,7 +451,7 @@ class RagCache:
                     (),
                     submitted_at=time.perf_counter(),
                     deadline=inf,
-                    scope=CancelScope(pause=lambda: None),  # else it would give way to itself: the queue waits
+                    scope=CancelScope(pause=lambda: None),  # else it would give way to itself
                     observed=None,
                 )
                 self.queue.submit(running, True)
