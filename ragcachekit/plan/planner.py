@@ -30,7 +30,15 @@ from ragcachekit.prompt.tokenizer import common_length
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.remote import reported
-from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_NEIGHBOURS, Ids, KVKey, chunk_id, parse_encoder, whole_id
+from ragcachekit.types import (
+    DEFAULT_ENCODER,
+    DEFAULT_NEIGHBOURS,
+    Ids,
+    KVKey,
+    chunk_id,
+    parse_encoder,
+    whole_id,
+)
 
 log = logging.getLogger(__name__)
 
