@@ -42,11 +42,7 @@ from ragcachekit.policies.base import PolicyAndEncoder
 
 POLICIES = (
     *("reuse", "lego0", *(f"lego:{k}" for k in (1, 2, 4, 6, 12))),
-    *(
-        f"{kind}:{r}"
-        for kind in ("random", "query", "deep", "impact")
-        for r in (0.05, 0.1, 0.15, 0.3)
-    ),
+    *(f"{kind}:{r}" for kind in ("random", "query", "deep", "impact") for r in (0.05, 0.1, 0.15, 0.3)),
     *("cacheblend:0.05", "cacheblend:0.15", "cacheblend-gradual:0.15"),
     *(f"craft:{alpha}" for alpha in (0.1, 0.2, 0.3, 0.6)),  # over standalone half of it is spent
     "craft-focused:0.6",

@@ -17,7 +17,6 @@ from ragcachekit.encode.encoders import ChunkEncoder
 from ragcachekit.forward import prefill as narrow
 from ragcachekit.forward.attention import install
 from ragcachekit.forward.prefill import choose, link_ahead
-from ragcachekit.model.encoding import Encoding
 from ragcachekit.plan.encodings import Encodings
 from ragcachekit.policies.base import Look
 from ragcachekit.policies.registry import open_policy
