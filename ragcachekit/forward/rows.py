@@ -254,6 +254,21 @@ def captured(
     snapshots = plan.prefix_match.snapshots if plan.prefix_match is not None else None
     if snapshots is not None and snapshots.has_state:
         return list(taken)
+    stretches = stretches_of(plan, match, cache, rope)
+    if snapshots is not None:
+        steps = [(at.start, at.stop) for at in stretches]
+        return snapshots.captured(cache, steps, snapshots.tokens_in(cache), state=False) if steps else []
+    sides = extract(cache.layers, stretches, host=False) if stretches else []
+    return [ChunkKV(*kv, at.start) for kv, at in zip(sides, stretches, strict=True)]
+
+
+def stretches_of(
+    plan: LinkPlan, match: Match, cache: Any, rope: Rope, taken: Sequence[ChunkKV] = ()
+) -> list[Stretch]:
+    """Where the steps are whose KV :func:`captured` copies."""
+    snapshots = plan.prefix_match.snapshots if plan.prefix_match is not None else None
+    if snapshots is not None and snapshots.has_state:
+        return [Stretch(0, kv.start or 0, (kv.start or 0) + kv.tokens) for kv in taken]
     length = len(plan.token_ids)
     if rope.depends_on_length and rope.regime(length) != rope.regime(length - 1):
         return []  # a prefill without the prompt's last token would rotate its keys by other frequencies
@@ -268,11 +283,16 @@ def captured(
             break
         stretches.append(Stretch(0, start, stop))
         start = stop
-    if snapshots is not None:
-        steps = [(at.start, at.stop) for at in stretches]
-        return snapshots.captured(cache, steps, snapshots.tokens_in(cache), state=False) if steps else []
-    sides = extract(cache.layers, stretches, host=False) if stretches else []
-    return [ChunkKV(*kv, at.start) for kv, at in zip(sides, stretches, strict=True)]
+    return stretches
+
+
+def keeps_turn(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most: int) -> bool:
+    """Whether :func:`turn_of` makes a turn."""
+    match, rows = plan.prefix_match, len(plan.token_ids) + len(answer[:-1])
+    if match is None or match.snapshots is not None or rope.depends_on_length or not _holds(cache, rows):
+        return False
+    sides = (side[0, :, :rows] for layer in cache.layers for side in (layer.keys, layer.values))
+    return sum(side.nbytes for side in sides) <= most
 
 
 def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most: int) -> Turn | None:
@@ -281,10 +301,7 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     ``answer`` is as for :func:`with_answer`. Rows after an approximate row are approximate.
     """
     match, rows = plan.prefix_match, (*plan.token_ids, *answer[:-1])
-    if match is None or match.snapshots is not None or rope.depends_on_length or not _holds(cache, len(rows)):
-        return None
-    sides = [side[0, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
-    if sum(side.nbytes for side in sides) > most:
+    if match is None or not keeps_turn(plan, answer, cache, rope, most):
         return None
     exact = exact_rows(plan)
     traces = (whole_id(name) for chunk in plan.placed for name in chunk.context)
