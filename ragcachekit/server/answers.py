@@ -159,7 +159,10 @@ def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output,
         "total_tokens": prompt_tokens + output,
-        "prompt_tokens_details": {"cached_tokens": sum(link.reused_tokens for link in links)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(link.reused_tokens for link in links),
+            "cache_write_tokens": sum(link.written_tokens for link in links),
+        },
         "ragcachekit": {
             **ours,
             "miss_reason": links[0].miss_reason or None,

@@ -234,6 +234,8 @@ class CompletionJob:
             options["tools"] = self._tools
         if body.policy is not None:
             options["policy"] = body.policy
+        if isinstance(body, ChatRequest) and (cache := body.prompt_cache_options):
+            options["keep"] = "marked" if cache.mode == "explicit" else "all"
         if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
             return {**options, "do_sample": False}
         if body.seed is not None:

@@ -48,13 +48,41 @@ Some = Annotated[list[_Item], Field(fail_fast=True, max_length=1 << 12)]
 Ids = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
 
 
+Lifetime = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}[smh]$")]
+"""As ``30m``; entries stay until they are evicted, whatever it says."""
+
+
+class CacheControl(BaseModel):
+    """Anthropic's mark of a content part."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["ephemeral"]
+    ttl: Lifetime | None = None
+
+
+class Breakpoint(BaseModel):
+    """OpenAI's mark of a content part."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["explicit"] = "explicit"
+    ttl: Lifetime | None = None
+
+
+class CacheOptions(BaseModel):
+    """What is kept of a prompt; ``explicit``: only what is before or in a marked part."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Lifetime | None = None
+
+
 class TextPart(BaseModel):
     """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    prompt_cache_breakpoint: bool | dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: bool | Breakpoint | None = None
 
     @property
     def is_chunk(self) -> bool:
@@ -154,10 +182,10 @@ class ChatRequest(Completion):
     tools: Some[Tool] | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
+    prompt_cache_options: CacheOptions | None = None
     # Without effect
     metadata: Any = None
     safety_identifier: Any = None
-    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     # Refused, but for the value that changes nothing
     response_format: Annotated[Any, _only(None, {"type": "text"})] = None

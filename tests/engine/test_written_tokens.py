@@ -1,12 +1,15 @@
-"""What a report says is kept of a prompt is what store and tree hold afterwards."""
+"""What a report says is kept of a prompt is what store and tree hold afterwards; keep="marked"."""
 
 import random
 
 import pytest
 
-from engine_kit import PROMPT, chunk, rag_for, stored_in, text
-from ragcachekit import Prompt, TreeConfig
+from engine_kit import FOLDER, PROMPT, chunk, rag_for, stored_in, text
+from ragcachekit import Prompt, RagCache, TreeConfig
+from ragcachekit.prompt.segments import marked
+from server_kit import DOCUMENTS, QUESTION
 from snapshots_kit import rag_of
+from speaking import byte_level, speaker
 from tree_kit import nodes
 
 LENGTH = 9 + 33 + 25 + 6
@@ -83,3 +86,54 @@ def test_a_model_whose_chunks_cannot_be_linked():
             asked(rag, PROMPT).written_tokens == sum(n.step.tokens for n in nodes(rag.components.tree)) == 67
         )
         assert asked(rag, PROMPT).written_tokens == 0
+
+
+# -- keep="marked" ----------------------------------------------------------------------------------
+
+
+def user(*blocks):
+    texts = [block if isinstance(block, dict) else {"type": "text", "text": block} for block in blocks]
+    return [
+        {"role": "system", "content": "Answer from the documents. " * 3},
+        {"role": "user", "content": texts},
+    ]
+
+
+@pytest.fixture(params=[0, 1 << 24])
+def rag(request):
+    options = {"policy": "reuse", "encoder": "average:2", "cold": "now", "cache_dir": FOLDER.name}
+    tree = TreeConfig(turns_bytes=request.param)
+    with RagCache(speaker(), byte_level(), tree=tree, **options) as rag:
+        rag.register([DOCUMENTS[1]])
+        yield rag
+
+
+def tree_tokens(rag):
+    return sum(node.step.tokens for node in nodes(rag.components.tree))
+
+
+def test_without_a_mark_nothing_is_kept(rag):
+    messages = user(f"{DOCUMENTS[1]}\n\n{QUESTION}")
+    assert asked(rag, messages, keep="marked").written_tokens == 0
+    assert (stored_in(rag), tree_tokens(rag)) == ([], 0)
+    assert all(record.entries == 0 for record in rag.stats())
+    assert asked(rag, messages).written_tokens > 0
+    assert asked(rag, messages, keep="marked").reused_tokens > 0, "it may be read"
+
+
+def test_what_is_before_the_last_mark_is_kept(rag):
+    messages = user(marked(DOCUMENTS[0]), "\n\n", f"{DOCUMENTS[1]}\n\n{QUESTION}")
+    report = asked(rag, messages, keep="marked")
+    system, first, second = report.prefix.tokens, *(use.tokens for use in report.chunks)
+    assert report.written_tokens == tree_tokens(rag) == system + first
+    assert {key.chunk_id for key in stored_in(rag)} & {use.chunk_id for use in report.chunks} == {
+        report.chunks[0].chunk_id
+    }
+    assert second > 0
+    again = asked(rag, messages, keep="marked")
+    assert (again.reused_tokens, again.written_tokens) == (system + first, 0)
+
+
+def test_keep_takes_two_values(rag):
+    with pytest.raises(ValueError, match="all, marked"):
+        rag.submit(QUESTION, keep="none")
