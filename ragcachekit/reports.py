@@ -55,6 +55,9 @@ class LinkReport(Report):
     - ``approximate_tokens``: Rows reused from chunk KV and not recomputed: the approximation.
     - ``recomputed_tokens``: Cached rows that the policy recomputed.
     - ``computed_tokens``: Rows with nothing cached: the question, fixed text, missing chunks.
+    - ``written_tokens``: Of ``computed_tokens``, rows whose KV is kept for later prompts, as far as there is
+      room: missing chunks as this prompt computed them, its beginning in the knowledge tree, its turn. Chunks
+      that are encoded in a forward of their own are in :class:`EncodingStats`. Known with the answer; else 0.
     - ``recompute_ratio``: Recomputed / cached rows over all layers; 0 when nothing was cached.
     - ``chunks``: How each chunk was served, in order.
     - ``prefix``: How the text before the first chunk was served, if there is one.
@@ -97,6 +100,7 @@ class LinkReport(Report):
     miss_reason: str = ""
     grade: str = "linked"
     retries: int = 0
+    written_tokens: int = 0
 
     @property
     def reused_tokens(self) -> int:

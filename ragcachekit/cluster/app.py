@@ -30,6 +30,7 @@ from ragcachekit.server import ServerConfig, create_app
 from ragcachekit.server.contexts import NAME
 from ragcachekit.server.errors import ApiError, api_path, overloaded, response
 from ragcachekit.server.keys import ApiKeys, Tenant
+from ragcachekit.server.messages import MessagesRequest
 from ragcachekit.server.middleware import BodyLimit, disconnected
 from ragcachekit.server.schemas import ChatRequest, Completion, TextPart, TextRequest, document_text
 from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, chunk_id
@@ -40,7 +41,11 @@ MAX_CHUNKS = 256
 """Chunks of a request by which it is routed."""
 
 _USUAL_TOKENS = 200  # of a chunk that is known by its id alone
-_BODIES: dict[str, type[Completion]] = {"/v1/chat/completions": ChatRequest, "/v1/completions": TextRequest}
+_BODIES: dict[str, type[Completion | MessagesRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": TextRequest,
+    "/v1/messages": MessagesRequest,
+}
 _FIELDS = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path"),
     *("query_string", "headers", "client", "server"),
@@ -227,8 +232,9 @@ class ChunkReader:
         if (kind := _BODIES.get(path)) is None:
             return {}
         try:
-            fields = kind.model_validate_json(body)
-        except ValidationError:
+            asked = kind.model_validate_json(body)
+            fields = asked.as_chat() if isinstance(asked, MessagesRequest) else asked
+        except (ValidationError, ApiError):
             return {}
         named = [*fields.chunk_ids, *([fields.cached_content] if fields.cached_content else [])]
         texts = list(map(document_text, fields.documents))

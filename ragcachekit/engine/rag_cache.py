@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from threading import Event
-from typing import Any, NoReturn, Self, Unpack
+from typing import Any, Literal, NoReturn, Self, Unpack, get_args
 
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
@@ -72,6 +72,9 @@ from ragcachekit.types import (
     strings,
     whole_id,
 )
+
+Keep = Literal["all", "marked"]
+"""What of a prompt is kept for later ones."""
 
 MIN_REPORTED_WAIT_S = 0.01  # for rows of an earlier prompt; shorter waits have no note in the report
 
@@ -211,6 +214,7 @@ class RagCache:
         cancel: Event | None = None,
         deadline: float | None = None,
         wait: bool | float = False,
+        keep: Keep = "all",
         streamer: Any = None,
         **options: Any,
     ) -> Request:
@@ -237,6 +241,9 @@ class RagCache:
             one ends after its token.
         wait : bool or float
             Whether, or for how many seconds, to wait for room in a full queue.
+        keep : {"all", "marked"}
+            Whether only KV up to the last chunk that the prompt marks is kept for later prompts: of content
+            blocks with ``"chunk": True``, of every chunk of a :class:`Prompt`. What is cached is used.
         **options
             For ``model.generate``: ``max_new_tokens`` (or ``max_tokens``; default 256), ``do_sample``, ...
             ``seed`` makes sampled answers repeatable.
@@ -252,7 +259,9 @@ class RagCache:
         started_at, parser = time.perf_counter(), self.components.parser
         if streamer is not None:
             options["streamer"] = streamer
-        check_options(options, self.model, "cancel", "deadline", "wait")
+        check_options(options, self.model, "cancel", "deadline", "wait", "keep")
+        if keep not in get_args(Keep):
+            raise ValueError(f"keep must be one of {', '.join(get_args(Keep))}, got {keep!r}")
         if deadline is not None:
             check_deadline(deadline)
         if not isinstance(wait, bool):
@@ -262,7 +271,7 @@ class RagCache:
             observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed or nullcontext():
             stop = stop_strings(stop)
-            prepared = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
+            prepared = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools, keep=keep)
             if not self._template_noted and parser.lacks_template(prompt):
                 self._template_noted = True
                 prepared = prepared.with_note(NO_TEMPLATE)
@@ -328,6 +337,7 @@ class RagCache:
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
         tools: Tools | None = None,
+        keep: Keep = "all",
     ) -> PromptRequest:
         """The prompt, tokenised, with its policy and the keys of its chunks; nothing is looked up yet."""
         namespace, parts = self._checked(namespace), self.components
@@ -335,7 +345,8 @@ class RagCache:
         parsed = parts.parser.parse(prompt, namespace, tools)
         request = parts.planner.prepare(parsed, chosen.policy, epoch)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
-        return replace(request, label=chosen.label, notes=notes, fallback=fallback)
+        kept = None if keep == "all" else parts.parser.marked_rows(prompt, parsed)
+        return replace(request, label=chosen.label, notes=notes, fallback=fallback, kept_rows=kept)
 
     def plan(self, request: PromptRequest) -> LinkPlan:
         """The plan by what is cached now, once an earlier prompt's rows are stored."""

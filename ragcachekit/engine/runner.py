@@ -11,13 +11,15 @@ from threading import Event, Lock
 from time import monotonic, perf_counter
 from typing import Any
 
+import numpy as np
+
 from ragcachekit.cancellation import CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import Request
-from ragcachekit.forward.linker import own_entries
+from ragcachekit.forward.linker import own_entries, stop_of
 from ragcachekit.forward.prefill import Replan
-from ragcachekit.forward.rows import captured, turn_of, with_answer
+from ragcachekit.forward.rows import captured, keeps_turn, stretches_of, turn_of, with_answer
 from ragcachekit.generate.batch import BatchDecoder, Decoding
 from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.run import Generated, answer_of
@@ -30,6 +32,17 @@ from ragcachekit.types import Ids, KVKey
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a request's rows: ``keys`` that need no encoding, and how many ``tokens`` it computed.
+
+    As :attr:`~ragcachekit.reports.LinkReport.written_tokens`.
+    """
+
+    keys: frozenset[KVKey] = frozenset()
+    tokens: int = 0
+
+
 @dataclass(eq=False)
 class _Run:
     """A running request: when its turn began, and its tokens so far."""
@@ -37,7 +50,7 @@ class _Run:
     begun: float
     decoding: Decoding | None = None
     alone: Generated | None = None  # of a request that was not decoded in the batch
-    kept: frozenset[KVKey] | None = None
+    kept: Kept | None = None
     batch: int = 1
 
 
@@ -138,10 +151,11 @@ class Runner:
         generated = run.decoding.generated() if run.decoding is not None else run.alone
         assert generated is not None, "begun"
         answer = answer_of(generated, run.begun, request.stop, request.options, self._parts.parser.decode)
-        self._after_answer.submit(generated, request, run.kept, run.begun)
+        written = self._after_answer.submit(generated, request, run.kept, run.begun)
         queued, report = (run.begun - request.submitted_at) * 1e3, answer.report
         report = replace(
             report,
+            link=replace(report.link, written_tokens=written),
             ttft_ms=report.ttft_ms + queued,
             total_ms=(perf_counter() - request.submitted_at) * 1e3,
             queue_ms=queued,
@@ -255,13 +269,11 @@ class AfterAnswer:
         """Whether rows of missing chunks are observed, to be stored as the prompt computes them."""
         return self.cold != "never"
 
-    def submit(
-        self, generated: Generated, request: Request, kept: frozenset[KVKey] | None, begun: float
-    ) -> None:
+    def submit(self, generated: Generated, request: Request, kept: Kept | None, begun: float) -> int:
         """Use what an answered request produced: timings, exact rows, missing chunks, its prompt.
 
         ``kept`` is what :meth:`keep_early` returned for it, if that was called. It was ``begun`` at that time
-        of :func:`time.perf_counter`.
+        of :func:`time.perf_counter`. Returns how many of its tokens are kept.
         """
         plan, parts = generated.plan, self._parts
         if generated.token_ids:  # else cancelled before the first token
@@ -275,11 +287,13 @@ class AfterAnswer:
                 again = {item.key for item in plan.missing if item.again}
                 # Some models attend more often than they store: there it would be for nothing each time.
                 self._can_observe &= again <= {item.key for item in self._own(generated)}
-                self.encode_missing(plan.missing, self.keep(generated) if kept is None else kept)
+                kept = kept or self.keep(generated)
+                self.encode_missing(plan.missing, kept.keys)
         if parts.planner.variants.saved is not None:
             self._saving.add(parts.planner.variants)
         if plan.report.namespace in parts.auto.used:
             attempt(self._feed_auto, generated, begun)
+        return kept.tokens if kept else 0
 
     def encode_missing(self, missed: Iterable[Missing], kept: frozenset[KVKey] = frozenset()) -> None:
         """Count what a request missed, and encode it, now or later, but for what was kept."""
@@ -306,21 +320,22 @@ class AfterAnswer:
 
     # -- exact rows --------------------------------------------------------------------------------
 
-    def keep_early(self, generated: Generated) -> frozenset[KVKey] | None:
+    def keep_early(self, generated: Generated) -> Kept | None:
         """As :meth:`keep`, while the answer goes on; None where rows of the answer are to be kept, too."""
         tree = self._parts.tree
         return None if tree is not None and tree.turns.budget else self.keep(generated)
 
-    def keep(self, generated: Generated) -> frozenset[KVKey]:
-        """Store copies of a request's rows; returns the keys that need no encoding any more."""
+    def keep(self, generated: Generated) -> Kept:
+        """Store copies of a request's rows, now or later; returns what they are."""
         own = self._own(generated)
         if self._parts.tree is None and not own:
-            return frozenset()
+            return Kept()
+        kept = Kept(frozenset(item.key for item in own), self._written(generated, own))
         if self.cold == "now":
             self._keep(generated)
         elif not self._keep_later(generated, own):
-            return frozenset()
-        return frozenset(item.key for item in own)
+            return Kept()
+        return kept
 
     def awaits(self, request: PromptRequest) -> bool:
         """Whether rows that are being stored would be reused by a request, which waits for them."""
@@ -348,6 +363,22 @@ class AfterAnswer:
         """The missing entries that the request's prefill computed exactly as their encoding."""
         own = generated.own
         return own.items if own is not None and own.complete(generated.cache) else ()
+
+    def _written(self, generated: Generated, own: Iterable[Missing]) -> int:
+        """How many rows of the prompt that were not cached are in its own entries, the tree or a turn."""
+        plan, rope, tree = generated.plan, self._parts.rope, self._parts.tree
+        written = np.zeros(len(plan.token_ids), dtype=bool)
+        for item in own:
+            written[len(item.encoding.before) : stop_of(item)] = True
+        match = None if tree is None else with_answer(plan, generated.token_ids, rope)
+        if tree is not None and match is not None:
+            for at in stretches_of(plan, match, generated.cache, rope, generated.snapshots):
+                written[at.start : at.stop] = True
+            if keeps_turn(plan, generated.token_ids, generated.cache, rope, tree.turns.budget):
+                written[:] = True
+        for chunk in plan.placed:
+            written[chunk.start : chunk.stop] = False
+        return int(written.sum())
 
     def _keep_later(self, generated: Generated, own: Iterable[Missing]) -> bool:
         plan, tree = generated.plan, self._parts.tree

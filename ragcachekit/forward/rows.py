@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -232,11 +233,16 @@ def _part(tensor: Tensor, start: int, stop: int) -> Tensor:
 def with_answer(plan: LinkPlan, answer: Sequence[int], rope: Rope) -> Match | None:
     """The match of a prompt in the tree, its path prolonged by the blocks that end in the answer.
 
-    ``answer`` are the generated ids; the KV of the last one was not computed.
+    ``answer`` are the generated ids; the KV of the last one was not computed. If not all of the prompt may be
+    kept, the path ends before.
     """
-    if plan.prefix_match is None:
+    if plan.prefix_match is None or plan.request is None:
         return None
     match = plan.prefix_match.match
+    if plan.request.kept_rows is not None:
+        ends = accumulate(step.tokens for step in match.path)
+        kept = sum(map(plan.request.may_keep, ends))
+        return replace(match, path=match.path[: max(len(match), kept)])
     if rope.depends_on_length or ((snapshots := plan.prefix_match.snapshots) and snapshots.has_state):
         return match
     rest = (*plan.token_ids, *answer[:-1])[sum(step.tokens for step in match.path) :]
@@ -253,7 +259,23 @@ def captured(
     """
     snapshots = plan.prefix_match.snapshots if plan.prefix_match is not None else None
     if snapshots is not None and snapshots.has_state:
-        return list(taken)
+        return list(taken)[: len(match.path) - len(match)]
+    stretches = stretches_of(plan, match, cache, rope)
+    if snapshots is not None:
+        steps = [(at.start, at.stop) for at in stretches]
+        return snapshots.captured(cache, steps, snapshots.tokens_in(cache), state=False) if steps else []
+    sides = extract(cache.layers, stretches, host=False) if stretches else []
+    return [ChunkKV(*kv, at.start) for kv, at in zip(sides, stretches, strict=True)]
+
+
+def stretches_of(
+    plan: LinkPlan, match: Match, cache: Any, rope: Rope, taken: Sequence[ChunkKV] = ()
+) -> list[Stretch]:
+    """Where the steps are whose KV :func:`captured` copies."""
+    snapshots = plan.prefix_match.snapshots if plan.prefix_match is not None else None
+    if snapshots is not None and snapshots.has_state:
+        kept = taken[: len(match.path) - len(match)]
+        return [Stretch(0, kv.start or 0, (kv.start or 0) + kv.tokens) for kv in kept]
     length = len(plan.token_ids)
     if rope.depends_on_length and rope.regime(length) != rope.regime(length - 1):
         return []  # a prefill without the prompt's last token would rotate its keys by other frequencies
@@ -268,11 +290,18 @@ def captured(
             break
         stretches.append(Stretch(0, start, stop))
         start = stop
-    if snapshots is not None:
-        steps = [(at.start, at.stop) for at in stretches]
-        return snapshots.captured(cache, steps, snapshots.tokens_in(cache), state=False) if steps else []
-    sides = extract(cache.layers, stretches, host=False) if stretches else []
-    return [ChunkKV(*kv, at.start) for kv, at in zip(sides, stretches, strict=True)]
+    return stretches
+
+
+def keeps_turn(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most: int) -> bool:
+    """Whether :func:`turn_of` makes a turn."""
+    match, rows = plan.prefix_match, len(plan.token_ids) + len(answer[:-1])
+    if match is None or match.snapshots is not None or rope.depends_on_length or not _holds(cache, rows):
+        return False
+    if plan.request is not None and plan.request.kept_rows is not None:
+        return False
+    sides = (side[0, :, :rows] for layer in cache.layers for side in (layer.keys, layer.values))
+    return bool(sum(side.nbytes for side in sides) <= most)
 
 
 def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most: int) -> Turn | None:
@@ -281,10 +310,7 @@ def turn_of(plan: LinkPlan, answer: Sequence[int], cache: Any, rope: Rope, most:
     ``answer`` is as for :func:`with_answer`. Rows after an approximate row are approximate.
     """
     match, rows = plan.prefix_match, (*plan.token_ids, *answer[:-1])
-    if match is None or match.snapshots is not None or rope.depends_on_length or not _holds(cache, len(rows)):
-        return None
-    sides = [side[0, :, : len(rows)] for layer in cache.layers for side in (layer.keys, layer.values)]
-    if sum(side.nbytes for side in sides) > most:
+    if match is None or not keeps_turn(plan, answer, cache, rope, most):
         return None
     exact = exact_rows(plan)
     traces = (whole_id(name) for chunk in plan.placed for name in chunk.context)

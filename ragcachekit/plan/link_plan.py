@@ -63,6 +63,7 @@ class PromptRequest:
     waited_ms: float = 0.0  # by earlier plans, in vain
     retries: int = 0  # earlier plans that could not be run
     texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
+    kept_rows: int | None = None  # KV of rows from here on is not kept for later prompts; None: all is
 
     def with_note(self, note: str) -> PromptRequest:
         """This request with another note for the report."""
@@ -82,6 +83,10 @@ class PromptRequest:
     def reads_cache(self) -> bool:
         """False for an ordinary prefill."""
         return self.fallback is None and self.policy.reads_cache
+
+    def may_keep(self, stop: int) -> bool:
+        """Whether KV of rows up to ``stop`` may be kept for later prompts."""
+        return self.kept_rows is None or stop <= self.kept_rows
 
     def may_reuse(self, want: Wanted) -> bool:
         """Whether the policy may use an entry of the chunk store for a segment.
@@ -326,7 +331,8 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     if fetch.failures:
         request = request.with_note(f"look-ups failed: {'; '.join(dict.fromkeys(fetch.failures))}")
         fetch.failures.clear()
-    observes = request.observes and not request.settles and not isinstance(request.policy, LayerwisePolicy)
+    observes = request.observes and not request.settles and request.kept_rows is None
+    observes &= not isinstance(request.policy, LayerwisePolicy)
     again = _to_observe(wanted, found) if observes else None
     if again is not None:
         found[again] = None
@@ -384,7 +390,8 @@ def _laid_out(
     missing: dict[KVKey, Missing] = {}
     for number, (want, stored) in enumerate(zip(request.wanted, found, strict=True)):
         entry = None if stored is None or stored.key in skipped else stored
-        if request.may_reuse(want) and (stored is None or (entry is not None and entry.renew)):
+        needed = stored is None or (entry is not None and entry.renew)
+        if needed and request.may_reuse(want) and request.may_keep(want.start + len(want.token_ids)):
             item = _missing(request, want, ids, is_renewed=entry is not None)
             item = replace(item, again=number == again)
             missing[item.key] = item

@@ -17,6 +17,7 @@ from ragcachekit.prompt.segments import (
     TokenSegment,
     blanks_outside,
     body,
+    marked_blocks,
     segment_messages,
     segment_text,
 )
@@ -184,6 +185,21 @@ class PromptParser:
             segmentation.fallback,
             "" if found else self.registry.nothing_found(namespace),
         )
+
+    def marked_rows(self, prompt: PromptLike, parsed: ParsedPrompt) -> int:
+        """Rows of a parsed prompt up to the end of its last marked chunk; 0 without one."""
+        every, marked = isinstance(prompt, Prompt), set[str]()
+        if not isinstance(prompt, Prompt | str):
+            for block in marked_blocks(prompt):
+                text = block.get("text") or self.registry.text(parsed.namespace, block.get("id", ""))
+                marked.add(text.strip())
+        at = stop = 0
+        for segment in parsed.segments:
+            at += len(segment.token_ids)
+            text = parsed.texts.get(segment.own or segment.token_ids, "")
+            if segment.is_chunk and (every or text.strip() in marked):
+                stop = at
+        return stop
 
     def segment(self, prompt: PromptLike, namespace: str, tools: Tools | None = None) -> Segmentation:
         """The prompt's segments: as given, or by the registered chunks in it."""

@@ -132,6 +132,15 @@ def marked(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text, MARK: True}
 
 
+def marked_blocks(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+    """The content blocks of messages whose text is a chunk, registered or not."""
+    for message in messages:
+        content = message.get("content")
+        for block in () if content is None or isinstance(content, str) else content:
+            if isinstance(block, Mapping) and block.get(MARK):
+                yield block
+
+
 def segment_messages(
     messages: Sequence[Message],
     render: Render,

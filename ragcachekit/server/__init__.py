@@ -1,4 +1,4 @@
-"""A server with the HTTP interface of OpenAI; needs the extra ``serve``."""
+"""A server with the HTTP interfaces of OpenAI and Anthropic; needs the extra ``serve``."""
 
 from __future__ import annotations
 

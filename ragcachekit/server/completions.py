@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -17,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ragcachekit import Answer, RagCache, agenerate, astream
 from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.server.answers import Choice, Form, Logprobs, cache_header, usage_of
+from ragcachekit.server.answers import Form, Logprobs, cache_header
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore, texts_of
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
@@ -38,8 +37,6 @@ MAX_CHUNKS = 1024
 
 MIN_TEMPERATURE = 1e-3
 """Below this, decoding is greedy: logits divided by it would overflow."""
-
-_HEARTBEAT = b": heartbeat\n\n"
 
 
 class ServedModel:
@@ -81,20 +78,22 @@ def router(model: ServedModel, contexts: ContextStore) -> APIRouter:
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _complete(model, contexts, request, ChatRequest)
+        body = await parsed(request, ChatRequest)
+        return await complete(model, contexts, request, body, Form(True, body.model))
 
     @routes.post("/completions")
     async def text(request: Request) -> Response:
-        return await _complete(model, contexts, request, TextRequest)
+        body = await parsed(request, TextRequest)
+        return await complete(model, contexts, request, body, Form(False, body.model))
 
     return routes
 
 
-async def _complete(
-    model: ServedModel, contexts: ContextStore, request: Request, kind: type[Completion]
+async def complete(
+    model: ServedModel, contexts: ContextStore, request: Request, body: Completion, form: Form
 ) -> Response:
+    """The response to a request, in the form of its API."""
     tenant, grant = request.state.tenant, request.state.grant
-    body = await parsed(request, kind)
     model.check(body.model)
     async with AsyncExitStack() as stack:
         _check_partition(body)
@@ -102,7 +101,7 @@ async def _complete(
         if body.chunk_ids and not names:
             names = await asyncio.to_thread(contexts.holding, tenant, body.chunk_ids)
         used = [await stack.enter_async_context(contexts.using(tenant, name)) for name in names]
-        job = CompletionJob(model, tenant, body, used)
+        job = CompletionJob(model, tenant, body, form, used)
         grant.expect(job.expected_tokens)
         if body.stream:
             streams = [await stack.enter_async_context(stream) for stream in job.streams()]
@@ -113,7 +112,7 @@ async def _complete(
         grant.charge(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
         choices = [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)]
         prompts = job.by_prompt(answers)
-        return JSONResponse(job.form.body(choices, usage_of(prompts)), headers=cache_header(prompts))
+        return JSONResponse(form.whole(choices, prompts), headers=cache_header(prompts))
 
 
 def _check_partition(body: Completion) -> None:
@@ -127,8 +126,10 @@ def _check_partition(body: Completion) -> None:
 class CompletionJob:
     """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
 
-    def __init__(self, model: ServedModel, tenant: Tenant, body: Completion, contexts: list[Context]) -> None:
-        self._model, self.body, self.copies = model, body, body.n or 1
+    def __init__(
+        self, model: ServedModel, tenant: Tenant, body: Completion, form: Form, contexts: list[Context]
+    ) -> None:
+        self._model, self.body, self.form, self.copies = model, body, form, body.n or 1
         self._tools: list[dict[str, Any]] = []
         documents, system = list(map(document_text, body.documents)), None
         if body.chunk_ids:
@@ -148,8 +149,7 @@ class CompletionJob:
             raise invalid(f"Invalid 'n': at most {most} answers.", "n")
         self._options = self._shared_options(tenant)
         parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
-        self.form = form = Form(isinstance(body, ChatRequest), body.model)
-        self.choices = [Choice(form, n, self._tools, parallel) for n in range(count)]
+        self.choices = [form.choice(n, self._tools, parallel) for n in range(count)]
         self.expected_tokens = self.copies * sum(map(self._size, self._prompts))
 
     async def answers(self) -> list[Answer]:
@@ -234,6 +234,8 @@ class CompletionJob:
             options["tools"] = self._tools
         if body.policy is not None:
             options["policy"] = body.policy
+        if isinstance(body, ChatRequest) and (cache := body.prompt_cache_options):
+            options["keep"] = "marked" if cache.mode == "explicit" else "all"
         if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
             return {**options, "do_sample": False}
         if body.seed is not None:
@@ -283,31 +285,32 @@ class EventStream(StreamingResponse):
 
     async def _lines(self, heartbeat: float) -> AsyncIterator[bytes]:
         job, streams, queue = self._job, self._streams, asyncio.Queue[tuple[int, str | Exception | None]]()
+        line = job.form.line
         pumps = [asyncio.create_task(_pump(n, stream, queue)) for n, stream in enumerate(streams)]
         try:
-            for choice in job.choices:
-                for event in choice.start():
-                    yield _data(event)
+            for choice, stream in zip(job.choices, streams, strict=True):
+                for event in choice.start(stream.tokens):
+                    yield line(event)
             going = len(pumps)
             while going:
                 try:
                     async with asyncio.timeout(heartbeat):
                         number, piece = await queue.get()
                 except TimeoutError:
-                    yield _HEARTBEAT
+                    yield job.form.heartbeat
                     continue
                 if isinstance(piece, Exception):
                     raise piece
                 going -= piece is None
                 choice = job.choices[number]
                 for event in choice.end(streams[number].answer) if piece is None else choice.push(piece):
-                    yield _data(event)
-            if job.body.stream_options and job.body.stream_options.get("include_usage"):
-                prompts = job.by_prompt([stream.answer for stream in streams])
-                yield _data(job.form.body([], usage_of(prompts), chunk=True))
-            yield b"data: [DONE]\n\n"
+                    yield line(event)
+            prompts = job.by_prompt([stream.answer for stream in streams])
+            for event in job.form.usage_events(prompts, job.body.includes_usage):
+                yield line(event)
+            yield job.form.done
         except Exception as error:
-            yield _data(api_error(error, self._scope).body())
+            yield line(job.form.error(api_error(error, self._scope)))
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -323,7 +326,3 @@ async def _pump(
     except Exception as error:
         end = error
     queue.put_nowait((number, end))
-
-
-def _data(event: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -33,6 +33,10 @@ _GOOGLE = {
     **{401: "UNAUTHENTICATED", 404: "NOT_FOUND", 429: "RESOURCE_EXHAUSTED"},
     **{501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED", 507: "RESOURCE_EXHAUSTED"},
 }
+_ANTHROPIC = {
+    **{400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"},
+    **{413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"},
+}
 _HEAD, _TAIL = 300, 100  # characters
 _TYPES = ("str", "int", "float", "bool", "Document")  # tags of a union's members
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -72,6 +76,11 @@ class ApiError(Exception):
         """The response's JSON in the form of Google's APIs."""
         name = _GOOGLE.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
         return {"error": {"code": self.status, "message": str(self), "status": name}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The response's JSON, or an event of a stream, in the form of Anthropic's API."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
 
 def _shortened(text: str) -> str:
@@ -143,9 +152,13 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def response(error: ApiError, scope: Scope) -> JSONResponse:
-    """The response of an error: for ``/v1beta`` in Google's form, else in OpenAI's."""
-    google = (api_path(scope) or "").startswith("/v1beta")
-    return JSONResponse(error.google_body() if google else error.body(), error.status, error.headers)
+    """The response of an error: in Google's form for ``/v1beta``, Anthropic's for messages, else OpenAI's."""
+    path, body = api_path(scope) or "", error.body()
+    if path.startswith("/v1beta"):
+        body = error.google_body()
+    elif path.startswith("/v1/messages"):
+        body = error.anthropic_body()
+    return JSONResponse(body, error.status, error.headers)
 
 
 def add_handlers(app: FastAPI) -> None:

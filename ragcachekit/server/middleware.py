@@ -118,7 +118,8 @@ class Gate:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = name  # as OpenAI and Anthropic call it
             try:
                 async with asyncio.timeout(self._send_timeout):
                     await send(message)

@@ -28,7 +28,7 @@ Block = dict[str, Any]
 # -- bodies -----------------------------------------------------------------------------------------------
 
 
-def _only(*allowed: object) -> AfterValidator:
+def only(*allowed: object) -> AfterValidator:
     """Refuse all values but these, which change nothing."""
 
     def check(value: object) -> object:
@@ -39,7 +39,7 @@ def _only(*allowed: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-Zero = Annotated[Any, _only(None, 0)]
+Zero = Annotated[Any, only(None, 0)]
 Positive = Annotated[int, Field(ge=1)]
 _Item = TypeVar("_Item")
 # One error for a list, however many of its items are wrong.
@@ -48,13 +48,41 @@ Some = Annotated[list[_Item], Field(fail_fast=True, max_length=1 << 12)]
 Ids = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
 
 
+Lifetime = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}[smh]$")]
+"""As ``30m``; entries stay until they are evicted, whatever it says."""
+
+
+class CacheControl(BaseModel):
+    """Anthropic's mark of a content part."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["ephemeral"]
+    ttl: Lifetime | None = None
+
+
+class Breakpoint(BaseModel):
+    """OpenAI's mark of a content part."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["explicit"] = "explicit"
+    ttl: Lifetime | None = None
+
+
+class CacheOptions(BaseModel):
+    """What is kept of a prompt; ``explicit``: only what is before or in a marked part."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Lifetime | None = None
+
+
 class TextPart(BaseModel):
     """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    prompt_cache_breakpoint: bool | dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: bool | Breakpoint | None = None
 
     @property
     def is_chunk(self) -> bool:
@@ -135,13 +163,18 @@ class Completion(BaseModel):
     chunk_ids: Some[str] = []
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
-    policy: Annotated[Any, _only(None, "full")] = None  # reuses nothing, for comparisons
+    policy: Annotated[Any, only(None, "full")] = None  # reuses nothing, for comparisons
     # Without effect
     user: Any = None
     # Refused, but for the value that changes nothing
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
-    logit_bias: Annotated[Any, _only(None, {})] = None
+    logit_bias: Annotated[Any, only(None, {})] = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the usage is the last event of a stream."""
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
 
 
 class ChatRequest(Completion):
@@ -153,27 +186,27 @@ class ChatRequest(Completion):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Some[Tool] | None = None
     parallel_tool_calls: bool | None = None
-    tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
+    prompt_cache_options: CacheOptions | None = None
     # Without effect
     metadata: Any = None
     safety_identifier: Any = None
-    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     # Refused, but for the value that changes nothing
-    response_format: Annotated[Any, _only(None, {"type": "text"})] = None
-    modalities: Annotated[Any, _only(None, ["text"])] = None
-    store: Annotated[Any, _only(None, False)] = None
-    service_tier: Annotated[Any, _only(None, "auto", "default")] = None
+    response_format: Annotated[Any, only(None, {"type": "text"})] = None
+    modalities: Annotated[Any, only(None, ["text"])] = None
+    store: Annotated[Any, only(None, False)] = None
+    service_tier: Annotated[Any, only(None, "auto", "default")] = None
 
 
 class TextRequest(Completion):
     """The body of ``/v1/completions``; a prompt is a text or token ids."""
 
     prompt: str | Ids | Some[str] | Some[Ids]
-    logprobs: Annotated[Any, _only(None)] = None
-    echo: Annotated[Any, _only(None, False)] = None
-    suffix: Annotated[Any, _only(None, "")] = None
-    best_of: Annotated[Any, _only(None, 1)] = None
+    logprobs: Annotated[Any, only(None)] = None
+    echo: Annotated[Any, only(None, False)] = None
+    suffix: Annotated[Any, only(None, "")] = None
+    best_of: Annotated[Any, only(None, 1)] = None
 
 
 # -- prompts ----------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ _DURATION = tuple(0.01 * 2**n for n in range(14))
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _NEXT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = tuple(4**n for n in range(14))
+_PER_REQUEST = ("input_tokens", "output_tokens")
+_USAGE = (*_PER_REQUEST, "cache_read.input_tokens", "cache_write.input_tokens")
 _OPTIONS = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k")} | {
     "max_new_tokens": "max_tokens"
 }
@@ -67,7 +69,13 @@ class OpenTelemetryObserver(Observer):
         self._duration = histogram("server.request.duration", "s", _DURATION)
         self._first = histogram("server.time_to_first_token", "s", _FIRST)
         self._next = histogram("server.time_per_output_token", "s", _NEXT)
-        self._usage = histogram("client.token.usage", "{token}", _TOKENS)
+        inference, token = "client.inference", "{token}"
+        self._sizes = {
+            name: histogram(f"{inference}.operation.{name}", token, _TOKENS) for name in _PER_REQUEST
+        }
+        self._usage = {
+            name: meter.create_counter(f"gen_ai.{inference}.usage.{name}", token) for name in _USAGE
+        }
         self._prompt = meter.create_counter("ragcachekit.prompt.tokens", "{token}")
         self._lookups = meter.create_counter("ragcachekit.query_cache.lookups", "{lookup}")
         self._model, self._rag = model or model_name(rag.model), rag
@@ -113,7 +121,7 @@ class OpenTelemetryObserver(Observer):
                 span.set_attribute("error.type", type(error).__name__)
                 span.set_status(Status(StatusCode.ERROR))
             else:
-                span.set_attributes(_outcome(report))
+                span.set_attributes(_outcome(report, start.options.get("streamer") is not None))
                 if span.is_recording():
                     self._children(span, start.started_ns, report)
         finally:
@@ -142,8 +150,10 @@ class OpenTelemetryObserver(Observer):
         if report.output_tokens > 1:
             decoding = (report.total_ms - report.ttft_ms) / 1e3
             self._next.record(decoding / (report.output_tokens - 1), common)
-        for kind, tokens in (("input", report.link.prompt_tokens), ("output", report.output_tokens)):
-            self._usage.record(tokens, {**common, "gen_ai.token.type": kind})
+        for name, tokens in _usage(report).items():
+            self._usage[name].add(tokens, {**common, "gen_ai.token.modality": "text"})
+            if name in _PER_REQUEST:
+                self._sizes[name].record(tokens, common)
         for source in _SOURCES:
             self._prompt.add(
                 getattr(report.link, f"{source}_tokens"), {**common, "ragcachekit.source": source}
@@ -198,13 +208,17 @@ class OpenTelemetryObserver(Observer):
         return span
 
 
-def _outcome(report: GenerateReport) -> dict[str, Any]:
+def _usage(report: GenerateReport) -> dict[str, int]:
+    link = report.link
+    counts = (link.prompt_tokens, report.output_tokens, link.reused_tokens, link.written_tokens)
+    return dict(zip(_USAGE, counts, strict=True))
+
+
+def _outcome(report: GenerateReport, streamed: bool) -> dict[str, Any]:
     link = report.link
     attributes: dict[str, Any] = {
         "gen_ai.response.finish_reasons": (report.finish_reason,),
-        "gen_ai.usage.input_tokens": link.prompt_tokens,
-        "gen_ai.usage.output_tokens": report.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": link.reused_tokens,
+        **{f"gen_ai.usage.{name}": tokens for name, tokens in _usage(report).items()},
         "ragcachekit.policy": link.policy,
         "ragcachekit.encoder": link.encoder,
         "ragcachekit.chunks": len(link.chunks),
@@ -215,6 +229,8 @@ def _outcome(report: GenerateReport) -> dict[str, Any]:
     }
     if report.output_tokens:
         attributes["gen_ai.server.time_to_first_token"] = report.ttft_ms / 1e3
+        if streamed:
+            attributes["gen_ai.response.time_to_first_chunk"] = report.ttft_ms / 1e3
     return attributes
 
 

@@ -15,6 +15,7 @@ import torch
 from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
 from ragcachekit.cancellation import ActiveRequests
+from ragcachekit.engine.runner import Kept
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.policies.baselines import Reuse
 from ragcachekit.policies.lego import Lego
@@ -498,7 +499,7 @@ def test_a_prompt_that_ends_during_a_forget_is_not_kept(make):
         return drop(*asked)
 
     rag.after_answer.encode_missing = lambda *_: None  # waits for the forget
-    rag.after_answer.keep = lambda _: frozenset()
+    rag.after_answer.keep = lambda _: Kept()
     rag.chunks.drop = answered_meanwhile
     rag.forget(texts=[TEXTS[0]])
     assert auto_of(rag).seen("default") == ()

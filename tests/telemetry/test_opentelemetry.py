@@ -81,6 +81,7 @@ def test_a_queued_request(rag, traces, prompt) -> None:
         "gen_ai.usage.input_tokens": link.prompt_tokens,
         "gen_ai.usage.output_tokens": report.output_tokens,
         "gen_ai.usage.cache_read.input_tokens": link.exact_tokens + link.approximate_tokens,
+        "gen_ai.usage.cache_write.input_tokens": link.written_tokens,
         "gen_ai.server.time_to_first_token": report.ttft_ms / 1e3,
         "ragcachekit.namespace": "default",
         "ragcachekit.policy": "lego:4",
@@ -153,6 +154,9 @@ async def test_parents_across_threads_and_tasks(rag, traces, prompt) -> None:
     chat, streamed = traces.spans["chat tiny"], traces.spans["text_completion tiny"]
     assert [chat.parent, streamed.parent] == [parent.get_span_context() for parent in parents]
     assert streamed.attributes["gen_ai.request.stream"] is True
+    first = streamed.attributes["gen_ai.response.time_to_first_chunk"]
+    assert first == stream.answer.report.ttft_ms / 1e3
+    assert "gen_ai.response.time_to_first_chunk" not in chat.attributes
     assert not trace.get_current_span().is_recording()
 
 
@@ -199,6 +203,16 @@ def test_no_text_is_recorded(rag, traces, prompt) -> None:
         assert text.strip() not in exported
 
 
+# Of semantic-conventions-genai in October 2026; the package still has the names before.
+USAGE = ("input_tokens", "output_tokens", "cache_read.input_tokens", "cache_write.input_tokens")
+NEW = {
+    "gen_ai.usage.cache_write.input_tokens",
+    *(f"gen_ai.client.inference.usage.{name}" for name in USAGE),
+    *(f"gen_ai.client.inference.operation.{name}" for name in USAGE[:2]),
+    "gen_ai.server.time_to_first_token",  # of a metric; as an attribute by request
+}
+
+
 def test_names_are_those_of_the_conventions(rag, traces, prompt) -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
@@ -211,12 +225,10 @@ def test_names_are_those_of_the_conventions(rag, traces, prompt) -> None:
     }
     known = {value for name, value in vars(gen_ai_metrics).items() if isinstance(value, str)}
     for span in traces.exporter.get_finished_spans():
-        assert {name for name in span.attributes if name.startswith("gen_ai.")} <= (
-            conventions | {"gen_ai.server.time_to_first_token"}  # of a metric; as an attribute by request
-        )
+        assert {name for name in span.attributes if name.startswith("gen_ai.")} <= (conventions | NEW)
     data = reader.get_metrics_data()
     found = {m.name: m for r in data.resource_metrics for s in r.scope_metrics for m in s.metrics}
-    assert {name for name in found if name.startswith("gen_ai.")} <= known
+    assert {name for name in found if name.startswith("gen_ai.")} <= known | NEW
     first = found["gen_ai.server.time_to_first_token"]
     assert first.unit == "s"
     (point,) = first.data.data_points
@@ -227,14 +239,18 @@ def test_names_are_those_of_the_conventions(rag, traces, prompt) -> None:
         for point in found["gen_ai.server.request.duration"].data.data_points
     }
     assert durations == {None: 2, "PromptTooLong": 1}
-    usage = {
-        point.attributes["gen_ai.token.type"]: point.sum
-        for point in found["gen_ai.client.token.usage"].data.data_points
+    usage = {name: found[f"gen_ai.client.inference.usage.{name}"].data.data_points[0] for name in USAGE}
+    assert {point.attributes["gen_ai.token.modality"] for point in usage.values()} == {"text"}
+    links = [report.link for report in reports]
+    assert {name: point.value for name, point in usage.items()} == {
+        "input_tokens": sum(link.prompt_tokens for link in links),
+        "output_tokens": sum(report.output_tokens for report in reports),
+        "cache_read.input_tokens": sum(link.reused_tokens for link in links),
+        "cache_write.input_tokens": sum(link.written_tokens for link in links),
     }
-    assert usage == {
-        "input": sum(report.link.prompt_tokens for report in reports),
-        "output": sum(report.output_tokens for report in reports),
-    }
+    for name in USAGE[:2]:
+        (sizes,) = found[f"gen_ai.client.inference.operation.{name}"].data.data_points
+        assert (sizes.count, sizes.sum) == (2, usage[name].value)
     sources = {
         point.attributes["ragcachekit.source"]: point.value
         for point in found["ragcachekit.prompt.tokens"].data.data_points

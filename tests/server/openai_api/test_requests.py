@@ -50,6 +50,8 @@ REFUSED = {  # what is changed; then of the error: a part of its message, param,
         INVALID,
     ),
     "n": ({"n": 33}, "at most 32", "n", INVALID),
+    "ttl": ({"prompt_cache_options": {"ttl": "soon"}}, "pattern", "prompt_cache_options.ttl", INVALID),
+    "mode": ({"prompt_cache_options": {"mode": "x"}}, "'implicit'", "prompt_cache_options.mode", INVALID),
     "stops": ({"stop": ["a"] * 5}, "at most 4", "stop", INVALID),
     "empty stop": ({"stop": ""}, "empty stop string", None, None),
     "top": ({"top_logprobs": 2}, "needs 'logprobs'", "top_logprobs", INVALID),
@@ -187,6 +189,24 @@ def test_marked_parts_are_chunks(http, rag, mark):
     first, again = (ask(http, messages=messages, **salt).json()["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert again["prompt_tokens_details"]["cached_tokens"] >= rag.count_tokens(DOCUMENTS[0]) - 1
+
+
+def test_explicit_mode_keeps_only_what_is_marked(http, rag):
+    def usage(*parts, **options):
+        salt = {
+            "cache_salt": "explicit",
+            "prompt_cache_options": {"mode": "explicit", "ttl": "30m", **options},
+        }
+        details = ask(http, messages=[{"role": "user", "content": list(parts)}], **salt).json()["usage"]
+        return details["prompt_tokens_details"]
+
+    text = {"type": "text", "text": DOCUMENTS[0]}
+    question = {"type": "text", "text": "\n\n" + QUESTION}
+    marked = {**text, **MARKS[1]}
+    *_, once, again = (usage(part, question) for part in (text, text, marked, marked))
+    assert once["cached_tokens"] == 0, "nothing was kept before"
+    assert again["cached_tokens"] >= rag.count_tokens(DOCUMENTS[0]) - 1
+    assert again["cache_write_tokens"] == 0
 
 
 @pytest.mark.parametrize(
