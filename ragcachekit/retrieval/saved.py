@@ -28,13 +28,17 @@ Group: TypeAlias = tuple[str, int]
 """A partition as later processes name it, and the ``epoch`` of the folder in which it was read."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Held(Generic[Document]):
-    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached."""
+    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached.
+
+    ``used_at`` is the time of the last hit, in this process.
+    """
 
     found: tuple[tuple[ResultId, Document], ...]
     question: str | None
     found_at: float
+    used_at: float = 0.0
 
 
 class SavedQuestions(Generic[Document]):

@@ -178,6 +178,23 @@ def test_an_expired_result_is_searched_again(monkeypatch: pytest.MonkeyPatch) ->
     for ttl in (0.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="ttl must be"):
             make(ttl=ttl)
+        with pytest.raises(ValueError, match="max_idle must be"):
+            make(max_idle=ttl)
+
+
+def test_hits_prolong_max_idle_but_never_ttl(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    sliding, both = make(9, max_idle=10.0), make(9, max_idle=10.0, ttl=25.0)
+    for retrieval in (sliding, both):
+        searched(retrieval, A, "a")
+        searched(retrieval, B, "b")
+    hits = list[tuple[bool, bool]]()
+    for _ in range(4):
+        now[0] += 7
+        hits.append((searched(sliding, A, "new").hit, searched(both, A, "new").hit))
+    assert hits == [(True, True), (True, True), (True, True), (True, False)], "popular, but stale"
+    assert searched(sliding, B, "").refused == "expired"
 
 
 class Broken(ProximityCache):
