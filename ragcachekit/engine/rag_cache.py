@@ -114,6 +114,9 @@ class RagCache:
     encode_after : int
         At which miss "background" encodes a chunk: with 2, chunks that are retrieved only once are never
         encoded; with 1, every chunk is ready at its second use.
+    deterministic : bool
+        The same prompt gives the same tokens whatever is cached. What a prompt lacks is encoded before it is
+        linked, each chunk by itself; see docs/tuning.md.
     shadow : float or ShadowConfig, optional
         Share of the prompts that is prefilled again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
@@ -350,6 +353,10 @@ class RagCache:
     ) -> LinkPlan:
         """The plan of a request whose look-ups have begun, without entries that could not be loaded."""
         begun, parts = begun or time.perf_counter(), self.components
+        if parts.deterministic:
+            store = self.after_answer.captures
+            encode = partial(parts.background_encoder.now, store=store)
+            without = parts.planner.encode_first(request, without, encode)
         plan = parts.planner.plan(request, without)
         if plan.missing and not isinstance(parts.store, NullStore):
             lost = parts.background_encoder.refused(item.key for item in plan.missing)

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.kv import SENSITIVITY, KVLayout, context_number, contexts_of, has_nan, misfit
+from ragcachekit.model.kv import (
+    SENSITIVITY,
+    ChunkKV,
+    KVLayout,
+    context_number,
+    contexts_of,
+    has_nan,
+    misfit,
+)
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.load_planner import LoadPlanner
 from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
@@ -218,6 +226,9 @@ def block_size(encoder: str | None) -> int:
 
 # -- look-ups ------------------------------------------------------------------------------------------
 
+ENCODED = "encoded"
+"""Tier of what was encoded for the one prompt that is planned, as it was missing."""
+
 RENEW_ABOVE = 0.25
 """A chunk whose best variant costs more is encoded again in the present context."""
 
@@ -251,6 +262,7 @@ class Fetch:
         self._store, self._planner, self._layout = store, planner, layout
         self._known: dict[KVKey, Hit | None] = {}
         self.failures: list[str] = []
+        self.given: set[KVKey] = set()
 
     def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
         """The entry under ``key``, not loading yet; ``weight`` is its usefulness, for eviction."""
@@ -261,6 +273,11 @@ class Fetch:
     def lose(self, keys: Iterable[KVKey]) -> None:
         """Find these no more: an earlier plan waited for them in vain."""
         self._known.update(dict.fromkeys(keys))
+
+    def give(self, key: KVKey, kv: ChunkKV) -> None:
+        """Find this under ``key``, whatever the store keeps."""
+        self.given.add(key)
+        self._known[key] = Hit(kv, ENCODED)
 
     def drop_nan(self) -> frozenset[KVKey]:
         """Drop the entries that have NaN; returns their keys."""

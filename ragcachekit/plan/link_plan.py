@@ -14,7 +14,7 @@ import torch
 
 from ragcachekit.model.encoding import Encoding, InPromptEncoding
 from ragcachekit.model.kv import PER_TOKEN, ChunkKV, contexts_of
-from ragcachekit.plan.encodings import Entry, Fetch, Wanted, find_entry
+from ragcachekit.plan.encodings import ENCODED, Entry, Fetch, Wanted, find_entry
 from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
 from ragcachekit.plan.prefix_match import TURN, PrefixMatch
 from ragcachekit.plan.variants import VariantPool
@@ -403,7 +403,7 @@ def _laid_out(
     slow = {
         id(piece.kv): piece.kv.nbytes
         for piece, tier in zip(pieces, tiers, strict=True)
-        if tier.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
+        if tier.removeprefix("tree:") not in (*MEMORY_TIERS, TURN, ENCODED)
     }
     first = next((segment for segment in request.segments if segment.token_ids), None)
     begins_with_text = first is not None and not first.is_chunk and uses and uses[0].source != TURN
