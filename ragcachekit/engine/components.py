@@ -143,7 +143,7 @@ class EngineComponents:
         if self.deterministic:
             if self.grade.name != "linked":
                 raise ModelNotSupported(f"deterministic=True needs chunks that are linked: {self.grade.why}")
-            self.fingerprint += "-deterministic"  # others encode several chunks at once, which rounds otherwise
+            self.fingerprint += "-deterministic"  # others encode several chunks at once, which rounds
         self.rope, self._layout = self.grade.rope, self.grade.layout
         if self.rope.depends_on_length:
             guard_rotary(model)

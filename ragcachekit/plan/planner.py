@@ -101,8 +101,8 @@ class Planner:
     """Plans prompts, and names the entries of chunks, for one model and one store.
 
     ``encoder`` None is the policy's own, or the default one. ``fetch`` makes the look-ups of one prompt.
-    Unless the model ``is_linked``, only beginnings of prompts are looked up. ``deterministic``: only encodings
-    that a prompt's own text decides, under one key for each chunk.
+    Unless the model ``is_linked``, only beginnings of prompts are looked up. ``deterministic`` allows only
+    encodings that a prompt's own text decides, under one key for each chunk.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class Planner:
         name = policy.encoder or self._encoder or self._default
         if self._deterministic and name.partition(":")[0] in (*DEFAULT_NEIGHBOURS, IN_PROMPT):
             raise ValueError(
-                f"deterministic=True needs the encoder 'system', 'standalone' or 'sinks:n': under {name!r} what "
-                "is kept of a chunk depends on other prompts"
+                f"deterministic=True needs the encoder 'system', 'standalone' or 'sinks:n': under {name!r} "
+                "what is kept of a chunk depends on other prompts"
             )
         if name == IN_PROMPT and self.companions.same_source:
             raise ValueError(

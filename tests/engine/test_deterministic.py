@@ -189,7 +189,7 @@ def test_what_depends_on_other_prompts_is_refused(options, message):
 
 def test_calls_and_models_that_it_rules_out():
     with engine(load=LoadConfig("auto")) as rag:
-        assert rag.policy == "sensitive:0.1" and rag.encoder == "system"
+        assert (rag.policy, rag.encoder) == ("sensitive:0.1", "system")
         with pytest.raises(ValueError, match="nothing to choose"):
             rag.tune()
         with pytest.raises(ValueError, match="follows calibrations"):
