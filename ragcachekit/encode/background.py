@@ -119,6 +119,7 @@ class BackgroundEncoder:
         kv = with_token_ids(kv, content)
         self._refused.pop(key, None)
         if self._store.put(key, kv):
+            self._store.retain(key, item.retain)
             self._stored(key, kv)
             return
         self._refused[key] = None

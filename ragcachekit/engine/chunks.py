@@ -100,6 +100,7 @@ class Chunks:
         sources: Sequence[str | None] | None,
         progress: bool,
         since: int,
+        retain: float,
     ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
 
@@ -129,6 +130,8 @@ class Chunks:
             )
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
             encoder.now(todo, lambda _, kv: self._encoded(kv.tokens, bar.update))
+        for item in items if retain else ():
+            self._parts.store.retain(self._planner.variants.average(item.key) or item.key, retain)
         kept = EncodedIds(
             [item.key.chunk_id for item in items],
             [item.key.chunk_id for item in items if self._is_stored(item)],

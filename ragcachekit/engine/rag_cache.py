@@ -210,6 +210,7 @@ class RagCache:
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
         tools: Tools | None = None,
+        retain: float | None = None,
         stop: str | Sequence[str] | None = None,
         cancel: Event | None = None,
         deadline: float | None = None,
@@ -230,6 +231,8 @@ class RagCache:
             Instead of the engine's own.
         tools : sequence of mapping, optional
             JSON schemas of functions, for the chat template; see :attr:`renders_tools`.
+        retain : float, optional
+            For so many seconds after each use of the prompt's entries, memory tiers rather evict others.
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
@@ -265,7 +268,7 @@ class RagCache:
             observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed or nullcontext():
             stop = stop_strings(stop)
-            prepared = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools)
+            prepared = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools, retain=retain)
             if not self._template_noted and parser.lacks_template(prompt):
                 self._template_noted = True
                 prepared = prepared.with_note(NO_TEMPLATE)
@@ -331,12 +334,14 @@ class RagCache:
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
         tools: Tools | None = None,
+        retain: float | None = None,
     ) -> PromptRequest:
         """The prompt, tokenised, with its policy and the keys of its chunks; nothing is looked up yet."""
+        check_number("retain", retain, kinds=SECONDS_OR_NONE)
         namespace, parts = self._checked(namespace), self.components
         chosen, epoch = self._choose(policy, namespace), parts.forgets.epoch
         parsed = parts.parser.parse(prompt, namespace, tools)
-        request = parts.planner.prepare(parsed, chosen.policy, epoch)
+        request = parts.planner.prepare(parsed, chosen.policy, epoch, retain or 0.0)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
         return replace(request, label=chosen.label, notes=notes, fallback=fallback)
 
@@ -354,8 +359,7 @@ class RagCache:
         """The plan of a request whose look-ups have begun, without entries that could not be loaded."""
         begun, parts = begun or time.perf_counter(), self.components
         if parts.deterministic:
-            store = self.after_answer.captures
-            encode = partial(parts.background_encoder.now, store=store)
+            encode = partial(parts.background_encoder.now, store=self.after_answer.captures)
             without = parts.planner.encode_first(request, without, encode)
         plan = parts.planner.plan(request, without)
         if plan.missing and not isinstance(parts.store, NullStore):
@@ -415,6 +419,7 @@ class RagCache:
         system: str | None = None,
         prompt: PromptLike | None = None,
         sources: Sequence[str | None] | None = None,
+        retain: float | None = None,
         progress: bool = False,
     ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
@@ -437,16 +442,17 @@ class RagCache:
         prompt : str, messages or Prompt, optional
             A prompt like those to come, with at least one of the texts: instead of ``system``, the text
             before its first chunk. Nothing is generated.
-        sources, progress : optional
-            As for :meth:`register`; whether to show a progress bar over tokens.
+        sources, retain, progress : optional
+            As for :meth:`register`; as for :meth:`submit`; whether to show a progress bar over tokens.
 
         ValueError for an empty chunk, one longer than the model's context, a missing ``system``, or a
         ``prompt`` without chunks or beside a ``system``.
         """
+        check_number("retain", retain, kinds=SECONDS_OR_NONE)
         namespace = self._checked(namespace)
         since = self.components.forgets.epoch  # before the texts are read: what gives them may forget
         texts = strings(texts, "texts")
-        ids = self.chunks.encode(texts, namespace, system, prompt, sources, progress, since)
+        ids = self.chunks.encode(texts, namespace, system, prompt, sources, progress, since, retain or 0.0)
         if self.grade == "prefix":
             if prompt is None and system is not None and texts:
                 prompt = Prompt([Text(system), Chunk(texts[0]), Text("\n\n")])

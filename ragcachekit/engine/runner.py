@@ -264,6 +264,7 @@ class AfterAnswer:
         of :func:`time.perf_counter`.
         """
         plan, parts = generated.plan, self._parts
+        parts.planner.retain(request.prompt)
         if generated.token_ids:  # else cancelled before the first token
             with CancelScope(request.ended):
                 if parts.shadow is not None:

@@ -8,21 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
-from ragcachekit.model.kv import (
-    SENSITIVITY,
-    ChunkKV,
-    KVLayout,
-    context_number,
-    contexts_of,
-    has_nan,
-    misfit,
-)
+from ragcachekit.model.kv import SENSITIVITY, KVLayout, context_number, contexts_of, has_nan, misfit
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.load_planner import LoadPlanner
 from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.loader import Hit, Loader, LoadingKV
+from ragcachekit.store.loader import AnyKV, Hit, Loader, LoadingKV
 from ragcachekit.store.remote import reported
 from ragcachekit.types import (
     DEFAULT_ENCODER,
@@ -54,6 +46,7 @@ class Wanted:
     in_place: KVKey | None = None  # of the rows that this prompt computes if it must
     whole: Wanted | None = None  # of a chunk that is in the prompt in part: all of it, which is encoded
     first: int = 0  # number of its first row that serves here
+    retain: float = 0.0  # seconds after its uses in which memory tiers rather evict others
 
     @property
     def to_encode(self) -> Wanted:
@@ -125,6 +118,8 @@ class Encodings:
                     # Of rows computed after tokens that the prompt does not have, none is exact.
                     whole = replace(whole, exact=whole.exact and not segment.first)
                     want = replace(want, whole=whole, first=segment.first)
+                if segment.retain:
+                    want = replace(want, retain=segment.retain)
                 yield want
             before.append(ids)
             names.append(name)
@@ -274,7 +269,7 @@ class Fetch:
         """Find these no more: an earlier plan waited for them in vain."""
         self._known.update(dict.fromkeys(keys))
 
-    def give(self, key: KVKey, kv: ChunkKV) -> None:
+    def give(self, key: KVKey, kv: AnyKV) -> None:
         """Find this under ``key``, whatever the store keeps."""
         self.given.add(key)
         self._known[key] = Hit(kv, ENCODED)

@@ -99,7 +99,8 @@ class Missing:
     """A missing entry: what to encode, and under which key to store it.
 
     ``epoch`` is the number of forgets when its request began (:class:`ForgetEpochs`); after a later one that
-    concerns its key it is not stored. ``again``: an entry that serves meanwhile is stored.
+    concerns its key it is not stored. ``again``: an entry that serves meanwhile is stored. Once stored it is
+    retained for ``retain`` seconds after each use.
     """
 
     key: KVKey
@@ -107,6 +108,7 @@ class Missing:
     encoding: Encoding
     epoch: int = 0
     again: bool = False
+    retain: float = 0.0
 
     @property
     def content(self) -> Ids:
@@ -385,7 +387,7 @@ def _laid_out(
     for number, (want, stored) in enumerate(zip(request.wanted, found, strict=True)):
         entry = None if stored is None or stored.key in skipped else stored
         if request.may_reuse(want) and (stored is None or (entry is not None and entry.renew)):
-            item = _missing(request, want, ids, is_renewed=entry is not None)
+            item = missing_of(request, want, ids, is_renewed=entry is not None)
             item = replace(item, again=number == again)
             missing[item.key] = item
         if entry is None:
@@ -425,13 +427,14 @@ def _laid_out(
     return LinkPlan(ids, tuple(pieces), (), todo, report, tuple(placed), cold=tuple(cold), request=request)
 
 
-def _missing(request: PromptRequest, want: Wanted, ids: Ids, *, is_renewed: bool) -> Missing:
+def missing_of(request: PromptRequest, want: Wanted, ids: Ids = (), *, is_renewed: bool = True) -> Missing:
+    """What to encode for a wanted segment; unless ``is_renewed``, as the prompt of ``ids`` may compute it."""
     item, key = want.to_encode, want.in_place
     if key is None or is_renewed:  # rows made here of all chunks would take memory for nothing
-        return Missing(item.key, item.token_ids, item.encoding, request.epoch)
+        return Missing(item.key, item.token_ids, item.encoding, request.epoch, retain=want.retain)
     lengths = tuple(len(segment.token_ids) for segment in request.segments if segment.token_ids)
     encoding = InPromptEncoding(key.encoding, ids[: want.start], segments=lengths[: len(want.before)])
-    return Missing(key, want.token_ids, encoding, request.epoch)
+    return Missing(key, want.token_ids, encoding, request.epoch, retain=want.retain)
 
 
 def _placed(want: Wanted, entry: Entry) -> PlacedChunk:

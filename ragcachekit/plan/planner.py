@@ -18,7 +18,7 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.companions import Companions, Neighbours
 from ragcachekit.plan.encodings import Encodings, Fetch, Wanted, block_size, keys_for
-from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan
+from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan, missing_of
 from ragcachekit.plan.prefix_match import match_prefix, path_of
 from ragcachekit.plan.variants import IN_PROMPT, SHARE, VariantPool, is_variant
 from ragcachekit.policies.base import SelectionPolicy
@@ -173,10 +173,13 @@ class Planner:
             raise ValueError(f"prompt= has no chunk: {parsed.fallback or parsed.no_chunks or 'mark them'}")
         self.last_prompts.observe(parsed.namespace, Encodings.system_of(parsed.segments))
 
-    def prepare(self, parsed: ParsedPrompt, policy: SelectionPolicy, epoch: int = 0) -> PromptRequest:
+    def prepare(
+        self, parsed: ParsedPrompt, policy: SelectionPolicy, epoch: int = 0, retain: float = 0.0
+    ) -> PromptRequest:
         """Name the keys of a prompt's chunks; nothing is looked up before :meth:`look_up`.
 
-        ``epoch`` is that of the forgets when the prompt came. Raises PromptTooLong.
+        ``epoch`` is that of the forgets when the prompt came; ``retain`` is for all its entries. Raises
+        PromptTooLong.
         """
         namespace, segments, count = parsed.namespace, parsed.segments, len(parsed.token_ids)
         if count >= self.context:
@@ -198,6 +201,8 @@ class Planner:
                 wanted = tuple(replace(want, in_place=None) for want in wanted)
             if self._deterministic:  # not rows of the whole chunk, if it happens to be there
                 wanted = tuple(replace(want, whole=None) if want.exact else want for want in wanted)
+            if retain:
+                wanted = tuple(replace(want, retain=max(retain, want.retain)) for want in wanted)
             if self._tree is not None:
                 regime = str(self._rope.regime(count)) if self._rope.depends_on_length else ""
                 path = path_of(segments, wanted, namespace)
@@ -261,10 +266,12 @@ class Planner:
         fetch, wanted = request.fetch, [want for want in request.wanted if request.may_reuse(want)]
         # A part's own rows are there only if an earlier prompt began with it.
         fetch.lose([*without, *(want.key for want in wanted if want.to_encode is not want)])
-        absent = dict[KVKey, Missing]()
-        for item in (want.to_encode for want in wanted):
-            if item.key not in fetch.given and fetch.get(item.key, len(item.token_ids)) is None:
-                absent[item.key] = Missing(item.key, item.token_ids, item.encoding, request.epoch)
+        items = {item.key: item for item in (missing_of(request, want) for want in wanted)}
+        absent = {
+            key: item
+            for key, item in items.items()
+            if key not in fetch.given and fetch.get(key, len(item.token_ids)) is None
+        }
         encode(list(absent.values()), fetch.give)
         return without - absent.keys()
 
@@ -348,6 +355,12 @@ class Planner:
         encodings = self.encodings(policy, lambda ids: self._near(chunks.get(ids), namespace, []))
         wanted = encodings.wanted(segments, self._fingerprint, namespace)
         return [key for want in wanted for key in keys_for(want, self.variants)[:2]]
+
+    def retain(self, request: PromptRequest) -> None:
+        """Retain the entries that served a request, for its own times."""
+        for want in request.wanted:
+            for key in keys_for(want, self.variants) if want.retain else ():
+                self._store.retain(key, want.retain)
 
     def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
         """Record that an entry is in the store."""

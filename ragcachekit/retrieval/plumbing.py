@@ -97,8 +97,7 @@ class RetrieverSettings(TypedDict, total=False):
     ttl : float or None
         Seconds after its search at which a result expires, however often it is asked for.
     max_idle : float or None
-        Seconds after its last hit at which a result expires; with ``ttl``, whichever comes first. Alone it
-        lets popular results of before a change live on, so it does not replace ``ttl`` or ``version``.
+        Seconds after its last hit at which a result expires. Popular results of before a change live on.
     guard : bool or callable
         With a tolerance, refuse hits on questions that differ in a negation, a number, a name or the order
         of their words; on by default. Or a function of both texts: whether the cached documents may be used.
@@ -269,8 +268,7 @@ class RetrieverCache(CachedRetrieval[Document]):
                 "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
             )
         saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
-        expiry = {"ttl": ttl, "max_idle": max_idle}
-        super().__init__(keys, text_of, guard=guard, **expiry, saved=saved, shown=shown)
+        super().__init__(keys, text_of, guard=guard, ttl=ttl, max_idle=max_idle, saved=saved, shown=shown)
         self._follows: Callable[[str, str, int], Sequence[str]] | None = None
         self._index, self._is_fresh = index, ttl is not None or version is not None
         if saved is not None and index is None:  # a change of these indexes empties it from now on

@@ -30,15 +30,12 @@ Group: TypeAlias = tuple[str, int]
 
 @dataclass(eq=False)
 class Held(Generic[Document]):
-    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached.
-
-    ``used_at`` is the time of the last hit, in this process.
-    """
+    """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached."""
 
     found: tuple[tuple[ResultId, Document], ...]
     question: str | None
     found_at: float
-    used_at: float = 0.0
+    used_at: float = 0.0  # the last hit, in this process
 
 
 class SavedQuestions(Generic[Document]):

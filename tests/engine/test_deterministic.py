@@ -66,6 +66,13 @@ def alone(number, policy, sampled=False):
     return keeps_nothing().generate(PROMPTS[number], **asked(number, policy, sampled)).token_ids
 
 
+def ordinary(store):
+    """An engine without the option fills the store's folder."""
+    with engine(store, deterministic=False, encoder="system", policy="reuse", cold="now") as rag:
+        rag.encode(TEXTS, system=BEFORE)
+        rag.generate(PROMPTS[0], max_new_tokens=1)
+
+
 class History:
     """Random steps; asserts after each that asks something."""
 
@@ -82,11 +89,7 @@ class History:
         self.rag = engine(store, cold=self.rng.choice(["background", "now", "never"]))
 
     def ordinary(self):
-        """An engine without the option fills the folder."""
-        store = StoreConfig(disk_path=self.folder, disk_bytes=1 << 26)
-        with engine(store, deterministic=False, encoder="system", policy="reuse", cold="now") as rag:
-            rag.encode(TEXTS, system=BEFORE)
-            rag.generate(self.rng.choice(PROMPTS), max_new_tokens=1)
+        ordinary(StoreConfig(disk_path=self.folder, disk_bytes=1 << 26))
 
     def ask(self):
         number, policy, sampled = self._drawn()
@@ -105,70 +108,56 @@ class History:
         self.rag.encode(texts, system=self.rng.choice([BEFORE, OTHER]))
 
     def forget(self):
-        what = self.rng.choice([{"texts": self.rng.sample(TEXTS, 2)}, {}])
-        self.rag.forget(**what)
+        self.rag.forget(**self.rng.choice([{"texts": self.rng.sample(TEXTS, 2)}, {}]))
         self.rag.register(TEXTS)
-
-    def prefetch(self):
-        self.rag.prefetch(TEXTS, system=BEFORE)
 
     def _drawn(self):
         return self.rng.randrange(len(PROMPTS)), self.rng.choice(POLICIES), self.rng.random() < 0.2
 
     def run(self, steps):
-        kinds = (self.ask, self.batch, self.encode, self.forget, self.prefetch, self.restart, self.ordinary)
+        kinds = (self.ask, self.batch, self.encode, self.forget, self.restart, self.ordinary)
         try:
-            for step in self.rng.choices(kinds, (5, 2, 1, 1, 1, 1, 0.5), k=steps):
+            for step in self.rng.choices(kinds, (5, 2, 1, 1, 1, 0.5), k=steps):
                 step()
         finally:
             self.rag.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1000, 1200))]
+)
 def test_the_same_prompt_gives_the_same_tokens(seed, tmp_path):
-    History(seed, tmp_path).run(8)
+    History(seed, tmp_path).run(8 if seed < 20 else 20)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_two_hundred_histories(tmp_path):
-    for seed in range(200):
-        History(1000 + seed, tmp_path / str(seed)).run(20)
-
-
-def bits(rag, prompt):
-    layers = rag.link(prompt).cache.layers
-    return [tensor.clone() for layer in layers for tensor in (layer.keys, layer.values)]
+def bits(rag):
+    return [t.clone() for layer in rag.link(PROMPTS[0]).cache.layers for t in (layer.keys, layer.values)]
 
 
 def test_not_one_bit_of_the_linked_rows_changes(tmp_path):
     store = StoreConfig(host_bytes=0, disk_path=tmp_path)
-    with engine(store, deterministic=False, policy="reuse", encoder="system") as ordinary:
-        ordinary.encode(TEXTS, system=BEFORE)
+    ordinary(store)
     with engine(store) as cold:
-        first = bits(cold, PROMPTS[0])
-        again = bits(cold, PROMPTS[0])
+        first, again = bits(cold), bits(cold)
     with engine() as warm:
         for text in TEXTS:
             warm.encode([text], system=BEFORE)
-        encoded = bits(warm, PROMPTS[0])
-    for other in (again, encoded):
-        assert all(map(torch.equal, first, other))
+        assert all(map(torch.equal, first, bits(warm)))
+    assert all(map(torch.equal, first, again))
 
 
 def test_without_it_answers_follow_what_is_cached():
     with engine(deterministic=False, policy="reuse", encoder="system", cold="now") as rag:
-        answers = [rag.generate(PROMPTS[0], max_new_tokens=6).token_ids for _ in range(2)]
-    assert answers[0] != answers[1]
+        answers = {rag.generate(PROMPTS[0], max_new_tokens=6).token_ids for _ in range(2)}
+    assert len(answers) == 2
 
 
 def test_what_was_encoded_for_a_prompt_does_not_count_as_reused():
     with engine(policy="reuse") as rag:
         first, second = (rag.generate(PROMPTS[0], max_new_tokens=1).report.link for _ in range(2))
-    assert first.reused_tokens == 0
-    assert {use.source for use in first.uses} == {"encoded"}
-    assert second.reused_tokens > second.prompt_tokens / 2
+    assert (first.reused_tokens, {use.source for use in first.uses}) == (0, {"encoded"})
     assert {use.source for use in second.uses} == {"host"}
+    assert second.reused_tokens > second.prompt_tokens / 2
 
 
 @pytest.mark.parametrize(
@@ -187,12 +176,10 @@ def test_what_depends_on_other_prompts_is_refused(options, message):
         engine(**options)
 
 
-def test_calls_and_models_that_it_rules_out():
+def test_auto_is_fixed_and_unlinked_models_are_refused():
     with engine(load=LoadConfig("auto")) as rag:
         assert (rag.policy, rag.encoder) == ("sensitive:0.1", "system")
         with pytest.raises(ValueError, match="nothing to choose"):
             rag.tune()
-        with pytest.raises(ValueError, match="follows calibrations"):
-            rag.generate(PROMPTS[0], policy="budget:0.1")
     with pytest.raises(ModelNotSupported, match="deterministic=True needs"):
         RagCache(hybrid_speaker(), byte_level(), cache_dir=FOLDER.name, deterministic=True)

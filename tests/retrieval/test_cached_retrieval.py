@@ -182,21 +182,6 @@ def test_an_expired_result_is_searched_again(monkeypatch: pytest.MonkeyPatch) ->
             make(max_idle=ttl)
 
 
-def test_hits_prolong_max_idle_but_never_ttl(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    sliding, both = make(9, max_idle=10.0), make(9, max_idle=10.0, ttl=25.0)
-    for retrieval in (sliding, both):
-        searched(retrieval, A, "a")
-        searched(retrieval, B, "b")
-    hits = list[tuple[bool, bool]]()
-    for _ in range(4):
-        now[0] += 7
-        hits.append((searched(sliding, A, "new").hit, searched(both, A, "new").hit))
-    assert hits == [(True, True), (True, True), (True, True), (True, False)], "popular, but stale"
-    assert searched(sliding, B, "").refused == "expired"
-
-
 class Broken(ProximityCache):
     """A query cache on a failing medium."""
 
