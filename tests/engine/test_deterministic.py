@@ -88,8 +88,8 @@ class History:
         store = StoreConfig(host_bytes=host, disk_path=self.folder, disk_bytes=disk)
         self.rag = engine(store, cold=self.rng.choice(["background", "now", "never"]))
 
-    def ordinary(self):
-        ordinary(StoreConfig(disk_path=self.folder, disk_bytes=1 << 26))
+    def others(self):
+        ordinary(StoreConfig(disk_path=self.folder))
 
     def ask(self):
         number, policy, sampled = self._drawn()
@@ -115,7 +115,7 @@ class History:
         return self.rng.randrange(len(PROMPTS)), self.rng.choice(POLICIES), self.rng.random() < 0.2
 
     def run(self, steps):
-        kinds = (self.ask, self.batch, self.encode, self.forget, self.restart, self.ordinary)
+        kinds = (self.ask, self.batch, self.encode, self.forget, self.restart, self.others)
         try:
             for step in self.rng.choices(kinds, (5, 2, 1, 1, 1, 0.5), k=steps):
                 step()
@@ -160,20 +160,20 @@ def test_what_was_encoded_for_a_prompt_does_not_count_as_reused():
     assert second.reused_tokens > second.prompt_tokens / 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tree": TreeConfig(1 << 20)}, "rules out tree="),
-        ({"shadow": 0.1}, "rules out shadow="),
-        ({"store": StoreConfig(quantise={"host": "int8"})}, "rules out quantise="),
-        ({"encoder": "average:2"}, "needs the encoder 'system'"),
-        ({"encoder": "in-prompt"}, "under 'in-prompt'"),
-        ({"policy": "budget:0.1"}, "follows calibrations"),
-    ],
-)
-def test_what_depends_on_other_prompts_is_refused(options, message):
+REFUSED = {
+    "rules out tree=": {"tree": TreeConfig(1 << 20)},
+    "rules out shadow=": {"shadow": 0.1},
+    "rules out quantise=": {"store": StoreConfig(quantise={"host": "int8"})},
+    "needs the encoder 'system'": {"encoder": "average:2"},
+    "under 'in-prompt'": {"encoder": "in-prompt"},
+    "follows calibrations": {"policy": "budget:0.1"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_depends_on_other_prompts_is_refused(message):
     with pytest.raises(ValueError, match=message):
-        engine(**options)
+        engine(**REFUSED[message])
 
 
 def test_auto_is_fixed_and_unlinked_models_are_refused():

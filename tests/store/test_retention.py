@@ -3,17 +3,15 @@
 import time
 
 import pytest
-import torch
 
 from engine_kit import chunk, rag_for, stored_in, text
 from ragcachekit import Chunk, Prompt, StoreConfig
-from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.eviction import POLICIES, open_eviction
 from ragcachekit.store.memory import HostStore
-from ragcachekit.types import KVKey, chunk_id
+from ragcachekit.types import chunk_id
+from store_kit import key_of, kv_of
 
-SIZE = 10  # entries that fit
-TENSOR = torch.zeros(1, 4, 8)
+BUDGET = 10 * kv_of(1).nbytes
 
 
 @pytest.fixture
@@ -23,42 +21,34 @@ def now(monkeypatch):
     return clock
 
 
-def key(number):
-    return KVKey("model", "acme", chunk_id([number]))
-
-
 def put(store, *numbers, retain=0.0):
     for number in numbers:
-        assert store.put(key(number), ChunkKV((TENSOR,), (TENSOR.clone(),), None, {}))
-        store.retain(key(number), retain)
+        assert store.put(key_of(number), kv_of(number))
+        store.retain(key_of(number), retain)
 
 
 def left(store, numbers):
-    return [number for number in numbers if key(number) in store]
-
-
-def host(policy="pgdsf", **options):
-    return HostStore(SIZE * 2 * TENSOR.nbytes, policy=open_eviction(policy), **options)
+    return [number for number in numbers if key_of(number) in store]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_retained_entry_outlives_others_until_it_is_idle_for_its_time(policy, now):
-    store = host(policy)
+    store = HostStore(BUDGET, policy=open_eviction(policy))
     put(store, 0, 1, retain=60.0)
     put(store, 2)
     put(store, *range(100, 130))
     assert left(store, [0, 1, 2]) == [0, 1]
     now[0] += 50
-    assert store.get(key(0)) is not None, "which renews it"
+    assert store.get(key_of(0)) is not None, "which renews it"
     now[0] += 50
     put(store, *range(200, 260))
     assert left(store, [0, 1]) == [0]
 
 
 @pytest.mark.parametrize("policy", ["pgdsf", "lru"])
-@pytest.mark.parametrize("options", [{}, {"quotas": {"acme": SIZE * 2 * TENSOR.nbytes - 1}}])
+@pytest.mark.parametrize("options", [{}, {"quotas": {key_of(0).namespace: BUDGET - 1}}])
 def test_more_than_fits_may_be_retained_and_others_keep_half(policy, options, now):
-    store = host(policy, **options)
+    store = HostStore(BUDGET, policy=open_eviction(policy), **options)
     put(store, *range(30), retain=3600.0)
     put(store, *range(100, 103))
     assert left(store, range(100, 103)) == [100, 101, 102]
