@@ -27,7 +27,8 @@ class ChunkUse(Report):
     """How one cacheable segment of a prompt, a chunk or the text before the first, was served.
 
     - ``source``: Its tier (``host``, ``disk``), that of the knowledge tree (``tree:host``: its tokens then
-      include the fixed text in front of it), or ``computed``.
+      include the fixed text in front of it), ``computed``, or ``encoded`` for this prompt
+      (``deterministic=True``).
     - ``recomputed``: Rows that the policy recomputed.
     - ``exact``: Comes after exactly the text that it was encoded after (as the prompt's first text does).
     - ``contexts``: How many contexts it was encoded in; if several, their mean was used. 0: computed.
@@ -105,7 +106,8 @@ class LinkReport(Report):
     @property
     def reused_tokens(self) -> int:
         """Rows whose KV was reused (what LangChain calls ``cache_read``)."""
-        return self.exact_tokens + self.approximate_tokens
+        fresh = sum(use.tokens - use.recomputed for use in self.uses if use.source == "encoded")
+        return self.exact_tokens + self.approximate_tokens - fresh
 
     @property
     def uses(self) -> tuple[ChunkUse, ...]:

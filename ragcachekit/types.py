@@ -76,10 +76,16 @@ class Text(Segment):
 class Chunk(Segment):
     """An immutable piece of retrieved text whose KV may be reused.
 
-    ``id``, as :meth:`ragcachekit.RagCache.encode` returned it, stands for the text that was encoded.
+    ``id``, as :meth:`ragcachekit.RagCache.encode` returned it, stands for the text that was encoded. For
+    ``retain`` seconds after each use, memory tiers rather evict other chunks.
     """
 
     id: str | None = None
+    retain: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("retain", self.retain, kinds=SECONDS_OR_NONE)
 
 
 @dataclass(frozen=True)

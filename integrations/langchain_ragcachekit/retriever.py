@@ -80,7 +80,7 @@ class RagCacheRetriever(BaseRetriever):
     k : int or None
         Number of documents; None is the wrapped retriever's own. ``invoke(question, k=3)``
         overrides it, as it does other search arguments that the wrapped retriever takes.
-    rag, namespace, tolerance, capacity, metric, ttl, guard, version, partition, order, path
+    rag, namespace, tolerance, capacity, metric, ttl, max_idle, guard, version, partition, order, path
         See :class:`ragcachekit.RetrieverSettings`; ``partition`` is called with (question, config).
     """
 
@@ -95,6 +95,7 @@ class RagCacheRetriever(BaseRetriever):
     capacity: int = 1000
     metric: str | None = None
     ttl: float | None = Field(default=None, gt=0)
+    max_idle: float | None = Field(default=None, gt=0)
     guard: SkipValidation[bool | Callable[[str, str], bool]] = True
     version: SkipValidation[Callable[[], object] | None] = Field(default=None, exclude=True, repr=False)
     partition: SkipValidation[Callable[[str, RunnableConfig], object] | None] = Field(

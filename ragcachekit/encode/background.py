@@ -68,8 +68,14 @@ class BackgroundEncoder:
         self.worker = worker or BackgroundWorker()
         self._jobs = self.worker.queue(self._encode_queued, MAX_WAITING, pause)
 
-    def now(self, missing: Iterable[Missing], done: Callable[[int], object] = lambda _: None) -> None:
-        """Encode and store in the caller's thread; ``done`` is called with each entry's token count.
+    def now(
+        self,
+        missing: Iterable[Missing],
+        done: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
+        *,
+        store: bool = True,
+    ) -> None:
+        """Encode in the caller's thread, and ``store``; ``done`` is called with each entry.
 
         The absent context of entries is encoded first.
         """
@@ -77,10 +83,10 @@ class BackgroundEncoder:
             if not self.still_valid():
                 return
             with self.forgets.storing:
-                if self._is_current(item):
+                if store and self._is_current(item):
                     self._put(item, kv)
             self.count(encoded_tokens=kv.tokens)
-            done(kv.tokens)
+            done(item.key, kv)
 
     def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
         """Store what a request computed itself, unless forgotten since or stored already."""
@@ -113,6 +119,7 @@ class BackgroundEncoder:
         kv = with_token_ids(kv, content)
         self._refused.pop(key, None)
         if self._store.put(key, kv):
+            self._store.retain(key, item.retain)
             self._stored(key, kv)
             return
         self._refused[key] = None

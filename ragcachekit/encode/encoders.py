@@ -26,10 +26,10 @@ BATCH_BYTES = 64 << 20
 
 
 class ChunkEncoder:
-    """Runs chunks through the decoder of a causal LM, batched over unequal lengths."""
+    """Runs chunks through the decoder of a causal LM, batched over unequal lengths, or each ``alone``."""
 
-    def __init__(self, model: Any, rope: Rope) -> None:
-        self._model, self._rope = model, rope
+    def __init__(self, model: Any, rope: Rope, alone: bool = False) -> None:
+        self._model, self._rope, self._alone = model, rope, alone
         self._token_bytes = 0  # KV of one token; 0 before the first batch
 
     def encode(self, chunks: Sequence[Sequence[int]], encoding: Encoding) -> Iterator[tuple[int, ChunkKV]]:
@@ -51,7 +51,9 @@ class ChunkEncoder:
     def _take(self, order: list[int], chunks: Sequence[Sequence[int]], before: int) -> list[int]:
         """Move the longest chunks that fit one batch out of ``order``; the first batch is a single chunk."""
         width = before + len(chunks[order[-1]])
-        most = min(BATCH_TOKENS, BATCH_BYTES // self._token_bytes) if self._token_bytes else 0
+        most = 0
+        if self._token_bytes and not self._alone:
+            most = min(BATCH_TOKENS, BATCH_BYTES // self._token_bytes)
         count = max(1, min(len(order), most // width))
         batch = order[-count:]
         del order[-count:]

@@ -100,6 +100,7 @@ class Chunks:
         sources: Sequence[str | None] | None,
         progress: bool,
         since: int,
+        retain: float,
     ) -> EncodedIds:
         """As :meth:`ragcachekit.RagCache.encode`; ``since`` is the epoch before the texts were read."""
         encoder = self._parts.background_encoder
@@ -125,7 +126,9 @@ class Chunks:
                 "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"
             )
         with tqdm(total=sum(len(i.token_ids) for i in todo), unit="tok", disable=not progress) as bar:
-            encoder.now(todo, lambda tokens: self._encoded(tokens, bar.update))
+            encoder.now(todo, lambda _, kv: self._encoded(kv.tokens, bar.update))
+        for item in items if retain else ():
+            self._parts.store.retain(self._planner.variants.average(item.key) or item.key, retain)
         kept = EncodedIds(
             [item.key.chunk_id for item in items],
             [item.key.chunk_id for item in items if self._is_stored(item)],
@@ -149,6 +152,8 @@ class Chunks:
         """Choose encoder and policy of ``auto`` now."""
         if not self._planner.unchanged():
             raise ModelChanged(MODEL_CHANGED)
+        if self._parts.deterministic:
+            raise ValueError("nothing to choose: deterministic=True keeps one policy and one encoder")
         if self._parts.grade.name == "prefix":
             raise ValueError(f"nothing to choose: only exact beginnings are reused: {self._parts.grade.why}")
         asked = None if prompts is None else [self._check_prompt(prompt, namespace) for prompt in prompts]

@@ -25,6 +25,7 @@ from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
 from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.engine.grade import check_generates, grade_of
+from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
 from ragcachekit.model.identity import fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
@@ -52,7 +53,7 @@ from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.guarded import guarded
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
-from ragcachekit.types import KVKey, check_type, encoder_name
+from ragcachekit.types import DEFAULT_POLICY, KVKey, check_type, encoder_name
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class EngineOptions(TypedDict, total=False):
     namespace: str
     cold: Literal["background", "now", "never"]
     encode_after: int
+    deterministic: bool
     shadow: float | ShadowConfig | None
     load: Literal["auto", "always"] | LoadConfig
     tree: TreeConfig | KnowledgeTree | None
@@ -87,6 +89,7 @@ class EngineSettings:
     namespace: str = "default"
     cold: Literal["background", "now", "never"] = "background"
     encode_after: int = 2
+    deterministic: bool = False
     shadow: float | ShadowConfig | None = None
     load: Literal["auto", "always"] | LoadConfig = "auto"
     tree: TreeConfig | KnowledgeTree | None = None
@@ -101,6 +104,14 @@ class EngineSettings:
         check_type("encode_after", self.encode_after, int, "a number of misses such as 2")
         if self.encode_after < 1:
             raise ValueError(f"encode_after must be at least 1 miss, got {self.encode_after}")
+        check_type("deterministic", self.deterministic, bool, "True or False")
+        if self.deterministic:
+            rounded = isinstance(self.store, StoreConfig) and self.store.quantise
+            for name, given in (("tree", self.tree), ("shadow", self.shadow), ("quantise", rounded)):
+                if given:
+                    raise ValueError(
+                        f"deterministic=True rules out {name}=, by which answers depend on earlier prompts"
+                    )
         none = type(None)
         check_type("encoder", self.encoder, (str, none), "a name such as 'system', or None")
         if self.encoder is not None:
@@ -127,8 +138,12 @@ class EngineComponents:
         check_generates(model)
         self.model, self.policy = model, open_policy(settings.policy)
         folder = Path(settings.cache_dir) if settings.cache_dir is not None else default_cache_dir()
-        self.fingerprint = fingerprint(model, tokenizer).digest
+        self.fingerprint, self.deterministic = fingerprint(model, tokenizer).digest, settings.deterministic
         self.grade = grade_of(model, self.fingerprint, folder)
+        if self.deterministic:
+            if self.grade.name != "linked":
+                raise ModelNotSupported(f"deterministic=True needs chunks that are linked: {self.grade.why}")
+            self.fingerprint += "-deterministic"  # others encode several chunks at once, which rounds
         self.rope, self._layout = self.grade.rope, self.grade.layout
         if self.rope.depends_on_length:
             guard_rotary(model)
@@ -150,12 +165,14 @@ class EngineComponents:
         is_linked = self.grade.name == "linked"
         load = settings.load if isinstance(settings.load, LoadConfig) else LoadConfig(settings.load)
         self.store = _store(settings, self.cost, load.deadline, opened) if is_linked else NullStore()
+        load = replace(load, when="always") if settings.deterministic else load
         self.loads = open_loads(self.store, load, self.cost)
         if self.loads is not None:
             opened.callback(self.loads.close)
         if not is_linked:
             _warn_of_unused(settings, self.policy)
-        if settings.tree is None and (not is_linked or getattr(self.policy, "exact_only", False)):
+        only_tree = not is_linked or (getattr(self.policy, "exact_only", False) and not self.deterministic)
+        if settings.tree is None and only_tree:
             settings = replace(settings, tree=_tree_of_store(settings.store, is_linked))
         self.tree = _tree(self.model, settings, self._layout, self.cost, opened) if self._layout else None
 
@@ -178,6 +195,7 @@ class EngineComponents:
             tree=self.tree,
             layout=self._layout,
             is_linked=self.grade.name == "linked",
+            deterministic=self.deterministic,
         )
         encodings = self.planner.encodings(self.policy)
         self.planner.recall(self.policy, getattr(settings.store, "disk_path", None))
@@ -190,7 +208,7 @@ class EngineComponents:
         model, rope, planner = self.model, self.rope, self.planner
         layout = self._layout if isinstance(self._layout, KVLayout) else None
         question = self.parser.question
-        encoder, backoff = ChunkEncoder(model, rope), partial(Backoff, self.active)
+        encoder, backoff = ChunkEncoder(model, rope, self.deterministic), partial(Backoff, self.active)
 
         def encoder_over(
             store: KVStore,
@@ -233,6 +251,10 @@ class EngineComponents:
 
         Where chunks cannot be linked, every policy that reuses anything stands for exact beginnings.
         """
+        if self.deterministic and isinstance(policy, Auto):
+            policy = open_policy(DEFAULT_POLICY)
+        if self.deterministic and isinstance(policy, Budget):
+            raise ValueError(f"deterministic=True rules out {policy.name!r}, which follows calibrations")
         if self.grade.name == "prefix":
             policy = open_policy("prefix") if policy.reads_cache else policy
         elif isinstance(policy, Auto):

@@ -117,6 +117,9 @@ class RagCache:
     encode_after : int
         At which miss "background" encodes a chunk: with 2, chunks that are retrieved only once are never
         encoded; with 1, every chunk is ready at its second use.
+    deterministic : bool
+        The same prompt gives the same tokens whatever is cached. What a prompt lacks is encoded before it is
+        linked, each chunk by itself; see docs/tuning.md.
     shadow : float or ShadowConfig, optional
         Share of the prompts that is prefilled again in full, for :meth:`shadow_report`.
     load : {"auto", "always"} or LoadConfig
@@ -210,6 +213,7 @@ class RagCache:
         namespace: str | None = None,
         policy: str | SelectionPolicy | None = None,
         tools: Tools | None = None,
+        retain: float | None = None,
         stop: str | Sequence[str] | None = None,
         cancel: Event | None = None,
         deadline: float | None = None,
@@ -231,6 +235,8 @@ class RagCache:
             Instead of the engine's own.
         tools : sequence of mapping, optional
             JSON schemas of functions, for the chat template; see :attr:`renders_tools`.
+        retain : float, optional
+            For so many seconds after each use of the prompt's entries, memory tiers rather evict others.
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
@@ -271,7 +277,8 @@ class RagCache:
             observed = self._observers.begin(started_at, prompt, namespace or self.namespace, options)
         with observed or nullcontext():
             stop = stop_strings(stop)
-            prepared = self.prepare(prompt, namespace=namespace, policy=policy, tools=tools, keep=keep)
+            asked: dict[str, Any] = {"namespace": namespace, "policy": policy, "tools": tools}
+            prepared = self.prepare(prompt, **asked, keep=keep, retain=retain)
             if not self._template_noted and parser.lacks_template(prompt):
                 self._template_noted = True
                 prepared = prepared.with_note(NO_TEMPLATE)
@@ -338,12 +345,14 @@ class RagCache:
         policy: str | SelectionPolicy | None = None,
         tools: Tools | None = None,
         keep: Keep = "all",
+        retain: float | None = None,
     ) -> PromptRequest:
         """The prompt, tokenised, with its policy and the keys of its chunks; nothing is looked up yet."""
+        check_number("retain", retain, kinds=SECONDS_OR_NONE)
         namespace, parts = self._checked(namespace), self.components
         chosen, epoch = self._choose(policy, namespace), parts.forgets.epoch
         parsed = parts.parser.parse(prompt, namespace, tools)
-        request = parts.planner.prepare(parsed, chosen.policy, epoch)
+        request = parts.planner.prepare(parsed, chosen.policy, epoch, retain or 0.0)
         notes, fallback = (*request.notes, *chosen.notes), request.fallback or chosen.fallback
         kept = None if keep == "all" else parts.parser.marked_rows(prompt, parsed)
         return replace(request, label=chosen.label, notes=notes, fallback=fallback, kept_rows=kept)
@@ -361,6 +370,9 @@ class RagCache:
     ) -> LinkPlan:
         """The plan of a request whose look-ups have begun, without entries that could not be loaded."""
         begun, parts = begun or time.perf_counter(), self.components
+        if parts.deterministic:
+            encode = partial(parts.background_encoder.now, store=self.after_answer.captures)
+            without = parts.planner.encode_first(request, without, encode)
         plan = parts.planner.plan(request, without)
         if plan.missing and not isinstance(parts.store, NullStore):
             lost = parts.background_encoder.refused(item.key for item in plan.missing)
@@ -419,6 +431,7 @@ class RagCache:
         system: str | None = None,
         prompt: PromptLike | None = None,
         sources: Sequence[str | None] | None = None,
+        retain: float | None = None,
         progress: bool = False,
     ) -> EncodedIds:
         """Register chunks and compute their KV now, except what is stored already; returns their ids.
@@ -441,16 +454,17 @@ class RagCache:
         prompt : str, messages or Prompt, optional
             A prompt like those to come, with at least one of the texts: instead of ``system``, the text
             before its first chunk. Nothing is generated.
-        sources, progress : optional
-            As for :meth:`register`; whether to show a progress bar over tokens.
+        sources, retain, progress : optional
+            As for :meth:`register`; as for :meth:`submit`; whether to show a progress bar over tokens.
 
         ValueError for an empty chunk, one longer than the model's context, a missing ``system``, or a
         ``prompt`` without chunks or beside a ``system``.
         """
+        check_number("retain", retain, kinds=SECONDS_OR_NONE)
         namespace = self._checked(namespace)
         since = self.components.forgets.epoch  # before the texts are read: what gives them may forget
         texts = strings(texts, "texts")
-        ids = self.chunks.encode(texts, namespace, system, prompt, sources, progress, since)
+        ids = self.chunks.encode(texts, namespace, system, prompt, sources, progress, since, retain or 0.0)
         if self.grade == "prefix":
             if prompt is None and system is not None and texts:
                 prompt = Prompt([Text(system), Chunk(texts[0]), Text("\n\n")])

@@ -276,6 +276,7 @@ class AfterAnswer:
         of :func:`time.perf_counter`. Returns how many of its tokens are kept.
         """
         plan, parts = generated.plan, self._parts
+        parts.planner.retain(request.prompt)
         if generated.token_ids:  # else cancelled before the first token
             with CancelScope(request.ended):
                 if parts.shadow is not None:

@@ -14,7 +14,7 @@ from ragcachekit.plan.load_planner import LoadPlanner
 from ragcachekit.plan.variants import EXACT_WEIGHT, IN_PROMPT, PLAIN_WEIGHT, VariantPool, weight_at
 from ragcachekit.prompt.segments import TokenSegment, token_count
 from ragcachekit.store.base import KVStore
-from ragcachekit.store.loader import Hit, Loader, LoadingKV
+from ragcachekit.store.loader import AnyKV, Hit, Loader, LoadingKV
 from ragcachekit.store.remote import reported
 from ragcachekit.types import (
     DEFAULT_ENCODER,
@@ -46,6 +46,7 @@ class Wanted:
     in_place: KVKey | None = None  # of the rows that this prompt computes if it must
     whole: Wanted | None = None  # of a chunk that is in the prompt in part: all of it, which is encoded
     first: int = 0  # number of its first row that serves here
+    retain: float = 0.0  # seconds after its uses in which memory tiers rather evict others
 
     @property
     def to_encode(self) -> Wanted:
@@ -117,6 +118,8 @@ class Encodings:
                     # Of rows computed after tokens that the prompt does not have, none is exact.
                     whole = replace(whole, exact=whole.exact and not segment.first)
                     want = replace(want, whole=whole, first=segment.first)
+                if segment.retain:
+                    want = replace(want, retain=segment.retain)
                 yield want
             before.append(ids)
             names.append(name)
@@ -218,6 +221,9 @@ def block_size(encoder: str | None) -> int:
 
 # -- look-ups ------------------------------------------------------------------------------------------
 
+ENCODED = "encoded"
+"""Tier of what was encoded for the one prompt that is planned, as it was missing."""
+
 RENEW_ABOVE = 0.25
 """A chunk whose best variant costs more is encoded again in the present context."""
 
@@ -251,6 +257,7 @@ class Fetch:
         self._store, self._planner, self._layout = store, planner, layout
         self._known: dict[KVKey, Hit | None] = {}
         self.failures: list[str] = []
+        self.given: set[KVKey] = set()
 
     def get(self, key: KVKey, tokens: int, weight: float = 1.0) -> Hit | None:
         """The entry under ``key``, not loading yet; ``weight`` is its usefulness, for eviction."""
@@ -261,6 +268,11 @@ class Fetch:
     def lose(self, keys: Iterable[KVKey]) -> None:
         """Find these no more: an earlier plan waited for them in vain."""
         self._known.update(dict.fromkeys(keys))
+
+    def give(self, key: KVKey, kv: AnyKV) -> None:
+        """Find this under ``key``, whatever the store keeps."""
+        self.given.add(key)
+        self._known[key] = Hit(kv, ENCODED)
 
     def drop_nan(self) -> frozenset[KVKey]:
         """Drop the entries that have NaN; returns their keys."""

@@ -14,7 +14,7 @@ import torch
 
 from ragcachekit.model.encoding import Encoding, InPromptEncoding
 from ragcachekit.model.kv import PER_TOKEN, ChunkKV, contexts_of
-from ragcachekit.plan.encodings import Entry, Fetch, Wanted, find_entry
+from ragcachekit.plan.encodings import ENCODED, Entry, Fetch, Wanted, find_entry
 from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
 from ragcachekit.plan.prefix_match import TURN, PrefixMatch
 from ragcachekit.plan.variants import VariantPool
@@ -104,7 +104,8 @@ class Missing:
     """A missing entry: what to encode, and under which key to store it.
 
     ``epoch`` is the number of forgets when its request began (:class:`ForgetEpochs`); after a later one that
-    concerns its key it is not stored. ``again``: an entry that serves meanwhile is stored.
+    concerns its key it is not stored. ``again``: an entry that serves meanwhile is stored. Once stored it is
+    retained for ``retain`` seconds after each use.
     """
 
     key: KVKey
@@ -112,6 +113,7 @@ class Missing:
     encoding: Encoding
     epoch: int = 0
     again: bool = False
+    retain: float = 0.0
 
     @property
     def content(self) -> Ids:
@@ -392,7 +394,7 @@ def _laid_out(
         entry = None if stored is None or stored.key in skipped else stored
         needed = stored is None or (entry is not None and entry.renew)
         if needed and request.may_reuse(want) and request.may_keep(want.start + len(want.token_ids)):
-            item = _missing(request, want, ids, is_renewed=entry is not None)
+            item = missing_of(request, want, ids, is_renewed=entry is not None)
             item = replace(item, again=number == again)
             missing[item.key] = item
         if entry is None:
@@ -410,7 +412,7 @@ def _laid_out(
     slow = {
         id(piece.kv): piece.kv.nbytes
         for piece, tier in zip(pieces, tiers, strict=True)
-        if tier.removeprefix("tree:") not in (*MEMORY_TIERS, TURN)
+        if tier.removeprefix("tree:") not in (*MEMORY_TIERS, TURN, ENCODED)
     }
     first = next((segment for segment in request.segments if segment.token_ids), None)
     begins_with_text = first is not None and not first.is_chunk and uses and uses[0].source != TURN
@@ -432,13 +434,14 @@ def _laid_out(
     return LinkPlan(ids, tuple(pieces), (), todo, report, tuple(placed), cold=tuple(cold), request=request)
 
 
-def _missing(request: PromptRequest, want: Wanted, ids: Ids, *, is_renewed: bool) -> Missing:
+def missing_of(request: PromptRequest, want: Wanted, ids: Ids = (), *, is_renewed: bool = True) -> Missing:
+    """What to encode for a wanted segment; unless ``is_renewed``, as the prompt of ``ids`` may compute it."""
     item, key = want.to_encode, want.in_place
     if key is None or is_renewed:  # rows made here of all chunks would take memory for nothing
-        return Missing(item.key, item.token_ids, item.encoding, request.epoch)
+        return Missing(item.key, item.token_ids, item.encoding, request.epoch, retain=want.retain)
     lengths = tuple(len(segment.token_ids) for segment in request.segments if segment.token_ids)
     encoding = InPromptEncoding(key.encoding, ids[: want.start], segments=lengths[: len(want.before)])
-    return Missing(key, want.token_ids, encoding, request.epoch)
+    return Missing(key, want.token_ids, encoding, request.epoch, retain=want.retain)
 
 
 def _placed(want: Wanted, entry: Entry) -> PlacedChunk:

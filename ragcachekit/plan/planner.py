@@ -18,7 +18,7 @@ from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import SnapshotLayout
 from ragcachekit.plan.companions import Companions, Neighbours
 from ragcachekit.plan.encodings import Encodings, Fetch, Wanted, block_size, keys_for
-from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan
+from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, make_plan, missing_of
 from ragcachekit.plan.prefix_match import match_prefix, path_of
 from ragcachekit.plan.variants import IN_PROMPT, SHARE, VariantPool, is_variant
 from ragcachekit.policies.base import SelectionPolicy
@@ -101,7 +101,8 @@ class Planner:
     """Plans prompts, and names the entries of chunks, for one model and one store.
 
     ``encoder`` None is the policy's own, or the default one. ``fetch`` makes the look-ups of one prompt.
-    Unless the model ``is_linked``, only beginnings of prompts are looked up.
+    Unless the model ``is_linked``, only beginnings of prompts are looked up. ``deterministic`` allows only
+    encodings that a prompt's own text decides, under one key for each chunk.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Planner:
         tree: KnowledgeTree | None = None,
         layout: KVLayout | SnapshotLayout | None = None,
         is_linked: bool = True,
+        deterministic: bool = False,
     ) -> None:
         self.context, self.last_prompts = rope.context, LastPrompts()
         kind, count = parse_encoder(encoder or "standalone")
@@ -130,7 +132,8 @@ class Planner:
         )
         self._parser, self._rope, self._store, self._tree = parser, rope, store, tree
         self._fingerprint, self._encoder, self._layout = fingerprint, encoder, layout
-        self._is_linked, self._default = is_linked, "system" if rope.depends_on_length else DEFAULT_ENCODER
+        self._is_linked, self._deterministic = is_linked, deterministic
+        self._default = "system" if rope.depends_on_length or deterministic else DEFAULT_ENCODER
         self._pairs_chunks = encoder is None or encoder.partition(":")[0] in DEFAULT_NEIGHBOURS
         self._fetch = fetch or (lambda: Fetch(store))
         self._bos, self._joint = parser.bos(model), parser.blank_line
@@ -150,6 +153,11 @@ class Planner:
                 f"policy {policy.name} is defined over encoder {policy.encoder}, not {self._encoder}"
             )
         name = policy.encoder or self._encoder or self._default
+        if self._deterministic and name.partition(":")[0] in (*DEFAULT_NEIGHBOURS, IN_PROMPT):
+            raise ValueError(
+                f"deterministic=True needs the encoder 'system', 'standalone' or 'sinks:n': under {name!r} "
+                "what is kept of a chunk depends on other prompts"
+            )
         if name == IN_PROMPT and self.companions.same_source:
             raise ValueError(
                 "the encoder 'in-prompt' keeps chunks as they were after any other chunks, which "
@@ -165,10 +173,13 @@ class Planner:
             raise ValueError(f"prompt= has no chunk: {parsed.fallback or parsed.no_chunks or 'mark them'}")
         self.last_prompts.observe(parsed.namespace, Encodings.system_of(parsed.segments))
 
-    def prepare(self, parsed: ParsedPrompt, policy: SelectionPolicy, epoch: int = 0) -> PromptRequest:
+    def prepare(
+        self, parsed: ParsedPrompt, policy: SelectionPolicy, epoch: int = 0, retain: float = 0.0
+    ) -> PromptRequest:
         """Name the keys of a prompt's chunks; nothing is looked up before :meth:`look_up`.
 
-        ``epoch`` is that of the forgets when the prompt came. Raises PromptTooLong.
+        ``epoch`` is that of the forgets when the prompt came; ``retain`` is for all its entries. Raises
+        PromptTooLong.
         """
         namespace, segments, count = parsed.namespace, parsed.segments, len(parsed.token_ids)
         if count >= self.context:
@@ -188,6 +199,10 @@ class Planner:
                 wanted = tuple(encodings.wanted(segments, self._fingerprint, namespace))
             if self.companions.same_source:  # a prompt's own rows come after any chunks
                 wanted = tuple(replace(want, in_place=None) for want in wanted)
+            if self._deterministic:  # not rows of the whole chunk, if it happens to be there
+                wanted = tuple(replace(want, whole=None) if want.exact else want for want in wanted)
+            if retain:
+                wanted = tuple(replace(want, retain=max(retain, want.retain)) for want in wanted)
             if self._tree is not None:
                 regime = str(self._rope.regime(count)) if self._rope.depends_on_length else ""
                 path = path_of(segments, wanted, namespace)
@@ -237,6 +252,28 @@ class Planner:
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
         """The complete plan of a request, without those entries that could not be loaded."""
         return make_plan(request, self.variants, without)
+
+    def encode_first(
+        self,
+        request: PromptRequest,
+        without: frozenset[KVKey],
+        encode: Callable[[Sequence[Missing], Callable[[KVKey, ChunkKV], object]], object],
+    ) -> frozenset[KVKey]:
+        """Have the entries that a request lacks encoded for it: it is linked as when all are kept.
+
+        Returns those of ``without`` that it has to do without.
+        """
+        fetch, wanted = request.fetch, [want for want in request.wanted if request.may_reuse(want)]
+        # A part's own rows are there only if an earlier prompt began with it.
+        fetch.lose([*without, *(want.key for want in wanted if want.to_encode is not want)])
+        items = {item.key: item for item in (missing_of(request, want) for want in wanted)}
+        absent = {
+            key: item
+            for key, item in items.items()
+            if key not in fetch.given and fetch.get(key, len(item.token_ids)) is None
+        }
+        encode(list(absent.values()), fetch.give)
+        return without - absent.keys()
 
     def estimator(self, request: PromptRequest) -> Estimator:
         """Estimates of what a request that was prepared would reuse."""
@@ -318,6 +355,12 @@ class Planner:
         encodings = self.encodings(policy, lambda ids: self._near(chunks.get(ids), namespace, []))
         wanted = encodings.wanted(segments, self._fingerprint, namespace)
         return [key for want in wanted for key in keys_for(want, self.variants)[:2]]
+
+    def retain(self, request: PromptRequest) -> None:
+        """Retain the entries that served a request, for its own times."""
+        for want in request.wanted:
+            for key in keys_for(want, self.variants) if want.retain else ():
+                self._store.retain(key, want.retain)
 
     def note_stored(self, key: KVKey, kv: ChunkKV) -> None:
         """Record that an entry is in the store."""

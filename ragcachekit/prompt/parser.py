@@ -207,8 +207,10 @@ class PromptParser:
             self._check_tools(prompt)
         if isinstance(prompt, Prompt):
             text, named = self.registry.text, [getattr(one, "id", None) for one in prompt.segments]
-            pairs = zip(named, prompt.segments, strict=True)
-            given = (one if name is None else Chunk(text(namespace, name)) for name, one in pairs)
+            given = (
+                Chunk(text(namespace, name), retain=getattr(one, "retain", None)) if name else one
+                for name, one in zip(named, prompt.segments, strict=True)
+            )
             return self._split(Segmentation(tuple(given)), namespace)
         if isinstance(prompt, str):
             return self._split(segment_text(prompt, self.registry, namespace), namespace)
@@ -278,7 +280,7 @@ class PromptParser:
                 own = ids if segment.text is None else self.chunk_ids(text)
                 if segment.text is not None:
                     texts[own] = text
-                segments.append(TokenSegment(own, True))
+                segments.append(TokenSegment(own, True, retain=segment.retain or 0.0))
                 ids = ids[len(own) :]  # last tokens that would be others before a blank line
             elif segments and not segments[-1].is_chunk:
                 # One text: the prefix, and what a chunk is encoded after, go up to the first chunk.

@@ -61,6 +61,7 @@ class TokenSegment:
     is_chunk: bool
     own: Ids = ()
     first: int = 0
+    retain: float = 0.0
 
     def name(self, namespace: str) -> str:
         """The chunk id, or the id of a part; of other text the id of its tokens."""

@@ -163,7 +163,7 @@ class PolicyCheck:
                 missing = [Missing(w.key, w.token_ids, w.encoding) for w in wanted if w.key not in store]
                 if missing:
                     timer.before_forward()
-                    encoder.now(missing, lambda _: timer.before_forward())
+                    encoder.now(missing, lambda *_: timer.before_forward())
                 plan = make_plan(self._planner.request_over(*asked), VariantPool())
                 if plan.missing or not plan.pieces:
                     raise RagCacheError(f"chunks of a check could not be encoded for {pair}")

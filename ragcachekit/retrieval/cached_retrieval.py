@@ -96,6 +96,8 @@ class CachedRetrieval(Generic[Document]):
         returns whether the cached documents may be used, such as by the score of a cross-encoder.
     ttl : float, optional
         Seconds after its search at which an entry expires; a hit does not prolong them.
+    max_idle : float, optional
+        Seconds after its last hit, or its search, at which an entry expires.
     saved : SavedQuestions, optional
         Where entries are kept for the next process.
     shown : callable, optional
@@ -114,11 +116,13 @@ class CachedRetrieval(Generic[Document]):
         *,
         guard: bool | Guard = True,
         ttl: float | None = None,
+        max_idle: float | None = None,
         saved: SavedQuestions[Document] | None = None,
         shown: Callable[[Document], Document] = lambda document: document,
     ) -> None:
-        check_number("ttl", ttl, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
-        self._cache, self._text, self._ttl = cache, text, ttl
+        for name, seconds in (("ttl", ttl), ("max_idle", max_idle)):
+            check_number(name, seconds, "a number of seconds, or None", kinds=SECONDS_OR_NONE, positive=True)
+        self._cache, self._text, self._ttl, self._max_idle = cache, text, ttl, max_idle
         self._saved, self._shown = saved, shown
         self._guard = guard if cache.tolerance > 0 else False
         self._epoch = 0
@@ -166,6 +170,8 @@ class CachedRetrieval(Generic[Document]):
             with self._lock:
                 epoch = self._epoch
                 hit = self._cache.lookup(embedding, partition=partition, accept=accept)
+                if hit is not None:
+                    hit.results[0].used_at = time.time()
                 if refused == "expired":
                     self._drop(lambda _, held: self._is_expired(held))
         except Exception as error:
@@ -266,7 +272,9 @@ class CachedRetrieval(Generic[Document]):
         return near_miss(question, cached)
 
     def _is_expired(self, held: Held[Document]) -> bool:
-        return self._ttl is not None and time.time() >= held.found_at + self._ttl
+        now, used_at = time.time(), max(held.found_at, held.used_at)
+        is_old = self._ttl is not None and now >= held.found_at + self._ttl
+        return is_old or (self._max_idle is not None and now >= used_at + self._max_idle)
 
     def _drop(self, goes: Callable[[Hashable, Held[Document]], bool]) -> int:
         return len(self._cache.forget(lambda entry: goes(entry.partition, entry.results[0])))

@@ -95,7 +95,9 @@ class RetrieverSettings(TypedDict, total=False):
         the index or store that is searched. Where that is not known, it is ``cosine``, and with a tolerance
         the log says so.
     ttl : float or None
-        Seconds after which a result expires.
+        Seconds after its search at which a result expires, however often it is asked for.
+    max_idle : float or None
+        Seconds after its last hit at which a result expires. Popular results of before a change live on.
     guard : bool or callable
         With a tolerance, refuse hits on questions that differ in a negation, a number, a name or the order
         of their words; on by default. Or a function of both texts: whether the cached documents may be used.
@@ -122,6 +124,7 @@ class RetrieverSettings(TypedDict, total=False):
     capacity: int
     metric: str | None
     ttl: float | None
+    max_idle: float | None
     guard: bool | Guard
     version: Callable[[], object] | None
     partition: Callable[..., object] | None
@@ -235,6 +238,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         capacity: int = 1000,
         metric: str | None = None,
         ttl: float | None = None,
+        max_idle: float | None = None,
         guard: bool | Guard = True,
         version: Callable[[], object] | None = None,
         partition: Callable[..., object] | None = None,
@@ -264,7 +268,7 @@ class RetrieverCache(CachedRetrieval[Document]):
                 "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
             )
         saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
-        super().__init__(keys, text_of, guard=guard, ttl=ttl, saved=saved, shown=shown)
+        super().__init__(keys, text_of, guard=guard, ttl=ttl, max_idle=max_idle, saved=saved, shown=shown)
         self._reads_files = path is not None or (index is not None and index.path is not None)
         self._follows: Callable[[str, str, int], Sequence[str]] | None = None
         self._index, self._is_fresh = index, ttl is not None or version is not None

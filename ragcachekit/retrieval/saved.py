@@ -28,13 +28,14 @@ Group: TypeAlias = tuple[str, int]
 """A partition as later processes name it, and the ``epoch`` of the folder in which it was read."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Held(Generic[Document]):
     """The results of one search for a question, at ``found_at`` of :func:`time.time`: what is cached."""
 
     found: tuple[tuple[ResultId, Document], ...]
     question: str | None
     found_at: float
+    used_at: float = 0.0  # the last hit, in this process
 
 
 class SavedQuestions(Generic[Document]):

@@ -130,6 +130,9 @@ class KVStore:
         """As :meth:`put`, returning also evicted entries that a slower tier may keep."""
         return self.put(key, kv), ()
 
+    def retain(self, key: KVKey, seconds: float) -> None:
+        """Rather evict other entries until this one was not used for so many seconds; by default nothing."""
+
     def __contains__(self, key: KVKey) -> bool:
         """Whether ``get`` would probably hit; reads no tensor and counts no access."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -58,6 +59,13 @@ class Record:
     cost: float = 0.0  # sum over these of seconds per new token
     weight: float = 0.0  # sum of the accesses' weights, as the policy ages it
     holds: int = 0
+    retain: float = 0.0  # seconds after each use in which it goes after all that is not retained
+    until: float = 0.0  # end of these, of time.monotonic; 0: not retained
+
+    @property
+    def rank(self) -> float:
+        """Place among the retained entries, or among the others."""
+        return self.until or self.priority
 
     def count(self, access: Access, now: int, window: int | None) -> float:
         """Set and return ``frequency`` for access number ``now`` of the tier.
@@ -224,6 +232,9 @@ def open_eviction(name: str) -> EvictionPolicy:
 
 K = TypeVar("K", bound=Hashable)
 
+RETAINED_SHARE = 0.5
+"""Of the bytes of a tier, or of a group over its quota, that retained entries keep from the others."""
+
 _REMEMBERED = 4096  # evicted entries at least; where a tier holds more, as many as it holds
 
 
@@ -233,6 +244,9 @@ class Ranking(Generic[K]):
     Not thread safe. A held entry (with children in a tree) keeps its place but is skipped. An entry's record
     survives its eviction for a while (RAGCache section 5.1 counts retrievals of documents, cached or not),
     but not its removal. What concerns one group (a namespace over its quota) looks at every entry.
+
+    An entry that is retained goes after the others until it was not used for its time. Only beyond
+    :data:`RETAINED_SHARE` retained ones go first, those whose time ends first.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -240,8 +254,9 @@ class Ranking(Generic[K]):
         self._live: dict[K, Record] = {}
         self._past: OrderedDict[K, Record] = OrderedDict()
         self._heap: list[tuple[float, int, K]] = []
+        self._retained: list[tuple[float, int, K]] = []  # a heap as well, by the ends of their times
         self._now = 0
-        self.nbytes = 0
+        self.nbytes = self._retained_bytes = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -269,6 +284,7 @@ class Ranking(Generic[K]):
             record = self._live[item] = self._past.pop(item, Record())
             record.nbytes = 0
         self.nbytes += nbytes - record.nbytes
+        self._retained_bytes += nbytes - record.nbytes if record.until else 0
         record.nbytes, record.group = nbytes, group
         record.holds += hold
         self.touch(item, access)
@@ -278,7 +294,18 @@ class Ranking(Generic[K]):
         record = self._live.get(item)
         if record is not None:
             self._count(record, access)
+            if record.retain:
+                self._renew(record)
             if not record.holds:  # else its release does it, once for all uses until then
+                self._push(item, record)
+
+    def retain(self, item: K, seconds: float) -> None:
+        """Retain an entry that is here until it was not used for so many seconds, if that is longer."""
+        record = self._live.get(item)
+        if record is not None and seconds > 0 and time.monotonic() + seconds > record.until:
+            record.retain = seconds
+            self._renew(record)
+            if not record.holds:
                 self._push(item, record)
 
     def note(self, item: K, access: Access) -> None:
@@ -296,6 +323,7 @@ class Ranking(Generic[K]):
         record = self._live.pop(item, None)
         if record is not None:
             self.nbytes -= record.nbytes
+            self._end(record)
 
     def hold(self, item: K) -> None:
         """Keep an entry from eviction until it is released as often as it was held."""
@@ -313,13 +341,19 @@ class Ranking(Generic[K]):
 
     def lowest(self, group: str | None = None) -> K | None:
         """The next entry to be evicted (of one group); None if all are held."""
+        self._end_lapsed()
         if group is not None:
-            free = [(r.priority, r.at, i) for i, r in self._live.items() if r.group == group and not r.holds]
-            return min(free)[2] if free else None
-        while self._heap:
-            if self._is_evictable(self._heap[0]):
-                return self._heap[0][2]
-            heapq.heappop(self._heap)  # outdated, or held: then its release puts it back
+            own = {item: record for item, record in self._live.items() if record.group == group}
+            retained = sum(record.nbytes for record in own.values() if record.until)
+            over = retained > RETAINED_SHARE * sum(record.nbytes for record in own.values())
+            free = [(bool(r.until) != over, r.rank, r.at, i) for i, r in own.items() if not r.holds]
+            return min(free)[3] if free else None
+        over = self._retained_bytes > RETAINED_SHARE * self.nbytes
+        for heap in (self._retained, self._heap) if over else (self._heap, self._retained):
+            while heap:
+                if self._is_evictable(heap[0]):
+                    return heap[0][2]
+                heapq.heappop(heap)  # outdated, or held: then its release puts it back
         return None
 
     def evict(self, group: str | None = None) -> K | None:
@@ -329,15 +363,16 @@ class Ranking(Generic[K]):
             return None
         record = self._live.pop(item)
         self.nbytes -= record.nbytes
+        self._end(record)
         self._policy.evicted(record)
         self._remember(item, record)
         return item
 
     def clear(self) -> None:
         """Remove all entries and records."""
-        for table in (self._live, self._past, self._heap):
+        for table in (self._live, self._past, self._heap, self._retained):
             table.clear()
-        self.nbytes = 0
+        self.nbytes = self._retained_bytes = 0
 
     def _remember(self, item: K, record: Record) -> None:
         self._past[item] = record
@@ -351,16 +386,34 @@ class Ranking(Generic[K]):
 
     def _push(self, item: K, record: Record) -> None:
         # Numbers of accesses are unique, so only an item and itself are ever compared.
-        heapq.heappush(self._heap, (record.priority, record.at, item))
-        if len(self._heap) > 2 * len(self._live) + 64:  # drop what is outdated, held or there twice
-            self._heap = list(set(filter(self._is_evictable, self._heap)))
-            heapq.heapify(self._heap)
+        heap = self._retained if record.until else self._heap
+        heapq.heappush(heap, (record.rank, record.at, item))
+        if len(heap) > 2 * len(self._live) + 64:  # drop what is outdated, held or there twice
+            heap[:] = set(filter(self._is_evictable, heap))
+            heapq.heapify(heap)
 
     def _is_evictable(self, entry: tuple[float, int, K]) -> bool:
-        """Whether an entry of the heap is up to date and not held."""
-        priority, at, item = entry
+        """Whether an entry of a heap is up to date and not held."""
+        rank, at, item = entry
         record = self._live.get(item)
-        return record is not None and not record.holds and record.at == at and record.priority == priority
+        return record is not None and not record.holds and record.at == at and record.rank == rank
+
+    def _renew(self, record: Record) -> None:
+        self._retained_bytes += 0 if record.until else record.nbytes
+        record.until = time.monotonic() + record.retain
+
+    def _end(self, record: Record) -> None:
+        """Retain no longer."""
+        self._retained_bytes -= record.nbytes if record.until else 0
+        record.retain = record.until = 0.0
+
+    def _end_lapsed(self) -> None:
+        while self._retained and self._retained[0][0] <= time.monotonic():
+            entry = heapq.heappop(self._retained)
+            if self._is_evictable(entry):
+                record = self._live[entry[2]]
+                self._end(record)
+                self._push(entry[2], record)
 
 
 # -- counters ------------------------------------------------------------------------------------------

@@ -105,6 +105,10 @@ class MemoryStore(KVStore):
     def in_memory(self, key: KVKey) -> bool:
         return key in self
 
+    def retain(self, key: KVKey, seconds: float) -> None:
+        with self._lock:
+            self._ranking.retain(key, seconds)
+
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
         self._remove(key, "damaged" if damaged else "evictions")
 

@@ -131,6 +131,9 @@ class QuantisedStore(KVStore):
     def in_memory(self, key: KVKey) -> bool:
         return self._tier.in_memory(self._key(key))
 
+    def retain(self, key: KVKey, seconds: float) -> None:
+        self._tier.retain(self._key(key), seconds)
+
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
         self._tier.discard(self._key(key), damaged=damaged)
 

@@ -139,6 +139,10 @@ class TieredStore(KVStore):
     def in_memory(self, key: KVKey) -> bool:
         return any(tier.in_memory(key) for tier in self.tiers)
 
+    def retain(self, key: KVKey, seconds: float) -> None:
+        for tier in self.tiers:
+            tier.retain(key, seconds)
+
     def discard(self, key: KVKey, *, damaged: bool = True) -> None:
         for tier in reversed(self.tiers):
             tier.discard(key, damaged=damaged)

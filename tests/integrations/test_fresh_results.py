@@ -6,6 +6,7 @@ the others do.
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -57,10 +58,12 @@ class LangChainOwn:
 
 
 class LangChainWrapped(LangChainOwn):
-    def __init__(self, engine, tolerance, path):
+    def __init__(self, engine, tolerance, path, **settings):
         self.store = InMemoryVectorStore(WordEmbeddings())
         inner = self.store.as_retriever(search_kwargs={"k": K})
-        self.retriever = RagCacheRetriever.wrap(inner, rag=engine, tolerance=tolerance, guard=False)
+        self.retriever = RagCacheRetriever.wrap(
+            inner, rag=engine, tolerance=tolerance, guard=False, **settings
+        )
 
 
 class LlamaOwn:
@@ -88,12 +91,12 @@ class LlamaOwn:
 
 
 class LlamaWrapped(LlamaOwn):
-    def __init__(self, engine, tolerance, path):
+    def __init__(self, engine, tolerance, path, **settings):
         model = Embedder(asked=[])
         self.index = VectorStoreIndex([], embed_model=model)
         inner = VectorIndexRetriever(self.index, similarity_top_k=K)  # as_retriever fixes the nodes of now
         self.retriever = LlamaRetriever(
-            inner, embed_model=model, rag=engine, tolerance=tolerance, guard=False
+            inner, embed_model=model, rag=engine, tolerance=tolerance, guard=False, **settings
         )
 
 
@@ -159,6 +162,22 @@ def test_every_change_is_seen_by_the_next_question(kind, saved, tmp_path):
     world = KINDS[kind](engine, 0.0, tmp_path / "index" if saved else None)
     live(world, engine, 0, 300 if saved else 400, seed=kind, alone=True)
     assert world.retriever.query_cache.stats().hits > 20
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "llama-wrapped"])
+def test_popular_results_slide_under_max_idle_and_end_with_ttl(kind, monkeypatch):
+    now = [1e9]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    worlds = [KINDS[kind](FakeEngine(), 0.0, None, max_idle=10.0, **limits) for limits in ({}, {"ttl": 25.0})]
+    for world in worlds:
+        world.put("0-0", "word1")
+    hits = []
+    for _ in range(6):
+        for world in worlds:
+            world.ask("word1")
+        hits.append([world.retriever.query_cache.stats().hits for world in worlds])
+        now[0] += 7
+    assert hits == [[0, 0], [1, 1], [2, 2], [3, 3], [4, 3], [5, 4]], "the second was searched again"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -178,6 +178,8 @@ def test_an_expired_result_is_searched_again(monkeypatch: pytest.MonkeyPatch) ->
     for ttl in (0.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="ttl must be"):
             make(ttl=ttl)
+        with pytest.raises(ValueError, match="max_idle must be"):
+            make(max_idle=ttl)
 
 
 class Broken(ProximityCache):
