@@ -33,7 +33,7 @@ INSTRUCTIONS = (
     "\n\nAnswer with one JSON object and nothing else: no explanation and no code fence. It has values for "
     "this JSON schema:\n"
 )
-"""Asks for structured output: nothing constrains what the model writes."""
+"""Asks for structured output."""
 
 
 class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _stream names its prompt
@@ -76,7 +76,8 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
     ) -> Runnable[Any, Any]:
         """The model and a parser: an object of a Pydantic class, else a dict.
 
-        Nothing constrains the answer, also with ``strict=True``. One that does not fit raises
+        With ``strict=True``, JSON that does not fit cannot be written (not for function_calling; see
+        ``json_schema`` of :meth:`ragcachekit.RagCache.submit`). Else an answer that does not fit raises
         OutputParserException, or is the ``parsing_error`` of a dict with ``include_raw``.
 
         Parameters
@@ -92,7 +93,9 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
         is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
         parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
-        llm: Runnable[Any, Any] = self.bind(**tracing)
+        wanted = {"type": "object"} if method == "json_mode" else convert_to_json_schema(schema)
+        strict = {"json_schema": wanted} if kwargs.get("strict") else {}
+        llm: Runnable[Any, Any] = self.bind(**tracing, **strict)
         if method == "function_calling":
             name = convert_to_openai_tool(schema)["function"]["name"]
             parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
@@ -100,8 +103,8 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
                 parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
             llm = self.bind_tools([schema], **tracing)
         elif method == "json_schema":
-            wanted = INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False)
-            llm = RunnableLambda(partial(self._with_instructions, wanted)) | llm
+            text = INSTRUCTIONS + json.dumps(wanted, ensure_ascii=False)
+            llm = RunnableLambda(partial(self._with_instructions, text)) | llm
         if not include_raw:
             parsed: Runnable[Any, Any] = llm | parser
             return parsed

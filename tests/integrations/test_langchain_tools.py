@@ -1,7 +1,7 @@
 """Tools and structured output: what the template shows, what is read out of answers, what is refused."""
 
 import json
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import pytest
 from fake_engine import FakeEngine
@@ -12,9 +12,11 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import create_retriever_tool, tool
 from langchain_tests.unit_tests import ChatModelUnitTests
+from llama_index.core.prompts import PromptTemplate
 from pydantic import BaseModel
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
+from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from ragcachekit import RagCache
 from small_chat_model import SmallChatModel
 from tool_kit import scripted, with_tools
@@ -211,6 +213,32 @@ def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, store):
     hits = sum(one.hits for one in tooled.stats())
     assert agent.invoke({"input": "And where was she born?"})["output"] == "In Bern."
     assert sum(one.hits for one in tooled.stats()) >= hits + 2, "both documents, from the tool's message"
+
+
+class Town(BaseModel):
+    """A town."""
+
+    name: Literal["Bern", "Rome"]
+    capital: bool
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode"])
+def test_strict_structured_output_cannot_fail(tooled, method):
+    """The model is random: what it says by itself is not JSON."""
+    model = ChatRagCache(rag=tooled, max_tokens=60)
+    with pytest.raises(OutputParserException):
+        model.with_structured_output(Town).invoke("Where?")
+    strict = model.with_structured_output(Town, method=method, strict=True, include_raw=True)
+    found = strict.invoke("Where?")
+    assert found["raw"].content.lstrip()[0] == "{"
+    assert isinstance(found["parsed"], Town) == (method == "json_schema")
+
+
+def test_llama_index_takes_the_schema_as_an_option(tooled):
+    llm = LlamaIndexLLM(rag=tooled, max_tokens=60)
+    options = {"json_schema": Town.model_json_schema()}
+    town = llm.structured_predict(Town, PromptTemplate("Where is {name}?"), llm_kwargs=options, name="Ada")
+    assert town.name in ("Bern", "Rome")
 
 
 class TestStandard(SmallChatModel, ChatModelUnitTests):

@@ -23,10 +23,10 @@ DOCUMENTS = (
 QUESTION = "Where does the river flow?"
 
 
-def engine(tokenizer: Any = None, **options: Any) -> RagCache:
+def engine(tokenizer: Any = None, vocab_size: int = 340, **options: Any) -> RagCache:
     """A tiny engine whose chunks are warm at their second use."""
     own = {"policy": "reuse", "encoder": "standalone", "cold": "now", "cache_dir": FOLDER.name}
-    return RagCache(speaker(), tokenizer or byte_level(), **{**own, **options})
+    return RagCache(speaker(vocab_size=vocab_size), tokenizer or byte_level(), **{**own, **options})
 
 
 @contextmanager
