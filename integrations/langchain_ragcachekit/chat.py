@@ -93,9 +93,10 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
         is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
         parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
-        wanted = {"type": "object"} if method == "json_mode" else convert_to_json_schema(schema)
-        strict = {"json_schema": wanted} if kwargs.get("strict") else {}
-        llm: Runnable[Any, Any] = self.bind(**tracing, **strict)
+        wanted, strict = {"type": "object"}, kwargs.get("strict")
+        if method == "json_schema":
+            wanted = convert_to_json_schema(schema, strict=strict)
+        llm: Runnable[Any, Any] = self.bind(**tracing, **({"json_schema": wanted} if strict else {}))
         if method == "function_calling":
             name = convert_to_openai_tool(schema)["function"]["name"]
             parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)

@@ -23,6 +23,7 @@ from ragcachekit.server.contexts import Context, ContextStore, texts_of
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
 from ragcachekit.server.keys import Grant, Tenant
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
+from ragcachekit.server.sampling import penalties, sampling_options
 from ragcachekit.server.schemas import (
     ChatRequest,
     Completion,
@@ -35,9 +36,6 @@ from ragcachekit.server.schemas import (
 
 MAX_CHUNKS = 1024
 """Documents and marked parts of one prompt."""
-
-MIN_TEMPERATURE = 1e-3
-"""Below this, decoding is greedy: logits divided by it would overflow."""
 
 _HEARTBEAT = b": heartbeat\n\n"
 
@@ -176,9 +174,11 @@ class CompletionJob:
             options = dict(self._options)
             if (seed := options.get("seed")) is not None:
                 options["seed"] = (seed + choice.index) % 2**63
+            processors: list[Any] = penalties(self.body, self._model.vocab_size)
             if top is not None:
                 choice.logprobs = Logprobs(top, self._model.rag.tokenizer)
-                options["logits_processor"] = [choice.logprobs]
+                processors.insert(0, choice.logprobs)
+            options["logits_processor"] = processors
             submissions.append((self._prompts[choice.index // self.copies], options))
         return submissions
 
@@ -234,15 +234,9 @@ class CompletionJob:
             options["tools"] = self._tools
         if body.policy is not None:
             options["policy"] = body.policy
-        if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
-            return {**options, "do_sample": False}
-        if body.seed is not None:
-            options["seed"] = body.seed
-        if body.temperature is not None or body.top_p is not None:
-            options |= {"do_sample": True, "top_k": 0, "temperature": 1.0, "top_p": 1.0}
-            given = {"temperature": body.temperature, "top_p": body.top_p}
-            options |= {name: value for name, value in given.items() if value is not None}
-        return options
+        if isinstance(body, ChatRequest) and body.response_format is not None:
+            options["json_schema"] = body.response_format.wanted
+        return options | sampling_options(body, options["max_new_tokens"])
 
 
 def _top_logprobs(body: Completion) -> int | None:

@@ -127,7 +127,7 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
     if isinstance(error, PromptTooLong):
         param = "prompt" if api_path(scope) == "/v1/completions" else "messages"
         return invalid(str(error), param, "context_length_exceeded")
-    if isinstance(error, GenerationNotSupported):
+    if isinstance(error, GenerationNotSupported | ImportError):  # an extra that is not installed
         return invalid(str(error), code="unsupported_parameter")
     if isinstance(error, ValueError | TypeError | TemplateError):
         return invalid(str(error) or type(error).__name__, code=None)
@@ -154,8 +154,8 @@ def add_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return response(api_error(error, request.scope), request.scope)
 
-    kinds = (HTTPException, ApiError, RagCacheError, OSError, ValueError, TypeError, TemplateError, Exception)
-    for kind in kinds:  # starlette logs and raises what only Exception covers
+    kinds = (HTTPException, ApiError, RagCacheError, OSError, ValueError, TypeError, TemplateError)
+    for kind in (*kinds, ImportError, Exception):  # starlette logs and raises what only Exception covers
         app.add_exception_handler(kind, handle)
 
 

@@ -39,8 +39,9 @@ def _only(*allowed: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-Zero = Annotated[Any, _only(None, 0)]
 Positive = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 _Item = TypeVar("_Item")
 # One error for a list, however many of its items are wrong.
 Stops = Annotated[list[_Item], Field(fail_fast=True, max_length=4)]
@@ -106,6 +107,29 @@ class Tool(BaseModel):
     function: Function
 
 
+class JsonSchema(BaseModel):
+    """A JSON schema for the answer; its name, description and ``strict`` are not read."""
+
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """What the answer has to be: text, a JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """The schema that it has to follow, if any; ApiError 400 if it is missing."""
+        if self.type != "json_schema":
+            return {"type": "object"} if self.type == "json_object" else None
+        if self.json_schema is None:
+            name = "response_format.json_schema"
+            raise invalid(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+        return self.json_schema.schema_
+
+
 class Document(BaseModel):
     """A document for the prompt; its title, if any, is the first line of its chunk."""
 
@@ -127,6 +151,12 @@ class Completion(BaseModel):
     stream_options: dict[str, Any] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: dict[int, Bias] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Positive | None = None
     # Our own
@@ -138,10 +168,6 @@ class Completion(BaseModel):
     policy: Annotated[Any, _only(None, "full")] = None  # reuses nothing, for comparisons
     # Without effect
     user: Any = None
-    # Refused, but for the value that changes nothing
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    logit_bias: Annotated[Any, _only(None, {})] = None
 
 
 class ChatRequest(Completion):
@@ -154,13 +180,13 @@ class ChatRequest(Completion):
     tools: Some[Tool] | None = None
     parallel_tool_calls: bool | None = None
     tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
+    response_format: ResponseFormat | None = None
     # Without effect
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     # Refused, but for the value that changes nothing
-    response_format: Annotated[Any, _only(None, {"type": "text"})] = None
     modalities: Annotated[Any, _only(None, ["text"])] = None
     store: Annotated[Any, _only(None, False)] = None
     service_tier: Annotated[Any, _only(None, "auto", "default")] = None
