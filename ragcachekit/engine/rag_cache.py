@@ -48,7 +48,7 @@ from ragcachekit.generate.options import (
     stop_strings,
     uses_beams,
 )
-from ragcachekit.generate.structured import JsonGrammars
+from ragcachekit.generate.structured import JsonProcessor, token_bytes
 from ragcachekit.model.loading import load_model
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
@@ -672,12 +672,12 @@ class RagCache:
         if tools:
             raise ValueError("json_schema= would keep the model from calling tools; leave one out")
         ends = end_tokens(options, self.model.generation_config)
-        own = self._json_grammars.processor(schema, ends)
+        own = JsonProcessor(self._token_bytes, schema, ends)
         return {**options, "logits_processor": [*(options.get("logits_processor") or ()), own]}
 
     @cached_property
-    def _json_grammars(self) -> JsonGrammars:
-        return JsonGrammars(self.components.parser.tokens.tokenizer)
+    def _token_bytes(self) -> Any:
+        return token_bytes(self.components.parser.tokens.tokenizer)
 
     def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""

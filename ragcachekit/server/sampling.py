@@ -15,10 +15,9 @@ MIN_TEMPERATURE = 1e-3
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's ``frequency_penalty``, ``presence_penalty`` and ``logit_bias``; for one answer.
+    """OpenAI's penalties: a token loses ``frequency`` each time it was generated, and ``presence`` once.
 
-    A token's score loses ``frequency`` for each time it was generated, and ``presence`` once; ``bias`` is
-    added to the scores of token ids.
+    ``bias`` is added to the scores of token ids. For one answer.
     """
 
     def __init__(self, frequency: float, presence: float, bias: dict[int, float]) -> None:
@@ -49,8 +48,7 @@ def penalties(body: Completion, vocab_size: int) -> list[Penalties]:
 def sampling_options(body: Completion, max_new_tokens: int) -> dict[str, Any]:
     """Options of generate for the choice of tokens; the model's own where the request says nothing."""
     if body.min_tokens and body.min_tokens > max_new_tokens:
-        message = f"Invalid 'min_tokens': an answer has at most {max_new_tokens} tokens."
-        raise invalid(message, "min_tokens")
+        raise invalid(f"Invalid 'min_tokens': an answer has at most {max_new_tokens} tokens.", "min_tokens")
     given = {"repetition_penalty": body.repetition_penalty, "min_new_tokens": body.min_tokens}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
@@ -58,8 +56,7 @@ def sampling_options(body: Completion, max_new_tokens: int) -> dict[str, Any]:
     if body.seed is not None:
         options["seed"] = body.seed
     sampling = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    if sampling:
+    if sampling := {name: value for name, value in sampling.items() if value is not None}:
         options |= {"do_sample": True, "top_k": 0, "temperature": 1.0, "top_p": 1.0, **sampling}
         options["top_k"] = max(options["top_k"], 0)  # -1 is none, too
     return options

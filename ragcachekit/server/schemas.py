@@ -107,21 +107,18 @@ class Tool(BaseModel):
     function: Function
 
 
-class JsonSchema(BaseModel):
-    """A JSON schema for the answer; its name, description and ``strict`` are not read."""
-
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-
 class ResponseFormat(BaseModel):
-    """What the answer has to be: text, a JSON object, or JSON of a schema."""
+    """What the answer has to be; a schema's name, description and ``strict`` are not read."""
+
+    class Named(BaseModel):
+        schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: Named | None = None
 
     @property
     def wanted(self) -> dict[str, Any] | None:
-        """The schema that it has to follow, if any; ApiError 400 if it is missing."""
+        """The schema of the answer, if any; ApiError 400 if it is missing."""
         if self.type != "json_schema":
             return {"type": "object"} if self.type == "json_object" else None
         if self.json_schema is None:
