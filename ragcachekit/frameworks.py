@@ -7,9 +7,7 @@ from typing import Any, NoReturn, Self
 
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from ragcachekit.observers import model_name
-
-__all__ = ["GenerationSettings", "NotPickled", "check_engine", "check_pair", "model_name", "refuse_cache"]
+from ragcachekit.observers import model_name as model_name
 
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
 
@@ -73,6 +71,13 @@ class GenerationSettings(BaseModel):
             options |= {name: value for name, value in sampling.items() if value is not None}
         others = {name: value for name, value in overrides.items() if name not in SETTINGS}
         return options | self.generate_kwargs | others
+
+
+def context_size(model: Any) -> int | None:
+    """Tokens of the model's context, if its configuration says."""
+    config = getattr(model, "config", None)
+    size: int | None = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
+    return size
 
 
 class NotPickled:

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from langchain_ragcachekit.llm import EngineSettings, together
 from langchain_ragcachekit.messages import as_schemas, to_dicts, tool_fields
 from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate
+from ragcachekit.frameworks import context_size
 
 UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
 """Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
@@ -180,13 +181,16 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
             input_token_details=InputTokenDetails(cache_read=link.reused_tokens),
         )
         named = {"model_name": self.model_name, "model_provider": "ragcachekit"}
-        response = {
-            **named,
-            "finish_reason": answer.report.finish_reason,
-            "ragcachekit": self._report(answer),
-        }
-        tools = tool_fields(reader)
+        reason, tools = answer.report.finish_reason, tool_fields(reader)
+        response = {**named, "finish_reason": reason, "ragcachekit": self._report(answer)}
+        if reason != "cancelled":
+            response["normalized_finish_reason"] = "tool_call" if tools["tool_calls"] else reason
         return {"content": text, **tools, "usage_metadata": usage, "response_metadata": response}
+
+    def _resolve_model_profile(self) -> Any:
+        size = context_size(self.rag.model)
+        known = {} if size is None else {"max_input_tokens": size}
+        return {**known, "tool_calling": bool(self.rag.renders_tools), "tool_choice": False}
 
     @property
     def _llm_type(self) -> str:

@@ -79,9 +79,20 @@ def test_calls_are_read_alike_at_once_and_from_a_stream(answer, content, argumen
         assert given.content == content
         assert [(one["name"], one["args"]) for one in given.tool_calls] == [("born", a) for a in arguments]
         assert given.invalid_tool_calls == []
+        reason = "tool_call" if arguments else "stop"
+        assert given.response_metadata["normalized_finish_reason"] == reason
         assert all(one["id"].isalnum() and len(one["id"]) == 9 for one in given.tool_calls)
+    assert [json.loads(one["args"]) for one in chunks[-1].tool_call_chunks] == arguments
     assert not any("tool_call>" in chunk.content for chunk in chunks)
     assert model.invoke("Where?").content == answer, "without tools all is text"
+
+
+def test_the_profile_says_what_the_model_can_do():
+    for renders_tools in (True, False):
+        model, engine = saying("x", renders_tools)
+        want = {"max_input_tokens": 2048, "tool_calling": renders_tools, "tool_choice": False}
+        assert model.profile == want
+    assert ChatRagCache(rag=engine, profile={"max_input_tokens": 9}).profile == {"max_input_tokens": 9}
 
 
 def test_tools_reach_the_engine_as_schemas():
