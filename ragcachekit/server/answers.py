@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import torch
@@ -71,9 +71,11 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode()) if whole else None}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Form:
-    """The form of one response: that of chat or of text completions."""
+    """The form of one response: that of chat or of text completions; ``end`` is the end of its stream."""
+
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     chat: bool
     model: str
@@ -89,6 +91,10 @@ class Form:
             kind, id = "chat.completion.chunk" if chunk else "chat.completion", f"chatcmpl-{self.id}"
         body = {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
         return body if usage is None else {**body, "usage": usage}
+
+    def write(self, event: dict[str, Any]) -> bytes:
+        """An event of a stream, or an error's body, as server-sent."""
+        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class Choice:

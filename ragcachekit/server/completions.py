@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,6 +22,7 @@ from ragcachekit.server.contexts import Context, ContextStore, texts_of
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
 from ragcachekit.server.keys import Grant, Tenant
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
+from ragcachekit.server.responses import ResponseForm, ResponsesRequest
 from ragcachekit.server.sampling import penalties, sampling_options
 from ragcachekit.server.schemas import (
     ChatRequest,
@@ -80,6 +80,10 @@ def router(model: ServedModel, contexts: ContextStore) -> APIRouter:
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
         return await _complete(model, contexts, request, ChatRequest)
+
+    @routes.post("/responses")
+    async def response(request: Request) -> Response:
+        return await _complete(model, contexts, request, ResponsesRequest)
 
     @routes.post("/completions")
     async def text(request: Request) -> Response:
@@ -146,7 +150,8 @@ class CompletionJob:
             raise invalid(f"Invalid 'n': at most {most} answers.", "n")
         self._options = self._shared_options(tenant)
         parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
-        self.form = form = Form(isinstance(body, ChatRequest), body.model)
+        kind = ResponseForm if isinstance(body, ResponsesRequest) else Form
+        self.form = form = kind(isinstance(body, ChatRequest), body.model)
         self.choices = [Choice(form, n, self._tools, parallel) for n in range(count)]
         self.expected_tokens = self.copies * sum(map(self._size, self._prompts))
 
@@ -277,11 +282,12 @@ class EventStream(StreamingResponse):
 
     async def _lines(self, heartbeat: float) -> AsyncIterator[bytes]:
         job, streams, queue = self._job, self._streams, asyncio.Queue[tuple[int, str | Exception | None]]()
+        form = job.form
         pumps = [asyncio.create_task(_pump(n, stream, queue)) for n, stream in enumerate(streams)]
         try:
             for choice in job.choices:
                 for event in choice.start():
-                    yield _data(event)
+                    yield form.write(event)
             going = len(pumps)
             while going:
                 try:
@@ -295,13 +301,13 @@ class EventStream(StreamingResponse):
                 going -= piece is None
                 choice = job.choices[number]
                 for event in choice.end(streams[number].answer) if piece is None else choice.push(piece):
-                    yield _data(event)
+                    yield form.write(event)
             if job.body.stream_options and job.body.stream_options.get("include_usage"):
                 prompts = job.by_prompt([stream.answer for stream in streams])
-                yield _data(job.form.body([], usage_of(prompts), chunk=True))
-            yield b"data: [DONE]\n\n"
+                yield form.write(form.body([], usage_of(prompts), chunk=True))
+            yield form.end
         except Exception as error:
-            yield _data(api_error(error, self._scope).body())
+            yield form.write(api_error(error, self._scope).body())
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -317,7 +323,3 @@ async def _pump(
     except Exception as error:
         end = error
     queue.put_nowait((number, end))
-
-
-def _data(event: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -125,7 +125,8 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
         message = "The server's volume is full: nothing was stored, and what was stored before is unchanged."
         return ApiError(507, message, kind="server_error", code="insufficient_storage")
     if isinstance(error, PromptTooLong):
-        param = "prompt" if api_path(scope) == "/v1/completions" else "messages"
+        names = {"/v1/completions": "prompt", "/v1/responses": "input"}
+        param = names.get(api_path(scope) or "", "messages")
         return invalid(str(error), param, "context_length_exceeded")
     if isinstance(error, GenerationNotSupported | ImportError):  # an extra that is not installed
         return invalid(str(error), code="unsupported_parameter")

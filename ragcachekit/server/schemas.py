@@ -28,7 +28,7 @@ Block = dict[str, Any]
 # -- bodies -----------------------------------------------------------------------------------------------
 
 
-def _only(*allowed: object) -> AfterValidator:
+def only(*allowed: object) -> AfterValidator:
     """Refuse all values but these, which change nothing."""
 
     def check(value: object) -> object:
@@ -52,7 +52,7 @@ Ids = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
 class TextPart(BaseModel):
     """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
     cache_control: dict[str, Any] | None = None
     prompt_cache_breakpoint: bool | dict[str, Any] | None = None
@@ -162,7 +162,7 @@ class Completion(BaseModel):
     chunk_ids: Some[str] = []
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
-    policy: Annotated[Any, _only(None, "full")] = None  # reuses nothing, for comparisons
+    policy: Annotated[Any, only(None, "full")] = None  # reuses nothing, for comparisons
     # Without effect
     user: Any = None
 
@@ -176,7 +176,7 @@ class ChatRequest(Completion):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Some[Tool] | None = None
     parallel_tool_calls: bool | None = None
-    tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
     response_format: ResponseFormat | None = None
     # Without effect
     metadata: Any = None
@@ -184,19 +184,19 @@ class ChatRequest(Completion):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     # Refused, but for the value that changes nothing
-    modalities: Annotated[Any, _only(None, ["text"])] = None
-    store: Annotated[Any, _only(None, False)] = None
-    service_tier: Annotated[Any, _only(None, "auto", "default")] = None
+    modalities: Annotated[Any, only(None, ["text"])] = None
+    store: Annotated[Any, only(None, False)] = None
+    service_tier: Annotated[Any, only(None, "auto", "default")] = None
 
 
 class TextRequest(Completion):
     """The body of ``/v1/completions``; a prompt is a text or token ids."""
 
     prompt: str | Ids | Some[str] | Some[Ids]
-    logprobs: Annotated[Any, _only(None)] = None
-    echo: Annotated[Any, _only(None, False)] = None
-    suffix: Annotated[Any, _only(None, "")] = None
-    best_of: Annotated[Any, _only(None, 1)] = None
+    logprobs: Annotated[Any, only(None)] = None
+    echo: Annotated[Any, only(None, False)] = None
+    suffix: Annotated[Any, only(None, "")] = None
+    best_of: Annotated[Any, only(None, 1)] = None
 
 
 # -- prompts ----------------------------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""/v1/responses through the unchanged client: whole and streamed, the same answers as a chat's."""
+
+from typing import Literal
+
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from server_kit import DOCUMENTS, LONG, MODEL, QUESTION
+
+ASKED = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
+MESSAGES = [
+    {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "The Spree."}]},
+    {"type": "message", "role": "user", "content": "And in Paris?"},
+]
+
+
+class Town(BaseModel):
+    """A town."""
+
+    name: Literal["Bern", "Rome"]
+    capital: bool
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=LONG) as client:
+        yield client
+
+
+def said(client, messages, **options):
+    options = {"temperature": 0, "max_tokens": 8, **options}
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+@pytest.mark.parametrize("given", [QUESTION, MESSAGES])
+def test_an_answer_is_that_of_the_chat(client, given):
+    texts = [QUESTION, "The Spree.", "And in Paris?"][: 1 if given is QUESTION else 3]
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    want = said(client, [{"role": "system", "content": "Be short."}, *chat])
+    response = client.responses.create(**ASKED, input=given, instructions="Be short.")
+    assert response.output_text == want.choices[0].message.content
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (want.usage.prompt_tokens, 8)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    Response.model_validate({**response.model_dump(), "usage": None}, strict=True)
+
+
+def test_documents_are_reused(client):
+    extra = {"documents": list(DOCUMENTS), "cache_salt": "responses"}
+    first, again = (client.responses.create(**ASKED, input=QUESTION, extra_body=extra) for _ in range(2))
+    assert first.usage.input_tokens_details.cached_tokens == 0
+    assert again.usage.input_tokens_details.cached_tokens > 0
+    assert again.usage.ragcachekit["exact_tokens"] >= 0
+
+
+def test_a_stream_has_the_same_text_and_response(client):
+    whole = client.responses.create(**ASKED, input=QUESTION)
+    with client.responses.stream(**ASKED, input=QUESTION) as stream:
+        events = list(stream)
+    names = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert names == [
+        "response.created", "response.output_item.added", "response.content_part.added",
+        "response.output_text.done", "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert len(deltas) > 2
+    assert events[-1].response.usage.output_tokens == 8
+    ended = {**ASKED, "extra_body": {"stop": whole.output_text[3:5]}}
+    *_, last = client.responses.create(**ended, input=QUESTION, stream=True)
+    assert (last.type, last.response.status) == ("response.completed", "completed")
+    assert last.response.output_text == whole.output_text[: whole.output_text.index(whole.output_text[3:5])]
+
+
+def test_a_stream_that_fails_ends_with_its_error(client, rag, monkeypatch):
+    submit = rag.submit
+    monkeypatch.setattr(rag, "submit", lambda *a, **o: submit(*a, **{**o, "deadline": 1e-4}))
+    *_, last = client.responses.create(**ASKED, input=QUESTION, stream=True)
+    assert (last.type, last.code) == ("error", "timeout")
+
+
+def test_the_text_has_a_schema(client):
+    asked = {**ASKED, "max_output_tokens": 60}
+    assert isinstance(client.responses.parse(**asked, input=QUESTION, text_format=Town).output_parsed, Town)
+    some = client.responses.create(**ASKED, input=QUESTION, text={"format": {"type": "json_object"}})
+    assert some.output_text.lstrip()[0] == "{"
+
+
+def test_langchain(url, client):
+    model = ChatOpenAI(
+        base_url=f"{url}/v1", api_key="any", model=MODEL, temperature=0, max_tokens=8, use_responses_api=True
+    )
+    want = said(client, [{"role": "user", "content": QUESTION}])
+    message = model.invoke(QUESTION)
+    assert message.text == want.choices[0].message.content
+    assert message.usage_metadata["input_tokens"] == want.usage.prompt_tokens
+    assert "".join(chunk.text for chunk in model.stream(QUESTION)) == message.text
+
+
+BAD_SCHEMA = {"format": {"type": "json_schema", "name": "t", "schema": {"type": "x"}}}
+REFUSED = [
+    ({"input": []}, "input"),
+    ({"input": "Berlin " * 9000}, "'param': 'input'"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"text": BAD_SCHEMA}, "Invalid type: x"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED)
+def test_refusals(client, changes, said):
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.responses.create(**{**ASKED, "input": QUESTION, **changes})
