@@ -73,13 +73,6 @@ class GenerationSettings(BaseModel):
         return options | self.generate_kwargs | others
 
 
-def context_size(model: Any) -> int | None:
-    """Tokens of the model's context, if its configuration says."""
-    config = getattr(model, "config", None)
-    size: int | None = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
-    return size
-
-
 class NotPickled:
     """Base of components that hold an engine or an index: pickling raises TypeError.
 

@@ -23,7 +23,6 @@ from pydantic import BaseModel
 from langchain_ragcachekit.llm import EngineSettings, together
 from langchain_ragcachekit.messages import as_schemas, to_dicts, tool_fields
 from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate
-from ragcachekit.frameworks import context_size
 
 UNCONSTRAINED = frozenset({"strict", "parallel_tool_calls"})
 """Arguments of ``bind_tools`` for services that constrain decoding; here they change nothing."""
@@ -188,9 +187,9 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         return {"content": text, **tools, "usage_metadata": usage, "response_metadata": response}
 
     def _resolve_model_profile(self) -> Any:
-        size = context_size(self.rag.model)
-        known = {} if size is None else {"max_input_tokens": size}
-        return {**known, "tool_calling": bool(self.rag.renders_tools), "tool_choice": False}
+        config = getattr(self.rag.model.config, "text_config", self.rag.model.config)
+        profile = {"tool_calling": bool(self.rag.renders_tools), "tool_choice": False}
+        return {"max_input_tokens": config.max_position_embeddings, **profile}
 
     @property
     def _llm_type(self) -> str:

@@ -25,7 +25,7 @@ from pydantic import Field, SkipValidation, model_validator
 
 from llama_index_ragcachekit.messages import as_chat, as_completion, to_dicts
 from ragcachekit import Answer, agenerate, astream
-from ragcachekit.frameworks import GenerationSettings, NotPickled, check_engine, context_size, model_name
+from ragcachekit.frameworks import GenerationSettings, NotPickled, check_engine, model_name
 
 Response = TypeVar("Response")
 
@@ -69,7 +69,8 @@ class RagCacheLLM(NotPickled, GenerationSettings, CustomLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """What query engines ask: context window, answer length, whether to send messages."""
-        limit = context_size(self.rag.model) or DEFAULT_CONTEXT_WINDOW
+        config = getattr(self.rag.model, "config", None)
+        limit: int = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_WINDOW
         chat = self.is_chat_model
         if chat is None:
             chat = bool(getattr(self.rag.tokenizer, "chat_template", None))

@@ -23,7 +23,7 @@ from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsu
 from ragcachekit.server.keys import Grant, Tenant
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
 from ragcachekit.server.responses import ResponseForm, ResponsesRequest
-from ragcachekit.server.sampling import penalties, sampling_options
+from ragcachekit.server.sampling import Penalties, sampling_options
 from ragcachekit.server.schemas import (
     ChatRequest,
     Completion,
@@ -179,7 +179,8 @@ class CompletionJob:
             options = dict(self._options)
             if (seed := options.get("seed")) is not None:
                 options["seed"] = (seed + choice.index) % 2**63
-            processors: list[Any] = penalties(self.body, self._model.vocab_size)
+            penalties = self.body.frequency_penalty or 0.0, self.body.presence_penalty or 0.0
+            processors: list[Any] = [Penalties(*penalties)] if any(penalties) else []
             if top is not None:
                 choice.logprobs = Logprobs(top, self._model.rag.tokenizer)
                 processors.insert(0, choice.logprobs)
@@ -241,7 +242,7 @@ class CompletionJob:
             options["policy"] = body.policy
         if isinstance(body, ChatRequest) and body.response_format is not None:
             options["json_schema"] = body.response_format.wanted
-        return options | sampling_options(body, options["max_new_tokens"])
+        return options | sampling_options(body, options["max_new_tokens"], self._model.vocab_size)
 
 
 def _top_logprobs(body: Completion) -> int | None:

@@ -18,7 +18,7 @@ def _as_messages(given: Any) -> Any:
 
 def _as_response_format(text: Any) -> Any:
     wanted = text.get("format") if isinstance(text, dict) else text
-    return {**wanted, "json_schema": wanted} if isinstance(wanted, dict) and "schema" in wanted else wanted
+    return {**wanted, "json_schema": wanted} if isinstance(wanted, dict) else wanted
 
 
 class ResponsesRequest(ChatRequest):
@@ -110,7 +110,5 @@ class ResponseForm(Form):
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
-    names["prompt_tokens_details"] = "input_tokens_details"
-    renamed = {names.get(name, name): value for name, value in usage.items()}
+    renamed = {name.replace("prompt", "input").replace("completion", "output"): usage[name] for name in usage}
     return {**renamed, "output_tokens_details": {"reasoning_tokens": 0}}

@@ -15,13 +15,10 @@ MIN_TEMPERATURE = 1e-3
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's penalties: a token loses ``frequency`` each time it was generated, and ``presence`` once.
+    """OpenAI's: a token loses ``frequency`` each time it was generated, and ``presence`` once. For one answer."""
 
-    ``bias`` is added to the scores of token ids. For one answer.
-    """
-
-    def __init__(self, frequency: float, presence: float, bias: dict[int, float]) -> None:
-        self._frequency, self._presence, self._bias = frequency, presence, bias
+    def __init__(self, frequency: float, presence: float) -> None:
+        self._frequency, self._presence = frequency, presence
         self._prompt: int | None = None  # tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -31,26 +28,19 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         scores = given.clone()
         scores[0, new] = given[0, new] - self._presence
         scores[0].index_add_(0, new, given.new_full(new.shape, -self._frequency))
-        for token, bias in self._bias.items():
-            scores[0, token] += bias
         return scores
 
 
-def penalties(body: Completion, vocab_size: int) -> list[Penalties]:
-    """A request's processor for one answer, if it needs one; ApiError 400 for ids that are not tokens."""
-    bias = body.logit_bias or {}
-    if not all(0 <= token < vocab_size for token in bias):
-        raise invalid(f"Invalid 'logit_bias': its keys are token ids below {vocab_size}.", "logit_bias")
-    frequency, presence = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
-    return [Penalties(frequency, presence, bias)] if frequency or presence or bias else []
-
-
-def sampling_options(body: Completion, max_new_tokens: int) -> dict[str, Any]:
+def sampling_options(body: Completion, max_new_tokens: int, vocab_size: int) -> dict[str, Any]:
     """Options of generate for the choice of tokens; the model's own where the request says nothing."""
     if body.min_tokens and body.min_tokens > max_new_tokens:
         raise invalid(f"Invalid 'min_tokens': an answer has at most {max_new_tokens} tokens.", "min_tokens")
+    if not all(0 <= token < vocab_size for token in body.logit_bias or ()):
+        raise invalid(f"Invalid 'logit_bias': its keys are token ids below {vocab_size}.", "logit_bias")
     given = {"repetition_penalty": body.repetition_penalty, "min_new_tokens": body.min_tokens}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if body.logit_bias:
+        options["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
         return {**options, "do_sample": False}
     if body.seed is not None:

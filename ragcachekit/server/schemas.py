@@ -110,21 +110,17 @@ class Tool(BaseModel):
 class ResponseFormat(BaseModel):
     """What the answer has to be; a schema's name, description and ``strict`` are not read."""
 
-    class Named(BaseModel):
-        schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Named | None = None
+    json_schema: dict[str, Any] = {}
 
     @property
     def wanted(self) -> dict[str, Any] | None:
         """The schema of the answer, if any; ApiError 400 if it is missing."""
         if self.type != "json_schema":
             return {"type": "object"} if self.type == "json_object" else None
-        if self.json_schema is None:
-            name = "response_format.json_schema"
-            raise invalid(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
-        return self.json_schema.schema_
+        if not isinstance(schema := self.json_schema.get("schema"), dict):
+            raise invalid("A 'json_schema' needs its 'schema', an object.", "response_format")
+        return schema
 
 
 class Document(BaseModel):

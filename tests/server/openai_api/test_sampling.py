@@ -106,7 +106,7 @@ def test_langchain_gets_the_object(url):
 WRONG = {"type": "json_schema", "json_schema": {"name": "t", "schema": {"type": "x"}}}
 BAD = {
     "schema": ({"response_format": WRONG}, "Invalid type: x"),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "parameter: 'response_format.json_schema'"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "needs its 'schema'"),
     "bias": ({"logit_bias": {"340": 1}}, "token ids below 340"),
     "too strong": ({"logit_bias": {"3": 101}}, "Invalid value for 'logit_bias"),
     "penalty": ({"presence_penalty": 2.1}, "Invalid value for 'presence_penalty'"),
