@@ -15,7 +15,7 @@ MIN_TEMPERATURE = 1e-3
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
-    """OpenAI's: a token loses ``frequency`` each time it was generated, and ``presence`` once. For one answer."""
+    """OpenAI's: a token loses ``frequency`` each time it was generated, ``presence`` once; for one answer."""
 
     def __init__(self, frequency: float, presence: float) -> None:
         self._frequency, self._presence = frequency, presence

@@ -1,7 +1,7 @@
 """Tools and structured output: what the template shows, what is read out of answers, what is refused."""
 
 import json
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import pytest
 from fake_engine import FakeEngine
@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
 from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from ragcachekit import RagCache
+from server_kit import Town
 from small_chat_model import SmallChatModel
 from tool_kit import scripted, with_tools
 
@@ -224,13 +225,6 @@ def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, store):
     hits = sum(one.hits for one in tooled.stats())
     assert agent.invoke({"input": "And where was she born?"})["output"] == "In Bern."
     assert sum(one.hits for one in tooled.stats()) >= hits + 2, "both documents, from the tool's message"
-
-
-class Town(BaseModel):
-    """A town."""
-
-    name: Literal["Bern", "Rome"]
-    capital: bool
 
 
 @pytest.mark.parametrize("method", ["json_schema", "json_mode"])

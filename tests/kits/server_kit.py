@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
+from pydantic import BaseModel, ConfigDict
 
 from engine_kit import FOLDER
 from queue_kit import LONG, until
@@ -21,6 +22,14 @@ DOCUMENTS = (
     "Rome is the town of the Tiber, and the answer is from the river.",
 )
 QUESTION = "Where does the river flow?"
+
+
+class Town(BaseModel):
+    """A town."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["Bern", "Rome"]
+    capital: bool
 
 
 def engine(tokenizer: Any = None, vocab_size: int = 340, **options: Any) -> RagCache:
