@@ -213,10 +213,8 @@ class CompletionJob:
         return [{"role": "system", "content": system}, *messages]
 
     def _texts(self, given: Any, documents: Sequence[str]) -> list[Any]:
-        single, vocab = (
-            isinstance(given, str) or (given and isinstance(given[0], int)),
-            self._model.vocab_size,
-        )
+        vocab = self._model.vocab_size
+        single = isinstance(given, str) or (given and isinstance(given[0], int))
         prompts: list[Any] = [given] if single else given
         for prompt in prompts or [""]:
             if not prompt or (not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocab):

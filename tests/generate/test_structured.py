@@ -4,11 +4,10 @@ import json
 import sys
 
 import pytest
-from jsonschema import validate
 
 from ragcachekit.errors import GenerationNotSupported
 from server_kit import Town, engine
-from speaking import byte_level, sentencepiece
+from speaking import sentencepiece
 from tokenizer_kit import tokenizer_of
 
 TOWN = Town.model_json_schema()
@@ -27,8 +26,8 @@ def test_each_answer_of_a_batch_follows_its_own_schema(rag):
     schemas = [TOWN, None, FLAGS, {"type": "object"}]
     requests = [rag.submit(PROMPT, json_schema=one, max_new_tokens=90) for one in schemas]
     town, other, flags, _ = (request.result().text for request in requests)
-    validate(json.loads(town), TOWN)
-    validate(json.loads(flags), FLAGS)
+    Town.model_validate_json(town)
+    assert {*json.loads(flags)} <= {True, False}
     assert other.startswith(plain), "the other prompt of the batch is not changed"
     assert rag.generate(PROMPT, json_schema=TOWN, max_new_tokens=200).text == town
     assert requests[3].result().text.lstrip().startswith("{")
@@ -39,21 +38,21 @@ def test_sampled_answers_and_streams_follow_it_too(rag):
     options = {"do_sample": True, "temperature": 3.0, "top_k": 5, "json_schema": TOWN, "max_new_tokens": 200}
     answers = rag.generate_batch([PROMPT] * 4, **options)
     for text in [answer.text for answer in answers] + ["".join(rag.stream(PROMPT, **options))]:
-        validate(json.loads(text), TOWN)
+        Town.model_validate_json(text)
 
 
 def test_no_other_option_breaks_it(rag):
     """Where another processor leaves nothing that fits, what fits is chosen."""
     bans = [[token] for token in range(5, 300)]
     answer = rag.generate(PROMPT, json_schema=FLAGS, min_new_tokens=60, bad_words_ids=bans, max_new_tokens=90)
-    validate(json.loads(answer.text), FLAGS)
+    assert {*json.loads(answer.text)} <= {True, False}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama2", "gemma"])
 def test_tokenizers(kind):
     tokenizer = tokenizer_of(kind)
     with engine(tokenizer, vocab_size=len(tokenizer) + 3) as rag:
-        validate(json.loads(rag.generate(PROMPT, json_schema=TOWN, max_new_tokens=200).text), TOWN)
+        Town.model_validate_json(rag.generate(PROMPT, json_schema=TOWN, max_new_tokens=200).text)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +65,11 @@ def test_tokenizers(kind):
     ],
 )
 def test_a_bad_schema_is_an_error_before_any_model_work(rag, schema, error):
-    hook = rag.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
-    try:
-        with pytest.raises((ValueError, TypeError), match=error):
-            rag.submit(PROMPT, json_schema=schema)
-    finally:
-        hook.remove()
+    with (
+        rag.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran")),
+        pytest.raises((ValueError, TypeError), match=error),
+    ):
+        rag.submit(PROMPT, json_schema=schema)
 
 
 def test_what_cannot_go_with_it(rag, monkeypatch):
@@ -82,14 +80,11 @@ def test_what_cannot_go_with_it(rag, monkeypatch):
     with pytest.raises(ValueError, match="needs an end token"):
         rag.submit(PROMPT, json_schema=TOWN, eos_token_id=[])
     for tokenizer in (tokenizer_of("wordpiece"), tokenizer_of("slow"), sentencepiece()):
-        with (
-            engine(tokenizer, vocab_size=2500) as other,
-            pytest.raises(ValueError, match="another tokenizer"),
-        ):
-            other.submit(PROMPT, json_schema=TOWN)
+        with engine(tokenizer, vocab_size=2500) as one, pytest.raises(ValueError, match="another tokenizer"):
+            one.submit(PROMPT, json_schema=TOWN)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with (
-        engine(byte_level()) as without,
-        pytest.raises(ImportError, match=r"pip install llguidance \(the extra 'structured'\)"),
+        engine() as without,
+        pytest.raises(ImportError, match="pip install llguidance .the extra 'structured'"),
     ):
         without.submit(PROMPT, json_schema=TOWN)

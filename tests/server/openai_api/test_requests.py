@@ -127,7 +127,7 @@ def test_short_messages_are_whole():
     ("error", "status"),
     [
         (QueueFull(), 503), (DeadlineExceeded(), 504), (EngineError("x"), 500), (PromptTooLong("x"), 400),
-        (KeyError("secret"), 500), (ValueError("x"), 400), (ApiError(418, "x"), 418),
+        (KeyError("secret"), 500), (ValueError("x"), 400), (ImportError("x"), 400), (ApiError(418, "x"), 418),
         (OSError(errno.EIO, "failed"), 500), (OSError(errno.ENOSPC, "full", "/secret"), 507),
     ],
 )  # fmt: skip
