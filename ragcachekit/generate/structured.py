@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 from ragcachekit.errors import missing_extra
 from ragcachekit.types import check_type
 
-_COMPILER = {"coerce_one_of": True, "whitespace_pattern": r" |\n[ \t]{0,16}"}
+_COMPILER: Any = {"coerce_one_of": True, "whitespace_pattern": r" |\n[ \t]{0,16}"}
 """For llguidance: ``oneOf`` as ``anyOf``, and no white space without end, which small models like."""
 
 
