@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 
 from ragcachekit import Answer, ToolCallReader
 from ragcachekit.generate.tool_calls import ToolCall
-from ragcachekit.server.errors import stopping
+from ragcachekit.server.errors import ApiError, stopping
 
 CACHE_HEADER = "x-ragcachekit-cache"
 
@@ -71,16 +71,36 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode()) if whole else None}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Form:
-    """The form of one response: that of chat or of text completions; ``end`` is the end of its stream."""
-
-    end: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """The form of one response: that of chat or of text completions."""
 
     chat: bool
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid4().hex)
+    heartbeat: ClassVar[bytes] = b": heartbeat\n\n"
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"
+
+    def choice(self, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> Choice:
+        """One answer in this form."""
+        return Choice(self, index, tools, parallel)
+
+    def whole(self, choices: list[dict[str, Any]], prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+        """A response that is not streamed."""
+        return self.body(choices, usage_of(prompts))
+
+    def line(self, event: dict[str, Any]) -> bytes:
+        """An event of a stream as it is sent."""
+        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+    def usage_events(self, prompts: Sequence[Sequence[Answer]], wanted: bool) -> list[dict[str, Any]]:
+        """The events after all answers; ``wanted``: the request asks for its usage."""
+        return [self.body([], usage_of(prompts), chunk=True)] if wanted else []
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The last event of a stream that failed."""
+        return error.body()
 
     def body(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, chunk: bool = False
@@ -92,10 +112,6 @@ class Form:
         body = {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
         return body if usage is None else {**body, "usage": usage}
 
-    def write(self, event: dict[str, Any]) -> bytes:
-        """An event of a stream, or an error's body, as server-sent."""
-        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
 
 class Choice:
     """One answer of a response: its text, calls and log probabilities."""
@@ -105,8 +121,8 @@ class Choice:
         self._reader = ToolCallReader(tools)
         self.logprobs: Logprobs | None = None
 
-    def start(self) -> list[dict[str, Any]]:
-        """The first event of a streamed chat answer."""
+    def start(self, tokens: int) -> list[dict[str, Any]]:
+        """The first event of a streamed chat answer to a prompt of so many tokens."""
         return [self._event({"role": "assistant", "content": ""})] if self._form.chat else []
 
     def push(self, text: str) -> list[dict[str, Any]]:

@@ -16,13 +16,12 @@ from starlette.types import Receive, Scope, Send
 from ragcachekit import Answer, RagCache, agenerate, astream
 from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.server.answers import Choice, Form, Logprobs, cache_header, usage_of
+from ragcachekit.server.answers import Form, Logprobs, cache_header
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore, texts_of
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
 from ragcachekit.server.keys import Grant, Tenant
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
-from ragcachekit.server.responses import ResponseForm, ResponsesRequest
 from ragcachekit.server.sampling import Penalties, sampling_options
 from ragcachekit.server.schemas import (
     ChatRequest,
@@ -36,8 +35,6 @@ from ragcachekit.server.schemas import (
 
 MAX_CHUNKS = 1024
 """Documents and marked parts of one prompt."""
-
-_HEARTBEAT = b": heartbeat\n\n"
 
 
 class ServedModel:
@@ -79,24 +76,22 @@ def router(model: ServedModel, contexts: ContextStore) -> APIRouter:
 
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _complete(model, contexts, request, ChatRequest)
-
-    @routes.post("/responses")
-    async def response(request: Request) -> Response:
-        return await _complete(model, contexts, request, ResponsesRequest)
+        body = await parsed(request, ChatRequest)
+        return await complete(model, contexts, request, body, Form(True, body.model))
 
     @routes.post("/completions")
     async def text(request: Request) -> Response:
-        return await _complete(model, contexts, request, TextRequest)
+        body = await parsed(request, TextRequest)
+        return await complete(model, contexts, request, body, Form(False, body.model))
 
     return routes
 
 
-async def _complete(
-    model: ServedModel, contexts: ContextStore, request: Request, kind: type[Completion]
+async def complete(
+    model: ServedModel, contexts: ContextStore, request: Request, body: Completion, form: Form
 ) -> Response:
+    """The response to a request, in the form of its API."""
     tenant, grant = request.state.tenant, request.state.grant
-    body = await parsed(request, kind)
     model.check(body.model)
     async with AsyncExitStack() as stack:
         _check_partition(body)
@@ -104,7 +99,7 @@ async def _complete(
         if body.chunk_ids and not names:
             names = await asyncio.to_thread(contexts.holding, tenant, body.chunk_ids)
         used = [await stack.enter_async_context(contexts.using(tenant, name)) for name in names]
-        job = CompletionJob(model, tenant, body, used)
+        job = CompletionJob(model, tenant, body, form, used)
         grant.expect(job.expected_tokens)
         if body.stream:
             streams = [await stack.enter_async_context(stream) for stream in job.streams()]
@@ -115,7 +110,7 @@ async def _complete(
         grant.charge(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
         choices = [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)]
         prompts = job.by_prompt(answers)
-        return JSONResponse(job.form.body(choices, usage_of(prompts)), headers=cache_header(prompts))
+        return JSONResponse(form.whole(choices, prompts), headers=cache_header(prompts))
 
 
 def _check_partition(body: Completion) -> None:
@@ -129,8 +124,10 @@ def _check_partition(body: Completion) -> None:
 class CompletionJob:
     """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
 
-    def __init__(self, model: ServedModel, tenant: Tenant, body: Completion, contexts: list[Context]) -> None:
-        self._model, self.body, self.copies = model, body, body.n or 1
+    def __init__(
+        self, model: ServedModel, tenant: Tenant, body: Completion, form: Form, contexts: list[Context]
+    ) -> None:
+        self._model, self.body, self.form, self.copies = model, body, form, body.n or 1
         self._tools: list[dict[str, Any]] = []
         documents, system = list(map(document_text, body.documents)), None
         if body.chunk_ids:
@@ -150,9 +147,7 @@ class CompletionJob:
             raise invalid(f"Invalid 'n': at most {most} answers.", "n")
         self._options = self._shared_options(tenant)
         parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
-        kind = ResponseForm if isinstance(body, ResponsesRequest) else Form
-        self.form = form = kind(isinstance(body, ChatRequest), body.model)
-        self.choices = [Choice(form, n, self._tools, parallel) for n in range(count)]
+        self.choices = [form.choice(n, self._tools, parallel) for n in range(count)]
         self.expected_tokens = self.copies * sum(map(self._size, self._prompts))
 
     async def answers(self) -> list[Answer]:
@@ -281,32 +276,32 @@ class EventStream(StreamingResponse):
 
     async def _lines(self, heartbeat: float) -> AsyncIterator[bytes]:
         job, streams, queue = self._job, self._streams, asyncio.Queue[tuple[int, str | Exception | None]]()
-        form = job.form
+        line = job.form.line
         pumps = [asyncio.create_task(_pump(n, stream, queue)) for n, stream in enumerate(streams)]
         try:
-            for choice in job.choices:
-                for event in choice.start():
-                    yield form.write(event)
+            for choice, stream in zip(job.choices, streams, strict=True):
+                for event in choice.start(stream.tokens):
+                    yield line(event)
             going = len(pumps)
             while going:
                 try:
                     async with asyncio.timeout(heartbeat):
                         number, piece = await queue.get()
                 except TimeoutError:
-                    yield _HEARTBEAT
+                    yield job.form.heartbeat
                     continue
                 if isinstance(piece, Exception):
                     raise piece
                 going -= piece is None
                 choice = job.choices[number]
                 for event in choice.end(streams[number].answer) if piece is None else choice.push(piece):
-                    yield form.write(event)
-            if job.body.stream_options and job.body.stream_options.get("include_usage"):
-                prompts = job.by_prompt([stream.answer for stream in streams])
-                yield form.write(form.body([], usage_of(prompts), chunk=True))
-            yield form.end
+                    yield line(event)
+            prompts = job.by_prompt([stream.answer for stream in streams])
+            for event in job.form.usage_events(prompts, job.body.includes_usage):
+                yield line(event)
+            yield job.form.done
         except Exception as error:
-            yield form.write(api_error(error, self._scope).body())
+            yield line(job.form.error(api_error(error, self._scope)))
         finally:
             for pump in pumps:
                 pump.cancel()

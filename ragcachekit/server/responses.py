@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Annotated, Any, ClassVar
 
+from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, model_validator
+from starlette.responses import Response
 
-from ragcachekit.server.answers import Form
+from ragcachekit import Answer
+from ragcachekit.server.answers import Choice, Form, usage_of
+from ragcachekit.server.completions import ServedModel, complete
+from ragcachekit.server.contexts import ContextStore
+from ragcachekit.server.errors import ApiError, parsed
 from ragcachekit.server.schemas import ChatRequest, Message, Positive, ResponseFormat, Some, only
 
 
@@ -39,76 +46,100 @@ class ResponsesRequest(ChatRequest):
     def _complete(self) -> ResponsesRequest:
         if self.instructions:
             self.messages.insert(0, Message(role="system", content=self.instructions))
-        self.stream_options = {"include_usage": True}
         return self
 
 
-@dataclass
+@dataclass(frozen=True)
 class ResponseForm(Form):
-    """The form of one response and of its events."""
+    """The form of one response, whose events are numbered."""
 
-    end: ClassVar[bytes] = b""
-    _sent, _text, _reason = 0, "", "stop"
+    numbers: Iterator[int] = field(default_factory=count)
+    done: ClassVar[bytes] = b""
 
-    def body(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, chunk: bool = False
-    ) -> dict[str, Any]:
-        """A whole response; of a stream, the event of a chat."""
-        if chunk:
-            return super().body(choices, usage, chunk=True)
-        self._text, self._reason = choices[0]["message"]["content"], choices[0]["finish_reason"]
-        return self._response(self._status, usage)
+    def choice(self, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> Choice:
+        """Its one answer."""
+        return ResponseChoice(self, index, tools, parallel)
 
-    def write(self, event: dict[str, Any]) -> bytes:
-        """The event of a chat as those of a response."""
-        lines = b""
-        for translated in self._translated(event):
-            lines += f"event: {translated['type']}\n".encode()
-            lines += super().write({**translated, "sequence_number": self._sent})
-            self._sent += 1
-        return lines
+    def whole(self, choices: list[dict[str, Any]], prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+        """The response, which is its one choice."""
+        return choices[0]
 
-    def _translated(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        place = {"output_index": 0, "content_index": 0, "item_id": f"msg_{self.id}", "logprobs": []}
-        if "error" in event:
-            yield {**event["error"], "type": "error"}
-        elif "usage" in event:  # at the end
-            yield {"type": "response.output_text.done", **place, "text": self._text}
-            yield {"type": "response.output_item.done", "output_index": 0, "item": self._item(self._status)}
-            response = self._response(self._status, event["usage"])
-            yield {"type": f"response.{self._status}", "response": response}
-        elif not self._sent:
-            yield {"type": "response.created", "response": self._response("in_progress")}
-            begun = {**self._item("in_progress"), "content": []}
-            yield {"type": "response.output_item.added", "output_index": 0, "item": begun}
-            yield {"type": "response.content_part.added", **place, "part": self._part()}
-        else:
-            (choice,) = event["choices"]
-            delta, self._reason = choice["delta"].get("content", ""), choice["finish_reason"] or "stop"
-            self._text += delta
-            if delta:
-                yield {"type": "response.output_text.delta", **place, "delta": delta}
+    def line(self, event: dict[str, Any]) -> bytes:
+        """An event of a stream, under its type's name."""
+        numbered = {**event, "sequence_number": next(self.numbers)}
+        return f"event: {event['type']}\n".encode() + super().line(numbered)
+
+    def usage_events(self, prompts: Sequence[Sequence[Answer]], wanted: bool) -> list[dict[str, Any]]:
+        """None: the usage is in the response's own events."""
+        return []
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The last event of a stream that failed."""
+        return {**error.body()["error"], "type": "error"}
+
+
+class ResponseChoice(Choice):
+    """The answer as a response with one message of text."""
+
+    def start(self, tokens: int) -> list[dict[str, Any]]:
+        """The first events."""
+        return [
+            {"type": "response.created", "response": self._response("in_progress", [])},
+            {"type": "response.output_item.added", "output_index": 0, "item": self._item("in_progress", [])},
+            {"type": "response.content_part.added", **self._place, "part": _part("")},
+        ]
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """The event of a new piece of text."""
+        return [{"type": "response.output_text.delta", **self._place, "delta": text}]
+
+    def end(self, answer: Answer) -> list[dict[str, Any]]:
+        """The last events: the whole text and the whole response."""
+        response = self.whole(answer)  # streams have given all of the text
+        return [
+            {"type": "response.output_text.done", **self._place, "text": answer.text},
+            {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
+            {"type": f"response.{response['status']}", "response": response},
+        ]
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The response that is not streamed."""
+        self._rest(answer)
+        usage = usage_of([[answer]])
+        named = {
+            name.replace("prompt", "input").replace("completion", "output"): usage[name] for name in usage
+        }
+        ended: dict[str, Any] = {"usage": {**named, "output_tokens_details": {"reasoning_tokens": 0}}}
+        status = "completed"
+        if answer.report.finish_reason == "length":
+            status, ended["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
+        return self._response(status, [self._item(status, [_part(answer.text)])]) | ended
 
     @property
-    def _status(self) -> str:
-        return "incomplete" if self._reason == "length" else "completed"
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self._form.id}", "output_index": 0, "content_index": 0, "logprobs": []}
 
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": []}
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        named = {"type": "message", "id": f"msg_{self._form.id}", "role": "assistant"}
+        return {**named, "status": status, "content": content}
 
-    def _item(self, status: str) -> dict[str, Any]:
-        named = {"type": "message", "id": f"msg_{self.id}", "role": "assistant", "status": status}
-        return {**named, "content": [self._part()]}
-
-    def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        named = {"id": f"resp_{self.id}", "object": "response", "model": self.model}
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        known = {"created_at": self.created, "status": status, "error": None, "incomplete_details": cut}
-        output = [] if status == "in_progress" else [self._item(status)]
-        neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-        return {**named, **known, **neutral, "output": output, "usage": usage and _usage(usage)}
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        named = {"id": f"resp_{self._form.id}", "object": "response", "model": self._form.model}
+        known = {"created_at": self._form.created, "status": status, "error": None, "output": output}
+        return {**named, **known, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    renamed = {name.replace("prompt", "input").replace("completion", "output"): usage[name] for name in usage}
-    return {**renamed, "output_tokens_details": {"reasoning_tokens": 0}}
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def router(model: ServedModel, contexts: ContextStore) -> APIRouter:
+    """The route of one model."""
+    routes = APIRouter(prefix="/v1")
+
+    @routes.post("/responses")
+    async def responses(request: Request) -> Response:
+        body = await parsed(request, ResponsesRequest)
+        return await complete(model, contexts, request, body, ResponseForm(True, body.model))
+
+    return routes

@@ -162,6 +162,11 @@ class Completion(BaseModel):
     # Without effect
     user: Any = None
 
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the usage is the last event of a stream."""
+        return bool(self.stream_options and self.stream_options.get("include_usage"))
+
 
 class ChatRequest(Completion):
     """The body of ``/v1/chat/completions``."""
