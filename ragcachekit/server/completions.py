@@ -16,13 +16,12 @@ from starlette.types import Receive, Scope, Send
 from ragcachekit import Answer, RagCache, agenerate, astream
 from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.server.answers import Form, Logprobs, cache_header
+from ragcachekit.server.answers import Form, Logprobs, Penalties, cache_header
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore, texts_of
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
 from ragcachekit.server.keys import Grant, Tenant
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
-from ragcachekit.server.sampling import Penalties, sampling_options
 from ragcachekit.server.schemas import (
     ChatRequest,
     Completion,
@@ -35,6 +34,9 @@ from ragcachekit.server.schemas import (
 
 MAX_CHUNKS = 1024
 """Documents and marked parts of one prompt."""
+
+MIN_TEMPERATURE = 1e-3
+"""Below this, decoding is greedy: logits divided by it would overflow."""
 
 
 class ServedModel:
@@ -235,7 +237,23 @@ class CompletionJob:
             options["policy"] = body.policy
         if isinstance(body, ChatRequest) and body.response_format is not None:
             options["json_schema"] = body.response_format.wanted
-        return options | sampling_options(body, options["max_new_tokens"], self._model.vocab_size)
+        options |= {"repetition_penalty": body.repetition_penalty, "min_new_tokens": body.min_tokens}
+        if (body.min_tokens or 0) > (most := options["max_new_tokens"]):
+            raise invalid(f"Invalid 'min_tokens': an answer has at most {most} tokens.", "min_tokens")
+        if body.logit_bias:
+            if not all(0 <= token < self._model.vocab_size for token in body.logit_bias):
+                message = f"Invalid 'logit_bias': its keys are token ids below {self._model.vocab_size}."
+                raise invalid(message, "logit_bias")
+            options["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
+        if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
+            return {**options, "do_sample": False}
+        if body.seed is not None:
+            options["seed"] = body.seed
+        given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+        if given := {name: value for name, value in given.items() if value is not None}:
+            options |= {"do_sample": True, "top_k": 0, "temperature": 1.0, "top_p": 1.0, **given}
+            options["top_k"] = max(options["top_k"], 0)  # -1 is none, too
+        return options
 
 
 def _top_logprobs(body: Completion) -> int | None:
