@@ -41,9 +41,8 @@ def test_a_stream_has_the_same_text_and_response(client):
         "response.output_text.done", "response.output_item.done", "response.incomplete",
     ]  # fmt: skip
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
-    assert len(deltas) > 2
+    *first, last = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join([*first, last]) == whole.output_text == events[-1].response.output_text != last
     assert events[-1].response.usage.output_tokens == 8
     stop = {"stop": whole.output_text[3:5]}
     *_, last = client.responses.create(**ASKED, input=QUESTION, stream=True, extra_body=stop)
@@ -60,8 +59,6 @@ def test_a_stream_that_fails_ends_with_its_error(client, rag, monkeypatch):
 def test_the_text_has_a_schema(client):
     asked = {**ASKED, "max_output_tokens": 60}
     assert isinstance(client.responses.parse(**asked, input=QUESTION, text_format=Town).output_parsed, Town)
-    some = client.responses.create(**ASKED, input=QUESTION, text={"format": {"type": "json_object"}})
-    assert some.output_text.lstrip()[0] == "{"
 
 
 BAD_SCHEMA = {"format": {"type": "json_schema", "name": "t", "schema": {"type": "x"}}}
@@ -69,7 +66,6 @@ REFUSED = [
     ({"input": []}, "input"),
     ({"input": "Berlin " * 9000}, "'param': 'input'"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"text": BAD_SCHEMA}, "Invalid type: x"),
 ]

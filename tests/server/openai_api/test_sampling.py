@@ -83,7 +83,6 @@ BAD = {
     "no schema": ({"response_format": {"type": "json_schema"}}, "needs its 'schema'"),
     "bias": ({"logit_bias": {"340": 1}}, "token ids below 340"),
     "too strong": ({"logit_bias": {"3": 101}}, "Invalid value for 'logit_bias"),
-    "penalty": ({"presence_penalty": 2.1}, "Invalid value for 'presence_penalty'"),
     "more than all": ({"max_tokens": 4, "extra_body": {"min_tokens": 5}}, "at most 4 tokens"),
 }
 
