@@ -7,9 +7,7 @@ from typing import Any, NoReturn, Self
 
 from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
-from ragcachekit.observers import model_name
-
-__all__ = ["GenerationSettings", "NotPickled", "check_engine", "check_pair", "model_name", "refuse_cache"]
+from ragcachekit.observers import model_name as model_name
 
 SETTINGS = ("namespace", "policy", "max_tokens", "temperature", "top_p", "top_k", "stop")
 

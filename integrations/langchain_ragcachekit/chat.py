@@ -33,7 +33,7 @@ INSTRUCTIONS = (
     "\n\nAnswer with one JSON object and nothing else: no explanation and no code fence. It has values for "
     "this JSON schema:\n"
 )
-"""Asks for structured output: nothing constrains what the model writes."""
+"""Asks for structured output."""
 
 
 class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _stream names its prompt
@@ -76,7 +76,8 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
     ) -> Runnable[Any, Any]:
         """The model and a parser: an object of a Pydantic class, else a dict.
 
-        Nothing constrains the answer, also with ``strict=True``. One that does not fit raises
+        With ``strict=True``, JSON that does not fit cannot be written (not for function_calling; see
+        ``json_schema`` of :meth:`ragcachekit.RagCache.submit`). Else an answer that does not fit raises
         OutputParserException, or is the ``parsing_error`` of a dict with ``include_raw``.
 
         Parameters
@@ -92,7 +93,10 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
         tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
         is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
         parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
-        llm: Runnable[Any, Any] = self.bind(**tracing)
+        wanted, strict = {"type": "object"}, kwargs.get("strict")
+        if method == "json_schema":
+            wanted = convert_to_json_schema(schema, strict=strict)
+        llm: Runnable[Any, Any] = self.bind(**tracing, **({"json_schema": wanted} if strict else {}))
         if method == "function_calling":
             name = convert_to_openai_tool(schema)["function"]["name"]
             parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
@@ -100,8 +104,8 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
                 parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
             llm = self.bind_tools([schema], **tracing)
         elif method == "json_schema":
-            wanted = INSTRUCTIONS + json.dumps(convert_to_json_schema(schema), ensure_ascii=False)
-            llm = RunnableLambda(partial(self._with_instructions, wanted)) | llm
+            text = INSTRUCTIONS + json.dumps(wanted, ensure_ascii=False)
+            llm = RunnableLambda(partial(self._with_instructions, text)) | llm
         if not include_raw:
             parsed: Runnable[Any, Any] = llm | parser
             return parsed
@@ -176,13 +180,16 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
             input_token_details=InputTokenDetails(cache_read=link.reused_tokens),
         )
         named = {"model_name": self.model_name, "model_provider": "ragcachekit"}
-        response = {
-            **named,
-            "finish_reason": answer.report.finish_reason,
-            "ragcachekit": self._report(answer),
-        }
-        tools = tool_fields(reader)
+        reason, tools = answer.report.finish_reason, tool_fields(reader)
+        response = {**named, "finish_reason": reason, "ragcachekit": self._report(answer)}
+        if reason != "cancelled":
+            response["normalized_finish_reason"] = "tool_call" if tools["tool_calls"] else reason
         return {"content": text, **tools, "usage_metadata": usage, "response_metadata": response}
+
+    def _resolve_model_profile(self) -> Any:
+        config = getattr(self.rag.model.config, "text_config", self.rag.model.config)
+        profile = {"tool_calling": bool(self.rag.renders_tools), "tool_choice": False}
+        return {"max_input_tokens": config.max_position_embeddings, **profile}
 
     @property
     def _llm_type(self) -> str:

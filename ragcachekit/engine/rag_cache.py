@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from threading import Event
 from typing import Any, Literal, NoReturn, Self, Unpack, get_args
@@ -35,7 +35,7 @@ from ragcachekit.engine.inspection import Diagnosis, PromptView, diagnose, measu
 from ragcachekit.engine.request import AnswerStream, Request
 from ragcachekit.engine.runner import AfterAnswer, Runner
 from ragcachekit.engine.scheduler import Scheduler
-from ragcachekit.errors import Closed
+from ragcachekit.errors import Closed, GenerationNotSupported
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
 from ragcachekit.generate.options import (
     Detokenizer,
@@ -43,10 +43,12 @@ from ragcachekit.generate.options import (
     TokenQueue,
     check_options,
     effective,
+    end_tokens,
     filled_options,
     stop_strings,
     uses_beams,
 )
+from ragcachekit.generate.structured import JsonProcessor, token_bytes
 from ragcachekit.model.loading import load_model
 from ragcachekit.observers import Observer, Observers
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
@@ -214,6 +216,7 @@ class RagCache:
         policy: str | SelectionPolicy | None = None,
         tools: Tools | None = None,
         retain: float | None = None,
+        json_schema: Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
         cancel: Event | None = None,
         deadline: float | None = None,
@@ -237,6 +240,9 @@ class RagCache:
             JSON schemas of functions, for the chat template; see :attr:`renders_tools`.
         retain : float, optional
             For so many seconds after each use of the prompt's entries, memory tiers rather evict others.
+        json_schema : mapping, optional
+            The answer is JSON of this schema, or the beginning of it where the tokens do not suffice. The
+            prompt stays as it is: say there what is wanted. Needs the extra ``structured``.
         stop : str or sequence of str, optional
             Text ends before the first of these.
         cancel : threading.Event, optional
@@ -257,7 +263,8 @@ class RagCache:
         Raises
         ------
         ValueError
-            For an option that neither generate nor the model takes; it names the nearest one.
+            For an option that neither generate nor the model takes; it names the nearest one. For a
+            ``json_schema`` that cannot be followed.
         QueueFull
             If ``max_waiting`` requests wait already.
         PromptTooLong, GenerationNotSupported, Closed
@@ -268,6 +275,8 @@ class RagCache:
         check_options(options, self.model, "cancel", "deadline", "wait", "keep")
         if keep not in get_args(Keep):
             raise ValueError(f"keep must be one of {', '.join(get_args(Keep))}, got {keep!r}")
+        if json_schema is not None:
+            options = self._constrained(options, json_schema, tools)
         if deadline is not None:
             check_deadline(deadline)
         if not isinstance(wait, bool):
@@ -678,6 +687,22 @@ class RagCache:
             detokenizer=Detokenizer(parts.parser.decode, stop),
             **call,
         )
+
+    def _constrained(
+        self, options: dict[str, Any], schema: Mapping[str, Any], tools: Tools | None
+    ) -> dict[str, Any]:
+        """Options with a logits processor that keeps the answer to a JSON schema."""
+        if uses_beams(options, self.model.generation_config):
+            raise GenerationNotSupported("json_schema= follows one answer, not several beams; leave one out")
+        if tools:
+            raise ValueError("json_schema= would keep the model from calling tools; leave one out")
+        ends = end_tokens(options, self.model.generation_config)
+        own = JsonProcessor(self._token_bytes, schema, ends)
+        return {**options, "logits_processor": [*(options.get("logits_processor") or ()), own]}
+
+    @cached_property
+    def _token_bytes(self) -> Any:
+        return token_bytes(self.components.parser.tokens.tokenizer)
 
     def _choose(self, policy: str | SelectionPolicy | None, namespace: str) -> ResolvedPolicy:
         """A concrete policy for a prompt; ``full`` while shadow mode advises against reuse."""

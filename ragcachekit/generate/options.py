@@ -70,7 +70,7 @@ def check_options(options: Mapping[str, Any], model: Any, *arguments: str) -> No
     known = {*vars(GenerationConfig()), *vars(defaults), *vars(config or defaults), *REFUSED, *_ALSO_KNOWN}
     given = {name for name, value in options.items() if value is not None}
     if not given <= known and not given <= (known := known | _parameters(model)):
-        own = {"namespace", "policy", "tools", "stop", *arguments}
+        own = {"namespace", "policy", "tools", "json_schema", "stop", *arguments}
         unknown = [_with_nearest(name, known | own) for name in options if name in given - known]
         raise ValueError(f"neither generate nor the model takes {', '.join(unknown)}")
     links_ahead(options, defaults)

@@ -65,6 +65,23 @@ class Logprobs(LogitsProcessor):  # type: ignore[misc]
         self.entries.append(entry)
 
 
+class Penalties(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's: a token loses ``frequency`` each time it was generated, ``presence`` once; for one answer."""
+
+    def __init__(self, frequency: float, presence: float) -> None:
+        self._frequency, self._presence = frequency, presence
+        self._prompt: int | None = None  # tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._prompt is None:
+            self._prompt = input_ids.shape[1]
+        new, given = input_ids[0, self._prompt :], scores
+        scores = given.clone()
+        scores[0, new] = given[0, new] - self._presence
+        scores[0].index_add_(0, new, given.new_full(new.shape, -self._frequency))
+        return scores
+
+
 def _entry(token: str, logprob: float) -> dict[str, Any]:
     whole = "\ufffd" not in token  # else a part of a character, whose bytes are unknown
     logprob = max(logprob, -9999.0)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ragcachekit import Answer, RagCache, agenerate, astream
 from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.server.answers import Form, Logprobs, cache_header
+from ragcachekit.server.answers import Form, Logprobs, Penalties, cache_header
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore, texts_of
 from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
@@ -176,9 +176,12 @@ class CompletionJob:
             options = dict(self._options)
             if (seed := options.get("seed")) is not None:
                 options["seed"] = (seed + choice.index) % 2**63
+            penalties = self.body.frequency_penalty or 0.0, self.body.presence_penalty or 0.0
+            processors: list[Any] = [Penalties(*penalties)] if any(penalties) else []
             if top is not None:
                 choice.logprobs = Logprobs(top, self._model.rag.tokenizer)
-                options["logits_processor"] = [choice.logprobs]
+                processors.insert(0, choice.logprobs)
+            options["logits_processor"] = processors
             submissions.append((self._prompts[choice.index // self.copies], options))
         return submissions
 
@@ -207,10 +210,8 @@ class CompletionJob:
         return [{"role": "system", "content": system}, *messages]
 
     def _texts(self, given: Any, documents: Sequence[str]) -> list[Any]:
-        single, vocab = (
-            isinstance(given, str) or (given and isinstance(given[0], int)),
-            self._model.vocab_size,
-        )
+        vocab = self._model.vocab_size
+        single = isinstance(given, str) or (given and isinstance(given[0], int))
         prompts: list[Any] = [given] if single else given
         for prompt in prompts or [""]:
             if not prompt or (not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocab):
@@ -236,14 +237,24 @@ class CompletionJob:
             options["policy"] = body.policy
         if isinstance(body, ChatRequest) and (cache := body.prompt_cache_options):
             options["keep"] = "marked" if cache.mode == "explicit" else "all"
+        if isinstance(body, ChatRequest) and body.response_format is not None:
+            options["json_schema"] = body.response_format.wanted
+        options |= {"repetition_penalty": body.repetition_penalty, "min_new_tokens": body.min_tokens}
+        if (body.min_tokens or 0) > (most := options["max_new_tokens"]):
+            raise invalid(f"Invalid 'min_tokens': an answer has at most {most} tokens.", "min_tokens")
+        if body.logit_bias:
+            if not all(0 <= token < self._model.vocab_size for token in body.logit_bias):
+                message = f"Invalid 'logit_bias': its keys are token ids below {self._model.vocab_size}."
+                raise invalid(message, "logit_bias")
+            options["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
         if body.temperature is not None and body.temperature < MIN_TEMPERATURE:
             return {**options, "do_sample": False}
         if body.seed is not None:
             options["seed"] = body.seed
-        if body.temperature is not None or body.top_p is not None:
-            options |= {"do_sample": True, "top_k": 0, "temperature": 1.0, "top_p": 1.0}
-            given = {"temperature": body.temperature, "top_p": body.top_p}
-            options |= {name: value for name, value in given.items() if value is not None}
+        given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+        if given := {name: value for name, value in given.items() if value is not None}:
+            options |= {"do_sample": True, "top_k": 0, "temperature": 1.0, "top_p": 1.0, **given}
+            options["top_k"] = max(options["top_k"], 0)  # -1 is none, too
         return options
 
 

@@ -134,9 +134,10 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
         message = "The server's volume is full: nothing was stored, and what was stored before is unchanged."
         return ApiError(507, message, kind="server_error", code="insufficient_storage")
     if isinstance(error, PromptTooLong):
-        param = "prompt" if api_path(scope) == "/v1/completions" else "messages"
+        names = {"/v1/completions": "prompt", "/v1/responses": "input"}
+        param = names.get(api_path(scope) or "", "messages")
         return invalid(str(error), param, "context_length_exceeded")
-    if isinstance(error, GenerationNotSupported):
+    if isinstance(error, GenerationNotSupported | ImportError):  # an extra that is not installed
         return invalid(str(error), code="unsupported_parameter")
     if isinstance(error, ValueError | TypeError | TemplateError):
         return invalid(str(error) or type(error).__name__, code=None)
@@ -167,8 +168,8 @@ def add_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return response(api_error(error, request.scope), request.scope)
 
-    kinds = (HTTPException, ApiError, RagCacheError, OSError, ValueError, TypeError, TemplateError, Exception)
-    for kind in kinds:  # starlette logs and raises what only Exception covers
+    kinds = (HTTPException, ApiError, RagCacheError, OSError, ValueError, TypeError, TemplateError)
+    for kind in (*kinds, ImportError, Exception):  # starlette logs and raises what only Exception covers
         app.add_exception_handler(kind, handle)
 
 

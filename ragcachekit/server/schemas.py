@@ -39,8 +39,9 @@ def only(*allowed: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-Zero = Annotated[Any, only(None, 0)]
 Positive = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 _Item = TypeVar("_Item")
 # One error for a list, however many of its items are wrong.
 Stops = Annotated[list[_Item], Field(fail_fast=True, max_length=4)]
@@ -79,7 +80,7 @@ class CacheOptions(BaseModel):
 class TextPart(BaseModel):
     """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: bool | Breakpoint | None = None
@@ -134,6 +135,22 @@ class Tool(BaseModel):
     function: Function
 
 
+class ResponseFormat(BaseModel):
+    """What the answer has to be; a schema's name, description and ``strict`` are not read."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] = {}
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """The schema of the answer, if any; ApiError 400 if it is missing."""
+        if self.type != "json_schema":
+            return {"type": "object"} if self.type == "json_object" else None
+        if not isinstance(schema := self.json_schema.get("schema"), dict):
+            raise invalid("A 'json_schema' needs its 'schema', an object.", "response_format")
+        return schema
+
+
 class Document(BaseModel):
     """A document for the prompt; its title, if any, is the first line of its chunk."""
 
@@ -155,6 +172,12 @@ class Completion(BaseModel):
     stream_options: dict[str, Any] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: dict[int, Bias] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Positive | None = None
     # Our own
@@ -166,10 +189,6 @@ class Completion(BaseModel):
     policy: Annotated[Any, only(None, "full")] = None  # reuses nothing, for comparisons
     # Without effect
     user: Any = None
-    # Refused, but for the value that changes nothing
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    logit_bias: Annotated[Any, only(None, {})] = None
 
     @property
     def includes_usage(self) -> bool:
@@ -188,12 +207,12 @@ class ChatRequest(Completion):
     parallel_tool_calls: bool | None = None
     tool_choice: Annotated[Any, only(None, "none", "auto")] = None
     prompt_cache_options: CacheOptions | None = None
+    response_format: ResponseFormat | None = None
     # Without effect
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_retention: Any = None
     # Refused, but for the value that changes nothing
-    response_format: Annotated[Any, only(None, {"type": "text"})] = None
     modalities: Annotated[Any, only(None, ["text"])] = None
     store: Annotated[Any, only(None, False)] = None
     service_tier: Annotated[Any, only(None, "auto", "default")] = None

@@ -12,10 +12,13 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import create_retriever_tool, tool
 from langchain_tests.unit_tests import ChatModelUnitTests
+from llama_index.core.prompts import PromptTemplate
 from pydantic import BaseModel
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM, RagCacheRetriever
+from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from ragcachekit import RagCache
+from server_kit import Town
 from small_chat_model import SmallChatModel
 from tool_kit import scripted, with_tools
 
@@ -77,9 +80,18 @@ def test_calls_are_read_alike_at_once_and_from_a_stream(answer, content, argumen
         assert given.content == content
         assert [(one["name"], one["args"]) for one in given.tool_calls] == [("born", a) for a in arguments]
         assert given.invalid_tool_calls == []
+        reason = "tool_call" if arguments else "stop"
+        assert given.response_metadata["normalized_finish_reason"] == reason
         assert all(one["id"].isalnum() and len(one["id"]) == 9 for one in given.tool_calls)
+    assert [json.loads(one["args"]) for one in chunks[-1].tool_call_chunks] == arguments
     assert not any("tool_call>" in chunk.content for chunk in chunks)
     assert model.invoke("Where?").content == answer, "without tools all is text"
+
+
+def test_the_profile_says_what_the_model_can_do():
+    for renders_tools in (True, False):
+        want = {"max_input_tokens": 2048, "tool_calling": renders_tools, "tool_choice": False}
+        assert saying("x", renders_tools)[0].profile == want
 
 
 def test_tools_reach_the_engine_as_schemas():
@@ -211,6 +223,25 @@ def test_an_agent_with_a_retriever_tool_reuses_the_documents(tooled, store):
     hits = sum(one.hits for one in tooled.stats())
     assert agent.invoke({"input": "And where was she born?"})["output"] == "In Bern."
     assert sum(one.hits for one in tooled.stats()) >= hits + 2, "both documents, from the tool's message"
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode"])
+def test_strict_structured_output_cannot_fail(tooled, method):
+    """The model is random: what it says by itself is not JSON."""
+    model = ChatRagCache(rag=tooled, max_tokens=60)
+    with pytest.raises(OutputParserException):
+        model.with_structured_output(Town).invoke("Where?")
+    strict = model.with_structured_output(Town, method=method, strict=True, include_raw=True)
+    found = strict.invoke("Where?")
+    assert found["raw"].content.lstrip()[0] == "{"
+    assert isinstance(found["parsed"], Town) == (method == "json_schema")
+
+
+def test_llama_index_takes_the_schema_as_an_option(tooled):
+    llm = LlamaIndexLLM(rag=tooled, max_tokens=60)
+    options = {"json_schema": Town.model_json_schema()}
+    town = llm.structured_predict(Town, PromptTemplate("Where is {name}?"), llm_kwargs=options, name="Ada")
+    assert town.name in ("Bern", "Rome")
 
 
 class TestStandard(SmallChatModel, ChatModelUnitTests):

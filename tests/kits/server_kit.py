@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
+from pydantic import BaseModel, ConfigDict
 
 from engine_kit import FOLDER
 from queue_kit import LONG, until
@@ -23,10 +24,18 @@ DOCUMENTS = (
 QUESTION = "Where does the river flow?"
 
 
-def engine(tokenizer: Any = None, **options: Any) -> RagCache:
+class Town(BaseModel):
+    """A town."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["Bern", "Rome"]
+    capital: bool
+
+
+def engine(tokenizer: Any = None, vocab_size: int = 340, **options: Any) -> RagCache:
     """A tiny engine whose chunks are warm at their second use."""
     own = {"policy": "reuse", "encoder": "standalone", "cold": "now", "cache_dir": FOLDER.name}
-    return RagCache(speaker(), tokenizer or byte_level(), **{**own, **options})
+    return RagCache(speaker(vocab_size=vocab_size), tokenizer or byte_level(), **{**own, **options})
 
 
 @contextmanager

@@ -1,7 +1,8 @@
+import openai
 import pytest
 
 from ragcachekit.server import ServerConfig, create_app
-from server_kit import MODEL, engine, served
+from server_kit import LONG, MODEL, engine, served
 from speaking import byte_level
 from tool_kit import with_tools
 
@@ -16,3 +17,9 @@ def rag():
 def url(rag):
     with served(create_app(rag, ServerConfig(model_name=MODEL, heartbeat=0.05))) as url:
         yield url
+
+
+@pytest.fixture(scope="package")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=LONG) as client:
+        yield client

@@ -12,17 +12,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
 from queue_kit import held
-from server_kit import DOCUMENTS, LONG, MODEL, QUESTION, until
+from server_kit import DOCUMENTS, MODEL, QUESTION, until
 
 GREEDY = {"temperature": 0, "max_tokens": 8}
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], **GREEDY}
 WITH_DOCUMENTS = {**ASKED, "extra_body": {"documents": list(DOCUMENTS)}}
-
-
-@pytest.fixture
-def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=LONG) as client:
-        yield client
 
 
 def strict(model, response):

@@ -36,8 +36,7 @@ MISSING, TOO_LONG = "missing_required_parameter", "context_length_exceeded"
 CHAT = "/chat/completions"
 REFUSED = {  # what is changed; then of the error: a part of its message, param, code
     "unknown": ({"foo": 1}, "Unrecognized request argument supplied: foo", None, None),
-    "value": ({"frequency_penalty": 0.5}, "Unsupported value", "frequency_penalty", VALUE),
-    "format": ({"response_format": {"type": "json_object"}}, "Unsupported", "response_format", VALUE),
+    "value": ({"service_tier": "flex"}, "Unsupported value", "service_tier", VALUE),
     "type": ({"temperature": "1"}, "Invalid type for 'temperature'", "temperature", "invalid_type"),
     "range": ({"temperature": 2.5}, "Invalid value for 'temperature'", "temperature", INVALID),
     "missing": ({"messages": ...}, "Missing required parameter: 'messages'", "messages", MISSING),
@@ -130,7 +129,7 @@ def test_short_messages_are_whole():
     ("error", "status"),
     [
         (QueueFull(), 503), (DeadlineExceeded(), 504), (EngineError("x"), 500), (PromptTooLong("x"), 400),
-        (KeyError("secret"), 500), (ValueError("x"), 400), (ApiError(418, "x"), 418),
+        (KeyError("secret"), 500), (ValueError("x"), 400), (ImportError("x"), 400), (ApiError(418, "x"), 418),
         (OSError(errno.EIO, "failed"), 500), (OSError(errno.ENOSPC, "full", "/secret"), 507),
     ],
 )  # fmt: skip
