@@ -177,7 +177,9 @@ class ChatRagCache(EngineSettings, BaseChatModel):  # type: ignore[misc]  # _str
             input_tokens=link.prompt_tokens,
             output_tokens=output,
             total_tokens=link.prompt_tokens + output,
-            input_token_details=InputTokenDetails(cache_read=link.reused_tokens),
+            input_token_details=InputTokenDetails(
+                cache_read=link.reused_tokens, cache_creation=link.written_tokens
+            ),
         )
         named = {"model_name": self.model_name, "model_provider": "ragcachekit"}
         reason, tools = answer.report.finish_reason, tool_fields(reader)

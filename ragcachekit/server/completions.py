@@ -236,7 +236,7 @@ class CompletionJob:
         if body.policy is not None:
             options["policy"] = body.policy
         if isinstance(body, ChatRequest) and (cache := body.prompt_cache_options):
-            options["keep"] = "marked" if cache.mode == "explicit" else "all"
+            options |= {"keep": "marked" if cache.mode == "explicit" else "all", "retain": cache.seconds}
         if isinstance(body, ChatRequest) and body.response_format is not None:
             options["json_schema"] = body.response_format.wanted
         options |= {"repetition_penalty": body.repetition_penalty, "min_new_tokens": body.min_tokens}

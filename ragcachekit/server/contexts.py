@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, NoReturn
@@ -222,7 +223,7 @@ class ContextStore:
                 await _to_end(self._add, tenant, owner, new)
             charge(new.tokens)
             async with asyncio.timeout(self._timeout):
-                ids = await self._encoded(new)
+                ids = await self._encoded(new, max(0.0, lifetime(now) - now) or None)
             now = self._clock()
             made = replace(new, chunk_ids=ids, created=now, updated=now, expires=lifetime(now))
             async with self._locks[owner]:
@@ -327,7 +328,7 @@ class ContextStore:
             raise _unknown(context.name)
         self._files.put(owner, context)
 
-    async def _encoded(self, context: Context) -> tuple[str, ...]:
+    async def _encoded(self, context: Context, retain: float | None) -> tuple[str, ...]:
         """The chunks' ids, once they are encoded after the system message; contexts encode by turns.
 
         Where only exact beginnings are reused, that of a prompt with all chunks in their order is computed.
@@ -342,11 +343,12 @@ class ContextStore:
             turn = context.chunks[len(ids) : len(ids) + _TURN]
             async with self._encoding:
                 with CancelScope(pause=Backoff(self._rag.queue, Event(), _SHARE)):
-                    ids += await to_thread(self._rag.encode, turn, namespace=context.namespace, system=system)
+                    encode = partial(self._rag.encode, namespace=context.namespace, retain=retain)
+                    ids += await to_thread(encode, turn, system=system)
                     try:
                         if ahead:
                             prompt = _messages(context.system, document_blocks(context.chunks[: len(ids)]))
-                            await to_thread(self._rag.encode, (), namespace=context.namespace, prompt=prompt)
+                            await to_thread(encode, (), prompt=prompt)
                     except (PromptTooLong, ValueError) as error:  # the chunks can be used a few at a time
                         log.warning("%s is not computed whole (%d chunks): %s", context.name, len(ids), error)
                         ahead = False

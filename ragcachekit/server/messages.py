@@ -84,7 +84,10 @@ class MessagesRequest(BaseModel):
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,
-            prompt_cache_options=CacheOptions(mode="explicit" if explicit else "implicit"),
+            prompt_cache_options=CacheOptions(
+                mode="explicit" if explicit else "implicit",
+                ttl=None if self.cache_control is None else self.cache_control.ttl,
+            ),
         )
 
 

@@ -50,7 +50,7 @@ Ids = Annotated[list[int], Field(fail_fast=True, max_length=1 << 20)]
 
 
 Lifetime = Annotated[str, Field(pattern="^[1-9][0-9]{0,5}[smh]$")]
-"""As ``30m``; entries stay until they are evicted, whatever it says."""
+"""As ``30m``."""
 
 
 class CacheControl(BaseModel):
@@ -75,6 +75,15 @@ class CacheOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Lifetime | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The lifetime in seconds."""
+        return (
+            None
+            if self.ttl is None
+            else int(self.ttl[:-1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[self.ttl[-1]]
+        )
 
 
 class TextPart(BaseModel):

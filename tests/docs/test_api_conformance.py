@@ -56,10 +56,10 @@ def test_the_page_has_the_fields_of_the_schema(path):
 
 
 def test_what_is_ignored_within_a_field_is_a_lifetime():
-    models = (schemas.CacheOptions, schemas.Breakpoint, schemas.CacheControl)
+    models = (schemas.Breakpoint, schemas.CacheControl)
     assert all("ttl" in model.model_fields for model in models)
     named = {name for name in listed("/v1/chat/completions")["ignored"] if "." in name}
-    assert named == {"prompt_cache_options.ttl", "prompt_cache_breakpoint.ttl", "cache_control.ttl"}
+    assert named == {"prompt_cache_breakpoint.ttl", "cache_control.ttl"}
 
 
 def annotations(path):
