@@ -28,7 +28,7 @@ class Engine:
     def register(self, texts, *, namespace):
         self.registered.append(tuple(texts))
 
-    def encode(self, texts, *, namespace, system):
+    def encode(self, texts, *, namespace, system, retain=None):
         self.turns.append((namespace, texts))
         self.encoded |= {(namespace, text) for text in texts}
         self.begun.set()
