@@ -18,12 +18,7 @@ from ragcachekit.plan.encodings import Entry, Fetch, Wanted, find_entry
 from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
 from ragcachekit.plan.prefix_match import TURN, PrefixMatch
 from ragcachekit.plan.variants import VariantPool
-from ragcachekit.policies.base import (
-    GuidedPolicy,
-    LayerwisePolicy,
-    PlacedChunk,
-    SelectionPolicy,
-)
+from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.prefix_tree.nodes import BLOCK, Root, Step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
@@ -367,27 +362,20 @@ def _to_observe(wanted: Sequence[Wanted], found: Sequence[Entry | None]) -> int 
 
 
 def _laid_out(
-    request: PromptRequest,
-    found: Sequence[Entry | None],
-    skipped: Collection[KVKey],
-    again: int | None,
+    request: PromptRequest, found: Sequence[Entry | None], skipped: Collection[KVKey], again: int | None
 ) -> LinkPlan:
     """The plan before any selection; what was ``found`` and ``skipped`` is computed, and not missing."""
     match, ids = request.prefix_match, request.token_ids
     parts, uses = ([], []) if match is None else (match.parts, match.uses)
     pieces = [Piece(kv.start or 0, kv) for _, kv, _ in parts]
-    placed, tiers, cold = (
-        [chunk for chunk, _, _ in parts],
-        [tier for _, _, tier in parts],
-        list[PlacedChunk](),
-    )
+    placed, tiers = [chunk for chunk, _, _ in parts], [tier for _, _, tier in parts]
+    cold = list[PlacedChunk]()
     missing: dict[KVKey, Missing] = {}
     for number, (want, stored) in enumerate(zip(request.wanted, found, strict=True)):
         entry = None if stored is None or stored.key in skipped else stored
         if request.may_reuse(want) and (stored is None or (entry is not None and entry.renew)):
             item = _missing(request, want, ids, is_renewed=entry is not None)
-            item = replace(item, again=number == again)
-            missing[item.key] = item
+            missing[item.key] = replace(item, again=number == again)
         if entry is None:
             chunk, tier = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False), COMPUTED
             cold.append(chunk)

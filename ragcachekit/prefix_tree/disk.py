@@ -200,8 +200,11 @@ class ForgetLog:
             try:
                 yield
             finally:
+                before, note = self._state(namespace), uuid4().hex
                 try:
-                    self._note(namespace)
+                    replace_file(self._path(namespace), note)
+                    if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
+                        self._seen[namespace] = note.encode()
                 except OSError as failed:
                     _LOG.warning("other processes are not told what was forgotten: %s", failed)
         if error is not None and error.busy:
@@ -217,12 +220,6 @@ class ForgetLog:
         except LockFailed as error:
             return error
         return None
-
-    def _note(self, namespace: str) -> None:
-        before, note = self._state(namespace), uuid4().hex
-        replace_file(self._path(namespace), note)
-        if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
-            self._seen[namespace] = note.encode()
 
     def _path(self, namespace: str) -> pathlib.Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()

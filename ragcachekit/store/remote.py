@@ -276,12 +276,7 @@ class RemoteStore(KVStore):
     remote = True
 
     def __init__(
-        self,
-        tier: str,
-        *,
-        key: bytes | str | None,
-        deadline: float,
-        max_entry: int | None = None,
+        self, tier: str, *, key: bytes | str | None, deadline: float, max_entry: int | None = None
     ) -> None:
         self._tier, self._seal = tier, Seal(key)
         self._executor = DeadlineExecutor(tier, deadline)
@@ -299,7 +294,7 @@ class RemoteStore(KVStore):
         raise NotImplementedError
 
     def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> bool:
-        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile. Return if it is kept."""
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile. False if it is not kept."""
         raise NotImplementedError
 
     def delete_blob(self, key: KVKey) -> None:
