@@ -294,7 +294,7 @@ class RemoteStore(KVStore):
         raise NotImplementedError
 
     def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> bool:
-        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile. False if it is not kept."""
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile. False if not."""
         raise NotImplementedError
 
     def delete_blob(self, key: KVKey) -> None:
