@@ -59,7 +59,6 @@ class Candidate:
 
     @property
     def mean(self) -> Loss:
-        """Means over the questions."""
         return Loss(*np.mean(self.losses, axis=0).tolist())
 
     def decision(self, budget: float) -> str:

@@ -228,12 +228,10 @@ class PrecomputeRun:
 
     @property
     def todo_tokens(self) -> int:
-        """Tokens to encode."""
         return sum(len(chunk.token_ids) for chunk in self.todo)
 
     @property
     def todo_bytes(self) -> int:
-        """Bytes of KV to be stored."""
         return sum(len(one.token_ids) * self.token_bytes + 4 * len(one.content) for one in self.entries)
 
     @property

@@ -173,7 +173,6 @@ class LinkedCache(Cache):  # type: ignore[misc]
         return "; ".join(dict.fromkeys(names))
 
     def settle(self) -> None:
-        """Put the kept rows of all layers in place."""
         for layer in self.layers:
             layer.settle()
 
@@ -192,7 +191,6 @@ class LinkedInputs:
     cache: LinkedCache
 
     def as_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of ``generate``."""
         names = ("input_ids", "position_ids", "attention_mask")
         return {**{name: getattr(self, name) for name in names}, "past_key_values": self.cache}
 

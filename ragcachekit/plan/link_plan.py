@@ -60,7 +60,6 @@ class PromptRequest:
     texts: Mapping[Ids, str] = field(default_factory=dict)  # of its chunks, by their ids
 
     def with_note(self, note: str) -> PromptRequest:
-        """This request with another note for the report."""
         return replace(self, notes=(*self.notes, note))
 
     def after_failure(self, error: Exception) -> PromptRequest:
@@ -70,12 +69,10 @@ class PromptRequest:
 
     @property
     def token_ids(self) -> Ids:
-        """The whole prompt."""
         return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def reads_cache(self) -> bool:
-        """False for an ordinary prefill."""
         return self.fallback is None and self.policy.reads_cache
 
     def may_reuse(self, want: Wanted) -> bool:
@@ -122,17 +119,14 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are used."""
         return self.kv.tokens - self.first if self.keep is None else self.keep
 
     @property
     def rows(self) -> slice:
-        """The rows of ``kv`` that are used."""
         return slice(self.first, self.first + self.tokens)
 
     @property
     def stop(self) -> int:
-        """Position after its last token."""
         return self.start + self.tokens
 
 
@@ -158,7 +152,6 @@ class LinkPlan:
 
     @property
     def chunks(self) -> tuple[PlacedChunk, ...]:
-        """The chunks of the prompt in order, cached or not."""
         return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
 
     @property
@@ -173,11 +166,9 @@ class LinkPlan:
 
     @property
     def kept(self) -> int:
-        """Number of rows taken from the cache as they are."""
         return len(self.token_ids) - len(self.rows)
 
     def with_note(self, note: str) -> LinkPlan:
-        """The plan with another note in its report."""
         return replace(self, report=replace(self.report, notes=(*self.report.notes, note)))
 
     def without_kv(self) -> LinkPlan:

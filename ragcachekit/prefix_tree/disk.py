@@ -150,11 +150,9 @@ class TreeDisk:
         return ids
 
     def stats(self) -> list[StoreStats]:
-        """The store's records, under the tree's names."""
         return [replace(record, tier=f"tree:{record.tier}") for record in self.store.stats()]
 
     def close(self) -> None:
-        """Write the rest and close the store."""
         self.write()
         self.store.close()
 

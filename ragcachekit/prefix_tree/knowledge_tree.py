@@ -147,7 +147,6 @@ class Turns:
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self.budget),)
 
     def clear(self) -> None:
-        """Drop all turns."""
         with self._lock:
             self.kept.clear()
             self._nbytes = 0

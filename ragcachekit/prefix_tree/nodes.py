@@ -79,7 +79,6 @@ class Match:
 
     @property
     def tokens(self) -> int:
-        """Rows of the prompt that need not be computed."""
         return sum(reused.step.tokens for reused in self.found)
 
 
@@ -170,7 +169,6 @@ class MemoryTier:
         return node.digest in self._copies
 
     def get(self, node: Node) -> ChunkKV | None:
-        """The node's copy here."""
         return self._copies[node.digest][1] if node in self else None
 
     def use(self, node: Node, access: Access) -> ChunkKV | None:
@@ -215,7 +213,6 @@ class MemoryTier:
             (self._ranking.hold if by > 0 else self._ranking.release)(node.digest)
 
     def spare(self, nbytes: int) -> bool:
-        """Whether so many more bytes fit."""
         return self._ranking.nbytes + nbytes <= self.budget
 
     def evict(self) -> tuple[Node, ChunkKV] | None:
@@ -238,7 +235,6 @@ class MemoryTier:
             kv.keys[-1].flatten()[:1].to("cpu", copy=True)
 
     def stats(self) -> StoreStats:
-        """The counters and the present content."""
         return self.counters.stats(entries=len(self._copies), nbytes=self._ranking.nbytes, budget=self.budget)
 
     def _drop(self, name: bytes) -> tuple[Node, ChunkKV]:
@@ -325,7 +321,6 @@ class Levels:
             asked -= here
 
     def pin(self, node: Node, by: int = 1) -> None:
-        """Change the number of requests that hold the node."""
         node.pins += by
         for tier in self.tiers:
             tier.hold(node, by)
@@ -426,7 +421,6 @@ class Levels:
         self._unlink(top)
 
     def clear(self) -> None:
-        """Evict all nodes."""
         for top in [node for children in self.roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
 
