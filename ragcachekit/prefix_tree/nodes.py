@@ -352,18 +352,11 @@ class Levels:
                 elif number >= known:
                     self._evicted(root, match.path[: number + 1], kv)
                 added += is_new and number >= known
-            for node in nodes:
-                if self.gpu is None or (
-                    node not in self.gpu and not self._take(self.gpu, node, self._copy(node))
-                ):
-                    break
-            host = self.host if self.gpu is not None else None
-            for node in nodes:
-                if host is None or (
-                    node not in host
-                    and (node.uses < HOT_USES or not self._take(host, node, self._copy(node)))
-                ):
-                    break
+            for tier in self.tiers if self.gpu is not None else ():
+                for node in nodes:
+                    is_cold = tier is self.host and node.uses < HOT_USES
+                    if node not in tier and (is_cold or not self._take(tier, node, self._copy(node))):
+                        break
         finally:
             for node in nodes:
                 self.pin(node, -1)
