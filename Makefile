@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept whatever the environment says: without them each process imports twice as long.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-portable lint docs package bench bench-gpu soak requirements clean
+.PHONY: demo test test-portable lint docs package bench bench-gpu soak requirements notebooks clean
 
 demo: $(DEMO)
 	$(BIN)/python -m benchmarks demo --out demo-out $(if $(FULL),--full)
@@ -99,6 +99,10 @@ $(STAMP): requirements/dev.txt $(DEMO)
 	$(call install,dev)
 	sh tests/kits/get_redis.sh $(VENV)/redis
 	@touch $(STAMP)
+
+# After a change to what the notebooks show.
+notebooks: $(SAMPLE)
+	$(BIN)/python tests/notebooks/execute.py
 
 # After a change to pyproject.toml or constraints.txt. The packages that they name must be installed.
 requirements:

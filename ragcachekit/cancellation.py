@@ -41,11 +41,7 @@ class CancelScope:
     """
 
     def __init__(
-        self,
-        event: Event | None = None,
-        *,
-        pause: Callable[[], object] | None = None,
-        deadline: float = inf,
+        self, event: Event | None = None, *, pause: Callable[[], object] | None = None, deadline: float = inf
     ) -> None:
         self.between_layers = True  # False: the generate loop ends after a token, and keeps its tokens
         self._event, self._deadline = event, deadline

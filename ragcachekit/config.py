@@ -62,15 +62,14 @@ class StoreConfig:
     - ``redis_entry_bytes``: Largest entry of that tier, whose budget is the server's ``maxmemory``; larger
       ones go to ``bulk_url`` alone.
     - ``bulk_url``: A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for
-      everything; None: off.
-    - ``bulk_bytes``: Budget of that tier, per process: give each process its own folder, or its share.
+      everything; None: off. Nothing is evicted from it.
     - ``remote_key``: Environment variable with the key that signs remote entries. The key itself never leaves
       the process.
     - ``remote_deadline``, ``bulk_deadline``: Seconds after which an operation on Redis or the bulk tier is a
       miss.
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
       docs/eviction.md), ``f_r``; ``pgdsf:20000`` counts uses among the tier's last 20,000. Disk and
-      Redis evict the least recently used, the bulk tier the oldest.
+      Redis evict the least recently used.
     - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*`` stands for every other
       one.
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded
@@ -85,7 +84,6 @@ class StoreConfig:
     redis_url: str | None = None
     redis_entry_bytes: int = 1 << 20
     bulk_url: str | None = None
-    bulk_bytes: int = DEFAULT_DISK_BYTES
     remote_key: str | None = None
     remote_deadline: float = 0.2
     bulk_deadline: float = 2.0
@@ -101,7 +99,7 @@ class StoreConfig:
             raise ValueError(
                 f"disk_bytes must be > 0, got {self.disk_bytes}; use disk_path=None for no disk tier"
             )
-        remote = ("redis_entry_bytes", "bulk_bytes", "remote_deadline", "bulk_deadline")
+        remote = ("redis_entry_bytes", "remote_deadline", "bulk_deadline")
         _check_numbers(self, remote, positive=True)
         if (self.redis_url or self.bulk_url) and not self.remote_key:
             raise ValueError(

@@ -142,7 +142,6 @@ class DaemonPool:
 
     @property
     def waiting(self) -> int:
-        """Number of queued jobs."""
         return len(self._waiting)
 
     @property

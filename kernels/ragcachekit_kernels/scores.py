@@ -127,12 +127,8 @@ class Launch:
         self.numbers = *factors(options), options.window or 0, self.cuts, key.shape[1], len(positions)
         self.strides = query.stride(0), query.stride(1), key.stride(0), key.stride(1)
         self.options: dict[str, Any] = {
-            **{
-                "KV_HEADS": key.shape[0],
-                "GROUP": group,
-                "D": query.shape[2],
-                "PADDED": padded(query.shape[2]),
-            },
+            **{"KV_HEADS": key.shape[0], "GROUP": group},
+            **{"D": query.shape[2], "PADDED": padded(query.shape[2])},
             **{"VECTORS": how.vectors, "BLOCK": how.block, "SPANS": spans is not None},
             **{"WINDOW": options.window is not None, "SOFTCAP": options.softcap is not None},
             **{"UPCAST": upcast(query.dtype), "num_warps": how.warps, "num_stages": how.stages, **FUSED},

@@ -58,8 +58,8 @@ class AppSettings(BaseModel):
 
     - ``model``: Folder or hub id, the same on every machine; ``model_name`` is what clients call it.
     - ``replicas``, ``ingresses``: Engines, and processes that read and route requests.
-    - ``shared``, ``shared_key``, ``shared_gb``: Url of a tier that the engines share, the environment
-      variable with the key that signs its entries, and its budget, which every engine keeps by itself.
+    - ``shared``, ``shared_key``: Url of a tier that the engines share, and the environment variable with the
+      key that signs its entries.
     - ``host_gb``: Memory tier of each engine.
     - ``keys``, ``contexts``: File of API keys and folder of contexts, as for
       :class:`~ragcachekit.server.ServerConfig`; all machines must see them. Without ``contexts``, several
@@ -80,7 +80,6 @@ class AppSettings(BaseModel):
     ingresses: int = Field(default=1, ge=1)
     shared: str | None = None
     shared_key: str = KEY
-    shared_gb: float = Field(default=64.0, gt=0)
     host_gb: float = Field(default=4.0, gt=0)
     policy: str = DEFAULT_POLICY
     encoder: str | None = DEFAULT_ENCODER
@@ -137,8 +136,7 @@ def open_replica(settings: AppSettings) -> tuple[RagCache, FastAPI]:
     host = int(settings.host_gb * 1e9)
     store = StoreConfig(host_bytes=host)
     if settings.shared is not None:
-        shared = int(settings.shared_gb * 1e9)
-        store = shared_tier(settings.shared, shared, settings.shared_key, host_bytes=host)
+        store = shared_tier(settings.shared, settings.shared_key, host_bytes=host)
     rag = RagCache.from_pretrained(
         settings.model,
         policy=settings.policy,

@@ -119,7 +119,7 @@ class EncodingActor:
             found = self._own.get(key)
             if found is not None and not self._store(key, found.kv):
                 raise StoreError(
-                    "the shared tier refused the KV of a chunk: check its budget, its key, and that every "
+                    "the shared tier refused the KV of a chunk: check its space, its key, and that every "
                     "machine can reach it; then run the same command again"
                 )
             self._own.discard(key, damaged=False)

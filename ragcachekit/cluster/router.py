@@ -111,7 +111,6 @@ class Balancer:
         return [[name] for name in ranked] + rest
 
     def sent(self, name: str, chunks: Mapping[str, int]) -> None:
-        """Note that a replica was sent a request."""
         if (replica := self._replicas.get(name)) is None:
             return
         decay = 1 - 1 / (WINDOW * len(self._replicas))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragcachekit.config import DEFAULT_DISK_BYTES, StoreConfig
+from ragcachekit.config import StoreConfig
 
 KEY = "RAGCACHEKIT_KEY"
 """Environment variable with the key that signs entries, by default."""
@@ -13,16 +13,15 @@ _PATIENCE = 60.0  # seconds; no request waits for a write in bulk
 _MAX_ENTRY_BYTES = 256 << 20
 
 
-def shared_tier(url: str, nbytes: int | None = None, key: str = KEY, *, host_bytes: int = 0) -> StoreConfig:
+def shared_tier(url: str, key: str = KEY, *, host_bytes: int = 0) -> StoreConfig:
     """The configuration of a tier that processes share.
 
     Parameters
     ----------
     url : str
         ``redis://host:port/0`` (``rediss://``, ``unix://``), or a folder of any fsspec file system:
-        ``s3://bucket/kv``, ``file:///mnt/kv``.
-    nbytes : int, optional
-        Its budget; by default 64 GiB. That of Redis is the server's ``maxmemory``.
+        ``s3://bucket/kv``, ``file:///mnt/kv``. The budget of Redis is the server's ``maxmemory``; a folder
+        has none.
     key : str
         Environment variable with the key that signs entries, on every machine.
     host_bytes : int
@@ -32,7 +31,7 @@ def shared_tier(url: str, nbytes: int | None = None, key: str = KEY, *, host_byt
     if url.startswith(("redis:", "rediss:", "unix:")):
         config = StoreConfig(redis_url=url, redis_entry_bytes=_MAX_ENTRY_BYTES, remote_key=key)
     else:
-        config = StoreConfig(bulk_url=url, bulk_bytes=nbytes or DEFAULT_DISK_BYTES, remote_key=key)
+        config = StoreConfig(bulk_url=url, remote_key=key)
     if host_bytes:
         return replace(config, host_bytes=host_bytes)
     return replace(config, host_bytes=0, remote_deadline=_PATIENCE, bulk_deadline=_PATIENCE)

@@ -66,10 +66,7 @@ app.callback()(root)
 for command in (ask, precompute, estimate, calibrate, check_model, serve, doctor, sample_model):
     app.command()(command)
 app.add_typer(_group("Measure on this machine; tables, JSON and plots.", ttft, fidelity), name="bench")
-app.add_typer(
-    _group("What a cache folder holds; empty it.", stats, clear),
-    name="cache",
-)
+app.add_typer(_group("What a cache folder holds; empty it.", stats, clear), name="cache")
 app.add_typer(_group("API keys of the server.", add, remove), name="keys")
 
 

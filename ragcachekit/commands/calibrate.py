@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -38,8 +38,8 @@ CANDIDATES = (
 ROUND = 8
 """Questions between two decisions, and the least number of them."""
 
-CONFIDENCE, OVER_CONFIDENCE = 0.9, 0.95
-"""Of the upper bound that is compared with a budget, and of the lower bound that drops a candidate."""
+CONFIDENCE = 0.9
+"""Of the upper bound that is compared with a budget."""
 
 
 class Loss(NamedTuple):
@@ -51,21 +51,19 @@ class Loss(NamedTuple):
 
 @dataclass
 class Candidate:
-    """A policy with its losses so far; ``over`` once its mean loss is surely above the budget."""
+    """A policy with its losses so far, and the upper bound of their mean."""
 
     policy: str
     losses: list[Loss] = field(default_factory=list)
-    over: bool = False
     upper: float = np.inf
 
     @property
     def mean(self) -> Loss:
-        """Means over the questions."""
         return Loss(*np.mean(self.losses, axis=0).tolist())
 
     def decision(self, budget: float) -> str:
-        """Whether it is within the budget: "within", "over" or "not sure"."""
-        return "over" if self.over else "within" if self.upper <= budget else "not sure"
+        """Whether it is within the budget: "within" or "not sure"."""
+        return "within" if self.upper <= budget else "not sure"
 
 
 def upper_bound(losses: ArrayLike, worst: float, seed: int = 0) -> float:
@@ -77,49 +75,15 @@ def upper_bound(losses: ArrayLike, worst: float, seed: int = 0) -> float:
     return _bootstrap(len(sample), seed).quantile_of_mean(sample, CONFIDENCE)
 
 
-def lower_bound(losses: ArrayLike, seed: int = 0) -> float:
-    """95 % lower bound of the mean loss."""
-    sample = -np.asarray(losses, np.float64)
-    return -_bootstrap(len(sample), seed).quantile_of_mean(sample, OVER_CONFIDENCE)
-
-
 @cache
 def _bootstrap(n: int, seed: int) -> Bootstrap:
     return Bootstrap(n, seed)
 
 
-def race(
-    ask: Callable[[int, Sequence[str]], Iterable[Loss]],
-    policies: Sequence[str],
-    order: Sequence[int],
-    budget: float,
-    *,
-    seed: int = 0,
-    worst: float = 0.0,
-    progress: bool = False,
-) -> list[Candidate]:
-    """Ask questions by number in this (random) ``order`` until the cheapest within ``budget`` is sure.
-
-    ``ask`` gives what each of the named policies loses on a question. After each round candidates that are
-    surely over the budget are dropped. To be cautious, the upper bound includes one more question with the
-    worst loss seen so far, at least ``worst``.
-    """
-    found = [Candidate(name) for name in policies]
-    racing = list(found)
-    for start in tqdm(range(0, len(order), ROUND), desc="calibrate", unit="round", disable=not progress):
-        for number in order[start : start + ROUND]:
-            losses = ask(number, [one.policy for one in racing])
-            for candidate, loss in zip(racing, losses, strict=True):
-                candidate.losses.append(loss)
-                worst = max(worst, loss.loss)
-        for candidate in found:
-            values = [loss.loss for loss in candidate.losses]
-            candidate.upper = upper_bound(values, worst, seed)
-            candidate.over |= lower_bound(values, seed) > budget
-        racing = sorted((one for one in found if not one.over), key=lambda one: (one.mean.ratio, one.upper))
-        if not racing or racing[0].upper <= budget:
-            break
-    return found
+def is_settled(found: Iterable[Candidate], budget: float) -> bool:
+    """Whether the cheapest candidate whose mean is within the budget surely is."""
+    within = [one for one in found if one.mean.loss <= budget]
+    return bool(within) and min(within, key=lambda one: (one.mean.ratio, one.upper)).upper <= budget
 
 
 def candidates(names: Iterable[str], encoder: str) -> list[str]:
@@ -184,16 +148,22 @@ def run(
         cache_dir=cache_dir,
     )
 
-    def losses(number: int, names: Sequence[str]) -> Iterator[Loss]:
-        question = sample.questions[number]
-        prompt = maker.prompt(question)
-        _, reference = engines.full(prompt)
-        for one in names:
-            found, link = engines.compare(question, prompt, PolicyAndEncoder(one, encoder), reference)
-            yield Loss(found.kl, link.recompute_ratio)
-
+    found, worst = [Candidate(one) for one in measured], 0.0
+    rounds = tqdm(range(0, len(order), ROUND), desc="calibrate", unit="round", disable=not progress)
     with closing(engines):
-        found = race(losses, measured, order, budget, seed=seed, progress=progress)
+        for start in rounds:
+            for question in (sample.questions[number] for number in order[start : start + ROUND]):
+                prompt = maker.prompt(question)
+                _, reference = engines.full(prompt)
+                for one in found:
+                    asked_as = PolicyAndEncoder(one.policy, encoder)
+                    shown, link = engines.compare(question, prompt, asked_as, reference)
+                    one.losses.append(Loss(shown.kl, link.recompute_ratio))
+                    worst = max(worst, shown.kl)
+            for one in found:
+                one.upper = upper_bound([loss.loss for loss in one.losses], worst, seed)
+            if is_settled(found, budget):
+                break
     curve = [
         CurvePoint(one.policy, one.mean.ratio, one.mean.loss, one.upper, len(one.losses)) for one in found
     ]

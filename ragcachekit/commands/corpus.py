@@ -53,12 +53,10 @@ class Corpus:
 
     @property
     def texts(self) -> list[str]:
-        """The chunks' texts."""
         return [chunk.text for chunk in self.chunks]
 
     @cached_property
     def by_id(self) -> dict[str, CorpusChunk]:
-        """The chunks by their ids."""
         return {chunk.id: chunk for chunk in self.chunks}
 
 

@@ -73,12 +73,10 @@ class MiniLM(Embeddings):
         return rows
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Embeddings of texts, as LangChain expects them."""
         rows: list[list[float]] = self.embed(texts).tolist()
         return rows
 
     def embed_query(self, text: str) -> list[float]:
-        """Embedding of one text, as LangChain expects it."""
         row: list[float] = self.embed([text])[0].tolist()
         return row
 

@@ -67,7 +67,6 @@ class Engines:
 
     @property
     def fingerprint(self) -> str:
-        """Of the model."""
         return next(iter(self._engines.values())).fingerprint
 
     def full(self, prompt: QuestionPrompt, *continuations: tuple[int, ...]) -> tuple[Answer, Reference]:
@@ -99,7 +98,6 @@ class Engines:
         )
 
     def close(self) -> None:
-        """Close engines and stores."""
         for engine in self._engines.values():
             engine.close()
         for store in self._stores.values():

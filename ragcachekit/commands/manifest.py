@@ -34,7 +34,6 @@ class Manifest:
 
     @classmethod
     def of(cls, settings: OwnFiles, rag: RagCache, folder: Path, encoder: str) -> Manifest:
-        """The list of a corpus, a model and an encoder."""
         scope = {
             "namespace": rag.namespace,
             "corpus": str(Path(settings.corpus).expanduser().resolve()),

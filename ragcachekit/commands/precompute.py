@@ -129,7 +129,7 @@ class PrecomputeSettings(OwnFiles):
                 "is not set: put one there (openssl rand -hex 32), the same on every machine, or name "
                 "another variable with --shared-key"
             )
-        return shared_tier(self.shared, self.disk_bytes, self.shared_key)
+        return shared_tier(self.shared, self.shared_key)
 
     @property
     def lists(self) -> Path:
@@ -228,12 +228,10 @@ class PrecomputeRun:
 
     @property
     def todo_tokens(self) -> int:
-        """Tokens to encode."""
         return sum(len(chunk.token_ids) for chunk in self.todo)
 
     @property
     def todo_bytes(self) -> int:
-        """Bytes of KV to be stored."""
         return sum(len(one.token_ids) * self.token_bytes + 4 * len(one.content) for one in self.entries)
 
     @property
@@ -243,10 +241,11 @@ class PrecomputeRun:
         return f"{new} new, {len(self.chunks) - new} kept, {len(self.gone)} forgotten"
 
     def check_room(self) -> None:
-        """ValueError if the KV does not fit into the budget."""
+        """ValueError if the KV does not fit into the budget, if there is one."""
         needed = self.todo_bytes - sum(self.gone.values()) * self.token_bytes
-        room = sum(record.budget - record.nbytes for record in self._tier.stats())
-        if needed > room:
+        rooms = [record.budget - record.nbytes for record in self._tier.stats() if record.budget]
+        room = sum(rooms)
+        if rooms and needed > room:
             raise ValueError(
                 f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB "
                 "left; raise --disk-gb, here and in `ask`, or clear what is not needed (ragcachekit cache "

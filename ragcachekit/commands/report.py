@@ -31,7 +31,6 @@ class BenchReport:
     rows: tuple[dict[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON frame."""
         return {
             "schema": SCHEMA,
             "bench": self.bench,
@@ -43,7 +42,6 @@ class BenchReport:
         }
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the frame, indented."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 

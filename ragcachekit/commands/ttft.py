@@ -77,11 +77,9 @@ class TtftSettings:
             )
 
     def load(self, dtype: str) -> tuple[Any, Any]:
-        """Model and tokenizer."""
         return load_checked(self.model, self.device, dtype)
 
     def prompt(self, lm: Any, tokenizer: Any, tokens: int) -> Prompt:
-        """The prompt of one size."""
         if self.corpus is not None:
             return corpus_prompt(self.corpus, tokenizer, tokens, self.chunk_tokens, self.seed)
         vocab = lm.config.get_text_config().vocab_size

@@ -38,17 +38,14 @@ class CacheFolder:
 
     @property
     def kv(self) -> Path:
-        """Folder of the disk tier."""
         return self.path / "kv"
 
     @property
     def indexes(self) -> Path:
-        """Folder of the vector indexes."""
         return self.path / "indexes"
 
     @property
     def manifests(self) -> Path:
-        """Folder of the manifests of ``precompute``."""
         return self.path / "precomputed"
 
     def check_writable(self) -> None:
@@ -175,7 +172,6 @@ class OwnFiles:
         cache_dir: Path | None = None,
         cold: Literal["background", "never"] = "background",
     ) -> RagCache:
-        """Load the model over ``store``."""
         return open_engine(
             self.model,
             device=self.device,

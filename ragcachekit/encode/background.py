@@ -97,7 +97,6 @@ class BackgroundEncoder:
                     self.count(captured_tokens=kv.tokens)
 
     def count(self, **tokens: int) -> None:
-        """Add to fields of ``stats``."""
         with self._counting:
             added = {name: getattr(self.stats, name) + more for name, more in tokens.items()}
             self.stats = replace(self.stats, **added)

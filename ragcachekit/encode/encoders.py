@@ -138,12 +138,7 @@ class NeighbourEncoder:
     """
 
     def __init__(
-        self,
-        model: Any,
-        rope: Rope,
-        encoder: ChunkEncoder,
-        store: KVStore,
-        layout: KVLayout | None = None,
+        self, model: Any, rope: Rope, encoder: ChunkEncoder, store: KVStore, layout: KVLayout | None = None
     ) -> None:
         self._model, self._rope, self._encoder = model, rope, encoder
         self._store, self._layout = store, layout

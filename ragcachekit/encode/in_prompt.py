@@ -44,10 +44,7 @@ class InPromptEncoder:
         self._model, self._rope = model, rope
 
     def encode(
-        self,
-        items: Iterable[Missing],
-        summed: Callable[[Missing], bool] = lambda _: True,
-        question: Ids = (),
+        self, items: Iterable[Missing], summed: Callable[[Missing], bool] = lambda _: True, question: Ids = ()
     ) -> Iterator[tuple[Missing, ChunkKV]]:
         """Yield every item of an :class:`InPromptEncoding` with its KV, keys without RoPE, on the host.
 

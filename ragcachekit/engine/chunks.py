@@ -232,11 +232,7 @@ class Chunks:
                 log.exception("cached search results could not be forgotten; clear the retriever's cache")
 
     def _forget(
-        self,
-        namespace: str,
-        ids: frozenset[str] | None,
-        texts: Sequence[str],
-        within: ForgottenTexts | None,
+        self, namespace: str, ids: frozenset[str] | None, texts: Sequence[str], within: ForgottenTexts | None
     ) -> int:
         """Drop entries while none is stored; work begun before this counts as out of date afterwards."""
         forgets = self._parts.forgets

@@ -279,7 +279,6 @@ class EngineComponents:
         return flush_all([self.background.flush, *loads], timeout)
 
     def close(self) -> None:
-        """End background work, and close the store and the tree that were opened here."""
         self._opened.close()
 
 

@@ -165,13 +165,11 @@ class Runner:
         return replace(answer, report=report)
 
     def empty_answer(self, request: Request) -> Answer:
-        """The answer of a request that was cancelled before its turn."""
         waited = (perf_counter() - request.submitted_at) * 1e3
         link = plain_plan(request.prompt).report
         return Answer("", (), GenerateReport(link, 0, waited, waited, "cancelled", waited))
 
     def drop(self, request: Request) -> None:
-        """End a running request without an answer."""
         run = self.runs.pop(request, None)
         if run is not None and run.decoding is not None:
             self.decoder.drop(run.decoding)
@@ -361,7 +359,6 @@ class AfterAnswer:
         return monotonic() - started_at
 
     def _own(self, generated: Generated) -> tuple[Missing, ...]:
-        """The missing entries that the request's prefill computed exactly as their encoding."""
         own = generated.own
         return own.items if own is not None and own.complete(generated.cache) else ()
 

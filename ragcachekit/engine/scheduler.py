@@ -51,16 +51,13 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests whose turn has not come."""
         return len(self._order)
 
     @property
     def running(self) -> int:
-        """Requests that are being answered."""
         return len(self.runner.runs)
 
     def has_room(self) -> bool:
-        """Whether another request may wait."""
         return self.waiting < self._config.max_waiting
 
     def stats(self) -> QueueStats:

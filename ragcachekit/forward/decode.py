@@ -35,11 +35,9 @@ class Part(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of every layer."""
         return self.keys[0].shape[1]
 
     def copied(self, start: int, stop: int) -> Part:
-        """Some of its rows in memory of their own."""
         return Part(*([_moved(side[:, start:stop], stop - start) for side in sides] for sides in self))
 
     def equal(self, other: Part, count: int) -> int:
@@ -125,7 +123,6 @@ class RequestKV:
 
 
 def _moved(side: Tensor, room: int) -> Tensor:
-    """Rows in a buffer with room for as many."""
     out = side.new_empty(side.shape[0], room, side.shape[2])
     out[:, : side.shape[1]] = side
     return out
@@ -207,7 +204,6 @@ class _BatchLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        """Rows of the longest request."""
         return max(request.rows for request in self._rows.requests)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

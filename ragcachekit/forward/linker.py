@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -91,7 +90,6 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
         self._values: Any = None
         super().__init__()
         self._make, self._slots, self._kept, self._correct = make, slots, kept, correct
-        self.settling = 0.0  # seconds that placing the kept rows took, waits included
         self.dtype, self.device = dtype, device
         self.is_initialized = True
         self.rows, self._projecting = rows, False
@@ -120,11 +118,9 @@ class LinkedLayer(DynamicLayer):  # type: ignore[misc]
     def settle(self) -> None:
         """Put the kept rows in place."""
         if self._make is not None:
-            started_at = time.perf_counter()
             keys, values = self._make()
             self._keys, self._values = keys[:, :, : self._slots], values[:, :, : self._slots]
             self._make = None
-            self.settling = time.perf_counter() - started_at
 
     def narrow(self, rows: LinkRows, projecting: bool = False) -> None:
         """Expect only these rows. ``projecting``: write their K and V, then raise :class:`Projected`."""
@@ -177,14 +173,8 @@ class LinkedCache(Cache):  # type: ignore[misc]
         return "; ".join(dict.fromkeys(names))
 
     def settle(self) -> None:
-        """Put the kept rows of all layers in place."""
         for layer in self.layers:
             layer.settle()
-
-    @property
-    def settling(self) -> float:
-        """Seconds that placing kept rows has taken so far, waits for loading included."""
-        return float(sum(layer.settling for layer in self.layers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +191,6 @@ class LinkedInputs:
     cache: LinkedCache
 
     def as_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of ``generate``."""
         names = ("input_ids", "position_ids", "attention_mask")
         return {**{name: getattr(self, name) for name in names}, "past_key_values": self.cache}
 
@@ -235,11 +224,15 @@ def link(
     rows = LinkRows(Rows(plan.rows), observer) if plan.rows else None
     if buffers is None:
         buffers = assemble(plan, rope, device)
-    tokens = len(plan.token_ids)
-    corrects = _corrections(plan, rope, device)
+    tokens, shapes = len(plan.token_ids), plan.pieces[0].kv.shapes
+    corrects: list[Correct | None] = [None] * len(shapes)
+    if (correction := Correction.of(plan, device)) is not None:  # not of layer 0: no row depends on context
+        turns = rope.turns_on(device, tokens)
+        for index in range(1, len(shapes)):
+            corrects[index] = partial(correction.apply, rope.rotations(index, turns))
     layers = [
         LinkedLayer(make, dtype, device, tokens, rows, plan.kept, correct)
-        for make, correct, ((dtype, _), _) in zip(buffers, corrects, plan.pieces[0].kv.shapes, strict=True)
+        for make, correct, ((dtype, _), _) in zip(buffers, corrects, shapes, strict=True)
     ]
     ids, at = _integers(plan.token_ids), _integers(plan.rows)
     kept = torch.ones(tokens, dtype=torch.bool).index_fill_(0, at, False)
@@ -247,16 +240,6 @@ def link(
     position_ids = torch.cat([at.new_zeros(plan.kept), at])[None]
     mask = torch.ones_like(input_ids)
     return LinkedInputs(input_ids.to(device), position_ids.to(device), mask.to(device), LinkedCache(layers))
-
-
-def _corrections(plan: LinkPlan, rope: Rope, device: torch.device) -> Sequence[Correct | None]:
-    """Of each layer but the first, whose rows do not depend on context."""
-    layers, correction = len(plan.pieces[0].kv.shapes), Correction.of(plan, device)
-    if correction is None:
-        return [None] * layers
-    turns = rope.turns_on(device, len(plan.token_ids))
-    apply = correction.apply
-    return [None, *(partial(apply, rope.rotations(index, turns)) for index in range(1, layers))]
 
 
 def _integers(values: Sequence[int]) -> Tensor:

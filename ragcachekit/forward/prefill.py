@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -231,18 +231,12 @@ def timed(plan: LinkPlan) -> LinkReport:
         return report
     waits: dict[KVKey, float] = {load.key: load.waited for load in loads}
     wait_ms = report.wait_ms + sum(waits.values()) * 1e3
-    # Waking up takes time too: a wait can end later than the load.
-    load_ms = max(report.load_ms + _covered(load.span for load in loads) * 1e3, wait_ms)
-    return replace(report, load_ms=load_ms, wait_ms=wait_ms)
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans ran."""
-    total, end = 0.0, float("-inf")
-    for started, ended in sorted(spans):
-        total += max(0.0, ended - max(started, end))
+    seconds, end = 0.0, float("-inf")  # in which at least one of them was read
+    for started, ended in sorted(load.span for load in loads):
+        seconds += max(0.0, ended - max(started, end))
         end = max(end, ended)
-    return total
+    # Waking up takes time too: a wait can end later than the load.
+    return replace(report, load_ms=max(report.load_ms + seconds * 1e3, wait_ms), wait_ms=wait_ms)
 
 
 # -- the scoring pass of guided policies ---------------------------------------------------------------

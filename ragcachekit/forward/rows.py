@@ -170,7 +170,6 @@ class OwnRows(ContextSums):
         self._held_questions: list[tuple[Tensor, Tensor, AttentionOptions]] = []
 
     def cache(self) -> Cache:
-        """An empty cache for an ordinary prefill of the prompt."""
         return SummingCache(self)
 
     def add(self, query: Tensor, key: Tensor, options: AttentionOptions) -> None:

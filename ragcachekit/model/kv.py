@@ -181,13 +181,11 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's KV."""
         sides = (side for layer in self._one_token for side in layer)
         return sum(dtype.itemsize * heads * dim for dtype, (heads, _, dim) in sides)
 
     @property
     def stored(self) -> str:
-        """What is stored, in words."""
         return "keys, values per token"
 
     def misfit(self, kv: Any, tokens: int) -> str | None:

@@ -171,7 +171,6 @@ class Rope:
     def strip(
         self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles]
     ) -> tuple[Tensor, Tensor]:
-        """Undo :meth:`place`."""
         return self._turned(layer, keys, values, angles, inverse=True)
 
     def _turned(

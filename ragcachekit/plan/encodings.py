@@ -91,7 +91,6 @@ class Encodings:
 
     @property
     def needs_system(self) -> bool:
-        """Whether chunks are encoded after the prompt's system text."""
         return self.name in ("system", IN_PROMPT) or self.neighbours > 0
 
     def wanted(self, segments: Sequence[TokenSegment], fingerprint: str, namespace: str) -> Iterator[Wanted]:

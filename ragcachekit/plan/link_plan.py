@@ -18,12 +18,7 @@ from ragcachekit.plan.encodings import ENCODED, Entry, Fetch, Wanted, find_entry
 from ragcachekit.plan.load_planner import MEMORY_TIERS, recomputed_rows
 from ragcachekit.plan.prefix_match import TURN, PrefixMatch
 from ragcachekit.plan.variants import VariantPool
-from ragcachekit.policies.base import (
-    GuidedPolicy,
-    LayerwisePolicy,
-    PlacedChunk,
-    SelectionPolicy,
-)
+from ragcachekit.policies.base import GuidedPolicy, LayerwisePolicy, PlacedChunk, SelectionPolicy
 from ragcachekit.prefix_tree.nodes import BLOCK, Root, Step
 from ragcachekit.prompt.segments import TokenSegment
 from ragcachekit.reports import ChunkUse, LinkReport
@@ -66,7 +61,6 @@ class PromptRequest:
     kept_rows: int | None = None  # KV of rows from here on is not kept for later prompts; None: all is
 
     def with_note(self, note: str) -> PromptRequest:
-        """This request with another note for the report."""
         return replace(self, notes=(*self.notes, note))
 
     def after_failure(self, error: Exception) -> PromptRequest:
@@ -76,12 +70,10 @@ class PromptRequest:
 
     @property
     def token_ids(self) -> Ids:
-        """The whole prompt."""
         return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def reads_cache(self) -> bool:
-        """False for an ordinary prefill."""
         return self.fallback is None and self.policy.reads_cache
 
     def may_keep(self, stop: int) -> bool:
@@ -134,17 +126,14 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are used."""
         return self.kv.tokens - self.first if self.keep is None else self.keep
 
     @property
     def rows(self) -> slice:
-        """The rows of ``kv`` that are used."""
         return slice(self.first, self.first + self.tokens)
 
     @property
     def stop(self) -> int:
-        """Position after its last token."""
         return self.start + self.tokens
 
 
@@ -170,7 +159,6 @@ class LinkPlan:
 
     @property
     def chunks(self) -> tuple[PlacedChunk, ...]:
-        """The chunks of the prompt in order, cached or not."""
         return tuple(sorted((*self.placed, *self.cold), key=lambda chunk: chunk.start))
 
     @property
@@ -185,11 +173,9 @@ class LinkPlan:
 
     @property
     def kept(self) -> int:
-        """Number of rows taken from the cache as they are."""
         return len(self.token_ids) - len(self.rows)
 
     def with_note(self, note: str) -> LinkPlan:
-        """The plan with another note in its report."""
         return replace(self, report=replace(self.report, notes=(*self.report.notes, note)))
 
     def without_kv(self) -> LinkPlan:
@@ -375,28 +361,21 @@ def _to_observe(wanted: Sequence[Wanted], found: Sequence[Entry | None]) -> int 
 
 
 def _laid_out(
-    request: PromptRequest,
-    found: Sequence[Entry | None],
-    skipped: Collection[KVKey],
-    again: int | None,
+    request: PromptRequest, found: Sequence[Entry | None], skipped: Collection[KVKey], again: int | None
 ) -> LinkPlan:
     """The plan before any selection; what was ``found`` and ``skipped`` is computed, and not missing."""
     match, ids = request.prefix_match, request.token_ids
     parts, uses = ([], []) if match is None else (match.parts, match.uses)
     pieces = [Piece(kv.start or 0, kv) for _, kv, _ in parts]
-    placed, tiers, cold = (
-        [chunk for chunk, _, _ in parts],
-        [tier for _, _, tier in parts],
-        list[PlacedChunk](),
-    )
+    placed, tiers = [chunk for chunk, _, _ in parts], [tier for _, _, tier in parts]
+    cold = list[PlacedChunk]()
     missing: dict[KVKey, Missing] = {}
     for number, (want, stored) in enumerate(zip(request.wanted, found, strict=True)):
         entry = None if stored is None or stored.key in skipped else stored
         needed = stored is None or (entry is not None and entry.renew)
         if needed and request.may_reuse(want) and request.may_keep(want.start + len(want.token_ids)):
             item = missing_of(request, want, ids, is_renewed=entry is not None)
-            item = replace(item, again=number == again)
-            missing[item.key] = item
+            missing[item.key] = replace(item, again=number == again)
         if entry is None:
             chunk, tier = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False), COMPUTED
             cold.append(chunk)

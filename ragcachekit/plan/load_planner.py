@@ -163,7 +163,6 @@ class LoadPath:
         return flush_all([self._pool.flush, self.loader.flush], timeout)
 
     def close(self) -> None:
-        """End the threads and drop running reads."""
         self.loader.close()  # first: a prefetch may wait for it
         self._pool.close()
 

@@ -92,7 +92,6 @@ class LastPrompts:
             return system[: min((shared for *_, shared in seen), default=len(system))]
 
     def forget(self, namespace: str) -> None:
-        """Forget the namespace's system text."""
         with self._lock:
             self._known.pop(namespace, None)
 
@@ -141,7 +140,6 @@ class Planner:
         self._identity = self._guard.state()
 
     def unchanged(self) -> bool:
-        """Whether the model is still the one whose fingerprint was taken."""
         return self._guard.state() == self._identity
 
     def encodings(
@@ -250,7 +248,6 @@ class Planner:
         return replace(request, wanted=wanted, prefix_match=match)
 
     def plan(self, request: PromptRequest, without: frozenset[KVKey] = frozenset()) -> LinkPlan:
-        """The complete plan of a request, without those entries that could not be loaded."""
         return make_plan(request, self.variants, without)
 
     def encode_first(
@@ -276,7 +273,6 @@ class Planner:
         return without - absent.keys()
 
     def estimator(self, request: PromptRequest) -> Estimator:
-        """Estimates of what a request that was prepared would reuse."""
         return Estimator(request, self._store, self.variants, self._tree)
 
     def request_over(
@@ -427,6 +423,5 @@ class Estimator:
         return cached, max(1, self.tokens - cached)
 
     def to_load(self) -> list[KVKey]:
-        """Keys to look up in slow tiers."""
         every = [keys_for(want, self._variants) for want in self._wanted]
         return [key for keys in every if not any(map(self._store.in_memory, keys)) for key in keys]

@@ -166,11 +166,9 @@ class RatioPolicy:
 
     @property
     def name(self) -> str:
-        """``kind:r``."""
         return f"{self.kind}:{self.ratio:g}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """Nothing, unless a policy can choose without the question."""
         return []
 
 

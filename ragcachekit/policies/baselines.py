@@ -17,7 +17,6 @@ class Full:
     reads_cache = False
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """Every cached row that is not exact."""
         return open_positions(chunks)
 
 
@@ -33,7 +32,6 @@ class Reuse:
     reads_cache = True
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """Nothing."""
         return []
 
 
@@ -47,7 +45,6 @@ class Prefix:
     name = "prefix"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """Every position that is not exact."""
         return open_positions(chunks)
 
 

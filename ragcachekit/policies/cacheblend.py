@@ -25,11 +25,9 @@ class CacheBlend(RatioPolicy):
 
     @property
     def name(self) -> str:
-        """``cacheblend:r`` or ``cacheblend-gradual:r``."""
         return f"{self.kind}-gradual:{self.ratio:g}" if self.gradual else f"{self.kind}:{self.ratio:g}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """All of them run through layer 0."""
         return open_positions(chunks)
 
     def narrow(

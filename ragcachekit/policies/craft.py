@@ -77,11 +77,9 @@ class Craft:
 
     @property
     def name(self) -> str:
-        """``craft:α``."""
         return f"{self._kind}:{self.alpha:g}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """The share of each chunk that its context requires."""
         return [p for chunk in chunks if not chunk.is_exact for p in self._of(chunk)]
 
     def _of(self, chunk: PlacedChunk) -> list[int]:
@@ -110,7 +108,6 @@ class CraftFocused(Craft):
         return list(rows)
 
     def track(self, chunks: Sequence[PlacedChunk], question: Sequence[int]) -> FocusTracker:
-        """The state of one request."""
         return FocusTracker(chunks, question, self.window)
 
 

@@ -27,10 +27,8 @@ class Lego:
 
     @property
     def name(self) -> str:
-        """``lego:k``."""
         return f"lego:{self.k}"
 
     def select(self, chunks: Sequence[PlacedChunk]) -> list[int]:
-        """The first ``k`` positions of each chunk that is not exact."""
         starts = ((c.start, min(c.start + self.k, c.stop)) for c in chunks if not c.is_exact)
         return [position for start, stop in starts for position in range(start, stop)]

@@ -43,7 +43,6 @@ class Auto(_Replaced):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """``auto``, or ``auto:x``."""
         return "auto" if self.bound == BOUND else f"auto:{self.bound:g}"
 
 
@@ -65,5 +64,4 @@ class Budget(_Replaced):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """``budget:x``."""
         return f"budget:{self.loss:g}"

@@ -150,11 +150,9 @@ class TreeDisk:
         return ids
 
     def stats(self) -> list[StoreStats]:
-        """The store's records, under the tree's names."""
         return [replace(record, tier=f"tree:{record.tier}") for record in self.store.stats()]
 
     def close(self) -> None:
-        """Write the rest and close the store."""
         self.write()
         self.store.close()
 
@@ -200,8 +198,11 @@ class ForgetLog:
             try:
                 yield
             finally:
+                before, note = self._state(namespace), uuid4().hex
                 try:
-                    self._note(namespace)
+                    replace_file(self._path(namespace), note)
+                    if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
+                        self._seen[namespace] = note.encode()
                 except OSError as failed:
                     _LOG.warning("other processes are not told what was forgotten: %s", failed)
         if error is not None and error.busy:
@@ -217,12 +218,6 @@ class ForgetLog:
         except LockFailed as error:
             return error
         return None
-
-    def _note(self, namespace: str) -> None:
-        before, note = self._state(namespace), uuid4().hex
-        replace_file(self._path(namespace), note)
-        if self._seen.get(namespace, before) == before:  # else somebody else's is not seen yet
-            self._seen[namespace] = note.encode()
 
     def _path(self, namespace: str) -> pathlib.Path:
         return self._folder / blake2b(namespace.encode(), digest_size=16).hexdigest()

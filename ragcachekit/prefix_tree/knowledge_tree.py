@@ -121,10 +121,7 @@ class Turns:
             return True
 
     def forget(
-        self,
-        namespace: str,
-        chunk_ids: frozenset[str] | None = None,
-        texts: ForgottenTexts | None = None,
+        self, namespace: str, chunk_ids: frozenset[str] | None = None, texts: ForgottenTexts | None = None
     ) -> int:
         """Drop turns whose prompt had one of these segments or texts; no ids drop the namespace's."""
         with self._lock:
@@ -147,7 +144,6 @@ class Turns:
         return (self._counters.stats(entries=entries, nbytes=nbytes, budget=self.budget),)
 
     def clear(self) -> None:
-        """Drop all turns."""
         with self._lock:
             self.kept.clear()
             self._nbytes = 0
@@ -271,10 +267,7 @@ class KnowledgeTree:
             self.disk.discard(root, path)
 
     def forget(
-        self,
-        namespace: str,
-        chunk_ids: frozenset[str] | None = None,
-        texts: ForgottenTexts | None = None,
+        self, namespace: str, chunk_ids: frozenset[str] | None = None, texts: ForgottenTexts | None = None
     ) -> int:
         """Drop all nodes and turns with one of ``chunk_ids`` (texts' ids too) in their path, from all tiers.
 

@@ -79,7 +79,6 @@ class Match:
 
     @property
     def tokens(self) -> int:
-        """Rows of the prompt that need not be computed."""
         return sum(reused.step.tokens for reused in self.found)
 
 
@@ -170,7 +169,6 @@ class MemoryTier:
         return node.digest in self._copies
 
     def get(self, node: Node) -> ChunkKV | None:
-        """The node's copy here."""
         return self._copies[node.digest][1] if node in self else None
 
     def use(self, node: Node, access: Access) -> ChunkKV | None:
@@ -215,7 +213,6 @@ class MemoryTier:
             (self._ranking.hold if by > 0 else self._ranking.release)(node.digest)
 
     def spare(self, nbytes: int) -> bool:
-        """Whether so many more bytes fit."""
         return self._ranking.nbytes + nbytes <= self.budget
 
     def evict(self) -> tuple[Node, ChunkKV] | None:
@@ -238,7 +235,6 @@ class MemoryTier:
             kv.keys[-1].flatten()[:1].to("cpu", copy=True)
 
     def stats(self) -> StoreStats:
-        """The counters and the present content."""
         return self.counters.stats(entries=len(self._copies), nbytes=self._ranking.nbytes, budget=self.budget)
 
     def _drop(self, name: bytes) -> tuple[Node, ChunkKV]:
@@ -325,7 +321,6 @@ class Levels:
             asked -= here
 
     def pin(self, node: Node, by: int = 1) -> None:
-        """Change the number of requests that hold the node."""
         node.pins += by
         for tier in self.tiers:
             tier.hold(node, by)
@@ -357,18 +352,11 @@ class Levels:
                 elif number >= known:
                     self._evicted(root, match.path[: number + 1], kv)
                 added += is_new and number >= known
-            for node in nodes:
-                if self.gpu is None or (
-                    node not in self.gpu and not self._take(self.gpu, node, self._copy(node))
-                ):
-                    break
-            host = self.host if self.gpu is not None else None
-            for node in nodes:
-                if host is None or (
-                    node not in host
-                    and (node.uses < HOT_USES or not self._take(host, node, self._copy(node)))
-                ):
-                    break
+            for tier in self.tiers if self.gpu is not None else ():
+                for node in nodes:
+                    is_cold = tier is self.host and node.uses < HOT_USES
+                    if node not in tier and (is_cold or not self._take(tier, node, self._copy(node))):
+                        break
         finally:
             for node in nodes:
                 self.pin(node, -1)
@@ -426,7 +414,6 @@ class Levels:
         self._unlink(top)
 
     def clear(self) -> None:
-        """Evict all nodes."""
         for top in [node for children in self.roots.values() for node in children.values()]:
             self.drop(top, forgotten=False)
 

@@ -78,12 +78,10 @@ class ParsedPrompt:
 
     @property
     def token_ids(self) -> Ids:
-        """The whole prompt."""
         return tuple(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def has_chunks(self) -> bool:
-        """Whether a segment is a chunk."""
         return any(segment.is_chunk for segment in self.segments)
 
 
@@ -114,7 +112,6 @@ class PromptParser:
 
     @property
     def pad(self) -> int:
-        """Token id for padding."""
         return self._tokens.pad if self._tokens else 0
 
     @property

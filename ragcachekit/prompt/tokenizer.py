@@ -90,7 +90,6 @@ class PromptTokenizer:
         return self._known_chunk(text)
 
     def forget(self) -> None:
-        """Drop the chunks whose ids are kept."""
         self._known_chunk.cache_clear()
 
     def _chunk(self, text: str) -> Ids:
@@ -108,7 +107,6 @@ class PromptTokenizer:
         return common_prefix(*(self._encode(text + end, special=special).ids for end in _FOLLOWED_BY))
 
     def blank_line(self) -> Ids:
-        """Ids of the blank line between two paragraphs."""
         whole, a = self.text("a\n\na", first=True), self.text("a", first=True)
         between, last = whole[len(a) :], self.text("a")
         return between[: len(between) - len(last)] if between[-len(last) :] == last else self.text("\n\n")

@@ -235,7 +235,6 @@ class _Timer:
 
     @property
     def seconds(self) -> float:
-        """Since the start, without waiting."""
         return self._clock() - self._started_at - self._waited
 
     def before_forward(self) -> None:

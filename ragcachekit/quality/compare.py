@@ -132,12 +132,10 @@ class Reference:
 
     @classmethod
     def of(cls, full: Continuation, *continuations: Ids) -> Self:
-        """Run the continuations of a prompt that was prefilled in full."""
         return cls(continuations, tuple(map(full.log_probs, continuations)))
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Loss per token of each continuation."""
         return tuple(map(loss_per_token, self.log_probs, self.continuations))
 
 

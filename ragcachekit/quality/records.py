@@ -40,7 +40,6 @@ class TuneRow(Report):
 
     @property
     def pair(self) -> PolicyAndEncoder:
-        """Policy and encoder."""
         return PolicyAndEncoder(self.policy, self.encoder)
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from threading import Lock
 from typing import Any
 
@@ -70,7 +68,7 @@ class RedisStore(RemoteStore):
         blob: bytes | None = self._client.get(_redis_name(key))
         return blob
 
-    def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
+    def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> bool:
         space = hashed(key.namespace)
         token = self._tokens.get(space, "")
         for _ in range(2):
@@ -82,9 +80,9 @@ class RedisStore(RemoteStore):
             arguments = space, token, made, blob
             now = self._client.eval(_SAVE, 2, _redis_name(key), _TOKENS, *arguments).decode()
             if now == token:
-                return 0
+                return True
             token = self._tokens[space] = now
-        return None
+        return False
 
     def delete_blob(self, key: KVKey) -> None:
         self._client.unlink(_redis_name(key))
@@ -160,31 +158,21 @@ def _connected(url: str, deadline: float) -> Any:
 # -- fsspec ----------------------------------------------------------------------------------------------
 
 _ENDING = ".kv"
-_TEMP = ".tmp"
-_ABANDONED = 3600.0  # seconds after which a temporary file is deleted
 
 
 class FsspecStore(RemoteStore):
     """Chunk KV as objects in a folder of any fsspec file system, or of ``fs`` if ``url`` has no protocol.
 
-    An entry is one immutable object, ``{root}/{hash of the namespace}/{digest}.kv``. The budget is this
-    process's own: the folder is listed when it is opened, and what this process writes counts from then on.
-    The entries that were written first are evicted first. Reads ignore that index, and ``forget`` lists. A
-    write waits ``deadline`` seconds for another one to end. Raises ValueError for a bad url or key, and
-    StoreError if fsspec, or what it needs for this url, is not installed.
+    An entry is one object, ``{root}/{hash of the namespace}/{digest}.kv``, and stays until it is forgotten:
+    there is no budget, and sizes are not counted. A write waits ``deadline`` seconds for another one to end.
+    Raises ValueError for a bad url or key, and StoreError if fsspec, or what it needs for this url, is not
+    installed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        budget: int,
-        *,
-        key: bytes | str | None,
-        deadline: float,
-        fs: Any = None,
-    ) -> None:
+    def __init__(self, url: str, *, key: bytes | str | None, deadline: float, fs: Any = None) -> None:
         try:
             from fsspec.core import url_to_fs
+            from fsspec.implementations.local import LocalFileSystem
 
             self._fs, root = (fs, url) if fs is not None else url_to_fs(url)
         except ImportError as error:
@@ -193,17 +181,10 @@ class FsspecStore(RemoteStore):
                 f"{missing_extra('fsspec', 'fsspec')}, for s3:// {missing_extra('s3', 's3fs')}, "
                 "or use bulk_url=None"
             ) from error
-        self._root, self._max, self._lock_wait = root.rstrip("/"), budget, deadline
-        # Object stores show no half-written files, and rename by copying.
-        protocols = (self._fs.protocol,) if isinstance(self._fs.protocol, str) else self._fs.protocol
-        self._is_folder = "file" in protocols
-        self._sizes: dict[str, int] | None = None  # by name, the first written first; None: not listed yet
+        self._root, self._lock_wait = root.rstrip("/"), deadline
+        self._is_folder = isinstance(self._fs, LocalFileSystem)
         self._changing = Lock()  # around writes, deletions and forgets
-        super().__init__("bulk", key=key, deadline=deadline, budget=budget)
-
-    def connect(self) -> None:
-        with self._alone():
-            self._make_room("", 0)
+        super().__init__("bulk", key=key, deadline=deadline)
 
     def read_blob(self, key: KVKey) -> bytes | None:
         try:
@@ -212,21 +193,21 @@ class FsspecStore(RemoteStore):
             return None
         return blob
 
-    def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
-        name = _object_name(key)
+    def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> bool:
+        path = self._path(_object_name(key))
         with self._alone():
-            sizes, evicted = self._make_room(name, len(blob))
             if not wanted():
-                return None
-            sizes.pop(name, None)
-            sizes[name] = len(blob)  # before it is written, since what cannot be deleted again counts as well
+                return False
+            if self._is_folder:
+                os.makedirs(self._root, mode=0o700, exist_ok=True)  # text can be recovered from KV
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             try:
-                self._write(self._path(name), blob)
+                self._fs.pipe_file(path, bytes(blob))
             except BaseException:
                 with suppress(Exception):
-                    self._discard(name)
+                    self._fs.rm_file(path)
                 raise
-            return evicted
+            return True
 
     def delete_blob(self, key: KVKey) -> None:
         with self._alone():
@@ -248,10 +229,6 @@ class FsspecStore(RemoteStore):
         if failed is not None:
             raise failed
 
-    def usage(self) -> Usage:
-        sizes = list((self._sizes or {}).values())
-        return Usage(len(sizes), sum(sizes), self._max)
-
     @contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._changing.acquire(timeout=self._lock_wait):
@@ -261,68 +238,28 @@ class FsspecStore(RemoteStore):
         finally:
             self._changing.release()
 
-    def _make_room(self, name: str, nbytes: int) -> tuple[dict[str, int], int]:
-        """Evict until ``nbytes`` under ``name``, in place of what it has now, fit.
-
-        Returns the sizes that are known, listed at the first call, and how many were evicted.
-        """
-        if self._sizes is None:
-            self._sizes = self._objects()
-        sizes, evicted = self._sizes, 0
-        while sum(sizes.values()) - sizes.get(name, 0) + nbytes > self._max:
-            victim = next(other for other in sizes if other != name)
-            sizes[victim] = sizes.pop(victim)  # if it cannot be deleted, the next eviction tries another one
-            self._discard(victim)
-            evicted += 1
-        return sizes, evicted
-
-    # -- objects -----------------------------------------------------------------------------------
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}{_ENDING}"
 
-    def _write(self, path: str, blob: memoryview) -> None:
-        """Replace an object at once."""
-        if not self._is_folder:
-            self._fs.pipe_file(path, bytes(blob))
-            return
-        temp = f"{path}-{secrets.token_hex(8)}{_TEMP}"
-        os.makedirs(self._root, mode=0o700, exist_ok=True)  # text can be recovered from KV
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        try:
-            self._fs.pipe_file(temp, blob)
-            self._fs.mv(temp, path)
-        except BaseException:
-            with suppress(Exception):
-                self._fs.rm_file(temp)
-            raise
-
     def _discard(self, name: str) -> None:
-        """Delete an object; the caller is the only one that writes."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
-        if self._sizes is not None:
-            self._sizes.pop(name, None)
 
-    def _objects(self, group: str = "") -> dict[str, int]:
-        """Name → size of every object (of one hashed namespace), oldest first; deletes old temporaries."""
+    def _objects(self, group: str) -> dict[str, int]:
+        """Name → size of every object of one hashed namespace."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(f"{self._root}/{group}" if group else self._root, detail=True)
+            found = self._fs.find(f"{self._root}/{group}", detail=True)
         except FileNotFoundError:
             return {}
         finally:
             self._fs.invalidate_cache()  # or `exists` would answer from this listing
-        rows = []
-        for path, info in found.items():
-            # Others may use the folder as well.
-            name = path.removeprefix(self._root).strip("/")
-            if name.endswith(_ENDING) and name.count("/") == 1:
-                rows.append((_written(info), name.removesuffix(_ENDING), int(info["size"])))
-            elif name.endswith(_TEMP) and _written(info) < time.time() - _ABANDONED:
-                with suppress(FileNotFoundError):
-                    self._fs.rm_file(path)
-        return {name: nbytes for _, name, nbytes in sorted(rows)}
+        # Others may use the folder as well.
+        return {
+            f"{group}/{name.removesuffix(_ENDING)}": int(info["size"])
+            for path, info in found.items()
+            if (name := path.rpartition("/")[2]).endswith(_ENDING)
+        }
 
     def _concerned(
         self, found: Mapping[str, int], namespace: str, chunk_ids: frozenset[str]
@@ -349,14 +286,3 @@ class FsspecStore(RemoteStore):
 
 def _object_name(key: KVKey) -> str:
     return f"{hashed(key.namespace)}/{key.digest()}"
-
-
-def _written(info: Mapping[str, Any]) -> float:
-    """Modification time in seconds since the epoch, under the file system's own name for it."""
-    for field in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        when = info.get(field)
-        if isinstance(when, datetime):
-            return when.timestamp()
-        if isinstance(when, int | float):
-            return float(when)
-    return 0.0

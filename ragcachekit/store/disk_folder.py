@@ -143,7 +143,6 @@ class EntryFolder:
         return 0, 0
 
     def limit(self, name: str) -> int:
-        """The largest size that an entry may have."""
         return min(self._budget, quota_of(self._quotas, group_of(name)) or self._budget)
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -182,7 +181,6 @@ class EntryFolder:
         return True
 
     def record_use(self, name: str) -> None:
-        """Make an entry the most recently used one."""
         with suppress(OSError):  # evicted just now, or on a read-only medium
             _touch(self.path(name))
 
@@ -309,7 +307,6 @@ def _scan(folder: Path) -> list[tuple[str, os.stat_result]]:
 
 
 def _touch(path: str | Path) -> int:
-    """Set a modification time to the present, and return that."""
     now = time.time_ns()  # finer than the system's own clock of file times
     os.utime(path, ns=(now, now))
     return now

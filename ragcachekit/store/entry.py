@@ -215,7 +215,6 @@ class EntryReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
         return self.header.offsets[len(self.header.layers)]
 
     def layer(self, number: int) -> Pair:
@@ -225,7 +224,6 @@ class EntryReader:
         return _tensor(raw[:middle], keys), _tensor(raw[middle:], values)
 
     def kv(self) -> ChunkKV:
-        """The whole entry."""
         header = self.header
         keys, values = zip(*map(self.layer, range(len(header.layers))), strict=True)
         return ChunkKV.checked(keys, values, header.start, self.sums, header.quantised)

@@ -268,7 +268,6 @@ class Ranking(Generic[K]):
         return iter(self._live)
 
     def nbytes_of(self, group: str) -> int:
-        """Bytes of one group's entries."""
         return sum(record.nbytes for record in self._live.values() if record.group == group)
 
     def record(self, item: K) -> Record:
@@ -369,7 +368,6 @@ class Ranking(Generic[K]):
         return item
 
     def clear(self) -> None:
-        """Remove all entries and records."""
         for table in (self._live, self._past, self._heap, self._retained):
             table.clear()
         self.nbytes = self._retained_bytes = 0

@@ -27,12 +27,10 @@ class ForgottenTexts:
         self._decode = decode
 
     def in_text(self, text: str) -> bool:
-        """Whether a text holds one of them."""
         text = _squeezed(text)
         return any(one in text for one in self._texts)
 
     def within(self, token_ids: Sequence[int]) -> bool:
-        """Whether the decoded ids hold one of them."""
         return self.in_text(self._decode(token_ids))
 
     def begin_in(self, token_ids: Sequence[int]) -> bool:

@@ -61,7 +61,6 @@ class Load:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer is read."""
         return len(self.pairs) == self.source.layers
 
     @property
@@ -101,7 +100,6 @@ class LoadingKV:
 
     @property
     def ready(self) -> int:
-        """Layers that are read."""
         return len(self.load.pairs)
 
     @property

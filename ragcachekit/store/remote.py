@@ -276,35 +276,25 @@ class RemoteStore(KVStore):
     remote = True
 
     def __init__(
-        self,
-        tier: str,
-        *,
-        key: bytes | str | None,
-        deadline: float,
-        max_entry: int | None = None,
-        budget: int | None = None,
+        self, tier: str, *, key: bytes | str | None, deadline: float, max_entry: int | None = None
     ) -> None:
         self._tier, self._seal = tier, Seal(key)
         self._executor = DeadlineExecutor(tier, deadline)
-        self._max_entry, self._budget = max_entry, budget
+        self._max_entry = max_entry
         self._counters = Counters(tier)
         self._closed = False
         self._forgets = Forgetting(tier, self._executor)
         self._executor.run(self.connect, None, FORGET_DEADLINES * deadline)
 
     def connect(self) -> None:
-        """Evict what exceeds the budget, and warn of a service that is set up badly."""
-        raise NotImplementedError
+        """Warn of a service that is set up badly."""
 
     def read_blob(self, key: KVKey) -> bytes | None:
         """Return the entry under ``key``, or None."""
         raise NotImplementedError
 
-    def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> int | None:
-        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile.
-
-        Return how many entries this process evicted for it, or None if it is not kept.
-        """
+    def write_blob(self, key: KVKey, blob: memoryview, wanted: Callable[[], bool]) -> bool:
+        """Keep ``blob`` under ``key`` if ``wanted()``: it was not forgotten meanwhile. False if not."""
         raise NotImplementedError
 
     def delete_blob(self, key: KVKey) -> None:
@@ -320,8 +310,8 @@ class RemoteStore(KVStore):
         raise NotImplementedError
 
     def usage(self) -> Usage:
-        """Return the present content."""
-        raise NotImplementedError
+        """Return the present content, if it can be counted."""
+        return Usage()
 
     def disconnect(self) -> None:
         """Close connections; does not wait."""
@@ -342,16 +332,17 @@ class RemoteStore(KVStore):
         forgets, parts = self._forgets.count, encode_entry(key, kv)
         if self._closed or (self._max_entry is not None and kv.nbytes > self._max_entry):
             return False
-        evicted = None
-        if self._is_served(key) and self._may_fit(OVERHEAD + sum(map(len, parts))):
+        kept = False
+        if self._is_served(key):
 
-            def save() -> int | None:
+            def save() -> bool:
                 blob = self._seal.sealed(key.digest(), parts)
                 return self.write_blob(key, blob, lambda: self._forgets.count == forgets)
 
-            evicted = self._executor.run(save, None)
-        self._counters.count(*(("failed_writes",) if evicted is None else ("evictions", evicted)))
-        return evicted is not None
+            kept = self._executor.run(save, False)
+        if not kept:
+            self._counters.count("failed_writes")
+        return kept
 
     def __contains__(self, key: KVKey) -> bool:
         return self._is_served(key) and self._executor.run(lambda: self.has_blob(key), False)
@@ -370,10 +361,8 @@ class RemoteStore(KVStore):
         return frozenset(dropped)
 
     def stats(self) -> tuple[StoreStats, ...]:
-        """One record; sizes come from the service, 0 if it does not answer."""
-        usage = Usage(budget=self._budget or 0)
-        if not self._closed:
-            usage = self._executor.run(self.usage, usage)
+        """One record; sizes come from the service, 0 if it does not answer or cannot count."""
+        usage = Usage() if self._closed else self._executor.run(self.usage, Usage())
         return (replace(self._counters.stats(**usage._asdict()), failures=self._executor.failures),)
 
     def close(self) -> None:
@@ -384,12 +373,6 @@ class RemoteStore(KVStore):
 
     def _is_served(self, key: KVKey) -> bool:
         return not self._closed and not self._forgets.hides(key)
-
-    def _may_fit(self, nbytes: int) -> bool:
-        if self._budget is None or nbytes <= self._budget:
-            return True
-        self._counters.warn_once("large", "entry of %d bytes exceeds the budget %d", nbytes, self._budget)
-        return False
 
     def _load(self, key: KVKey) -> ChunkKV | None:
         blob = self.read_blob(key)

@@ -68,8 +68,7 @@ def _tiers(config: StoreConfig, cost: Cost | None) -> Iterator[tuple[str, KVStor
     if config.bulk_url is not None:
         from ragcachekit.store.backends import FsspecStore
 
-        limits = {"key": config.remote_key, "deadline": config.bulk_deadline}
-        yield "bulk", FsspecStore(config.bulk_url, config.bulk_bytes, **limits)
+        yield "bulk", FsspecStore(config.bulk_url, key=config.remote_key, deadline=config.bulk_deadline)
 
 
 class TieredStore(KVStore):

@@ -84,7 +84,7 @@ def test_a_run_needs_an_actor(tmp_path):
 
 
 def test_urls_choose_the_tier():
-    redis = shared_tier("redis://host/0", 1 << 30)
+    redis = shared_tier("redis://host/0")
     assert (redis.redis_url, redis.bulk_url, redis.redis_entry_bytes) == ("redis://host/0", None, 256 << 20)
     bulk = shared_tier("s3://bucket/kv", key="OTHER")
     assert (bulk.bulk_url, bulk.redis_url, bulk.remote_key) == ("s3://bucket/kv", None, "OTHER")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
 
+from ragcachekit.model.sample_model import sample_model
+
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = [
+    ROOT / "notebooks" / f"{name}.ipynb" for name in ("tour", "choose_for_your_data", "debug_no_reuse")
+]
+"""The second one keeps a choice of `auto`, which the first one must not find."""
 SHOWN = ("image/png", "text/html", "text/plain")
 """Of one output the richest is kept: what renders without the notebook's kernel."""
 
@@ -44,5 +50,9 @@ def execute(path: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["PYTHONWARNINGS"] = "ignore"
-    for each in NOTEBOOKS:
-        execute(each)
+    with tempfile.TemporaryDirectory() as folder:
+        (cache := Path(folder) / "ragcachekit").mkdir()
+        (cache / "models").symlink_to(sample_model().parent)
+        os.environ["XDG_CACHE_HOME"] = folder
+        for each in NOTEBOOKS:
+            execute(each)

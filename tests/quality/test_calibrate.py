@@ -18,7 +18,7 @@ from benchmarks.world.reader_folder import READER
 from ragcachekit import RagCache
 from ragcachekit.commands import calibrate
 from ragcachekit.commands.app import app
-from ragcachekit.commands.calibrate import Loss, candidates, lower_bound, race, upper_bound
+from ragcachekit.commands.calibrate import Candidate, Loss, candidates, is_settled, upper_bound
 from ragcachekit.commands.questions import OtherPrompts, PromptMaker, Sample, make_probes, read_questions
 from ragcachekit.model.loading import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
@@ -60,7 +60,7 @@ def command(*arguments: object, folder: Path) -> str:
     return result.output
 
 
-# -- the bounds ---------------------------------------------------------------------------------------
+# -- the bound ----------------------------------------------------------------------------------------
 
 
 def quantile_of_all_means(sample: list[float], share: float) -> float:
@@ -70,12 +70,10 @@ def quantile_of_all_means(sample: list[float], share: float) -> float:
 
 
 @pytest.mark.parametrize("losses", [[0.0, 0.1, 0.3, 0.02], [0.0, 0.0, 0.0, 0.0], [0.5, -0.2, 0.1, 0.4]])
-def test_the_bounds_are_quantiles_of_all_resamples(losses: list[float]) -> None:
-    """2,000 draws of all 3,125 and 256: their quantile lies between close ones of the whole."""
+def test_the_bound_is_a_quantile_of_all_resamples(losses: list[float]) -> None:
+    """2,000 draws of all 3,125: their quantile lies between close ones of the whole."""
     low, high = (quantile_of_all_means([*losses, 0.7], share) for share in (0.875, 0.925))
     assert low - 1e-12 <= upper_bound(losses, 0.7) <= high + 1e-12
-    low, high = (quantile_of_all_means(losses, share) for share in (0.03, 0.07))
-    assert low - 1e-12 <= lower_bound(losses) <= high + 1e-12
 
 
 @pytest.mark.parametrize("n", [8, 16, 30])
@@ -90,39 +88,24 @@ def test_the_upper_bound_covers_the_true_mean_nine_times_in_ten(n: int, spikes: 
     assert np.mean([upper_bound(row, worst) >= mean for row in losses]) > 0.87
 
 
-# -- the race -----------------------------------------------------------------------------------------
+# -- the end of the questions --------------------------------------------------------------------------
 
 
-def table_race(losses: dict[str, tuple[float, np.ndarray]], budget: float, n: int = 40, worst: float = 0.0):
-    """A race over losses that are known: by policy its ratio and loss per question."""
-    asked: list[tuple[int, tuple[str, ...]]] = []
-
-    def ask(at: int, names: Sequence[str]) -> list[Loss]:
-        asked.append((at, tuple(names)))
-        return [Loss(losses[m][1][at], losses[m][0]) for m in names]
-
-    found = race(ask, list(losses), range(n), budget, worst=worst)
-    return {one.policy: one for one in found}, asked
-
-
-def noise(mean: float, n: int = 40) -> np.ndarray:
-    return np.random.default_rng(int(mean * 1e4)).uniform(0.8, 1.2, n) * mean
-
-
-def test_the_race_ends_when_the_cheapest_is_sure() -> None:
-    losses = {"reuse": (0.0, noise(0.3)), "lego:4": (0.1, noise(0.01)), "lego:16": (0.4, noise(0.005))}
-    found, asked = table_race(losses, 0.1)
-    assert [at for at, _ in asked] == list(range(8))
-    assert (found["reuse"].over, found["lego:4"].over) == (True, False)
-    assert [one.decision(0.1) for one in found.values()] == ["over", "within", "within"]
-
-
-def test_what_is_not_sure_is_asked_on_and_nothing_else() -> None:
-    losses = {"reuse": (0.0, noise(0.5)), "lego:4": (0.1, noise(0.095)), "deep:0.5": (0.5, noise(0.001))}
-    found, asked = table_race(losses, 0.1)
-    assert [len(one.losses) for one in found.values()] == [8, 40, 40]
-    assert {names for _, names in asked[8:]} == {("lego:4", "deep:0.5")}
-    assert [one.decision(0.1) for one in found.values()] == ["over", "not sure", "within"]
+@pytest.mark.parametrize(
+    ("losses", "settled", "decisions"),
+    [
+        ([(0.0, 0.3, 0.4), (0.1, 0.01, 0.02), (0.4, 0.005, 0.3)], True, ["not sure", "within", "not sure"]),
+        ([(0.0, 0.5, 0.6), (0.1, 0.095, 0.11), (0.5, 0.001, 0.01)], False, ["not sure"] * 2 + ["within"]),
+        ([(0.0, 0.5, 0.6), (0.1, 0.2, 0.3)], False, ["not sure"] * 2),
+    ],
+)
+def test_asking_ends_when_the_cheapest_that_seems_within_is_sure(
+    losses: list[tuple[float, float, float]], settled: bool, decisions: list[str]
+) -> None:
+    """Of each candidate its ratio, the mean of its losses and their upper bound."""
+    found = [Candidate("lego:4", [Loss(mean, ratio)] * 8, upper) for ratio, mean, upper in losses]
+    assert is_settled(found, 0.1) is settled
+    assert [one.decision(0.1) for one in found] == decisions
 
 
 # -- candidates ---------------------------------------------------------------------------------------
@@ -260,7 +243,7 @@ def test_calibrate_on_generated_probes(folder: Path, corpus: Path, tmp_path: Pat
     assert found["bench"] == "calibrate"
     assert rows["lego:2000"]["loss"] == pytest.approx(0.0, abs=1e-6)  # computes everything too
     assert 0.9 < rows["lego:2000"]["ratio_spent"] < 1.0  # all but the exact prefix
-    assert rows["reuse"]["decision"] in ("over", "not sure")
+    assert rows["reuse"]["decision"] == "not sure"
     assert sum(row["chosen"] for row in found["rows"]) <= 1
 
 

@@ -48,7 +48,7 @@ worker = BackgroundWorker()
 jobs = worker.queue(lambda job: (go_on.wait(60), done.append(job)), 4)
 assert jobs.add(1) and jobs.add(2)
 
-bulk = FsspecStore((folder / "bulk").as_uri(), 1 << 20, key=bytes(32), deadline=2.0)
+bulk = FsspecStore((folder / "bulk").as_uri(), key=bytes(32), deadline=2.0)
 tree = KnowledgeTree(host_bytes=1 << 20)
 assert bulk.put(key_of(0), kv_of(0))
 

@@ -31,9 +31,9 @@ MAKERS: dict[str, Callable[[Path], KVStore]] = {
     "gpu, host and disk": lambda path: TieredStore(
         [GpuStore(BUDGET // 8, "cpu"), HostStore(BUDGET // 4), DiskStore(path / "kv", BUDGET)]
     ),
-    "memory": lambda path: FsspecStore(f"memory://{path}", BUDGET, key=KEY_BYTES, deadline=20.0),
+    "memory": lambda path: FsspecStore(f"memory://{path}", key=KEY_BYTES, deadline=20.0),
     "host and file": lambda path: TieredStore(
-        [HostStore(BUDGET // 4), FsspecStore(path.as_uri(), BUDGET, key=KEY_BYTES, deadline=20.0)]
+        [HostStore(BUDGET // 4), FsspecStore(path.as_uri(), key=KEY_BYTES, deadline=20.0)]
     ),
 }
 
@@ -84,9 +84,9 @@ def store(request, tmp_path):
     store.close()
 
 
-@pytest.fixture(params=[name for name in MAKERS if name != "null"])
+@pytest.fixture(params=["host", "disk", "gpu", "gpu, host and disk"])
 def bounded(request, tmp_path):
-    """Stores that keep a budget of their own; Redis evicts by itself."""
+    """Stores that keep a budget of their own."""
     store = made(request, tmp_path)
     yield store
     store.close()
@@ -118,7 +118,7 @@ def test_last_put_under_a_key_wins_and_counts_once(store):
     assert contents(found.kv) == contents(kv_of(2, tokens=3))
     if "redis" not in [s.tier for s in alone]:  # whose bytes are the server's
         assert [s.nbytes for s in store.stats()] == [s.nbytes for s in alone]
-    assert {s.entries for s in store.stats()} == {1}
+    assert {s.entries for s in store.stats() if s.tier != "bulk"} <= {1}
 
 
 def test_fifteen_other_identities_never_hit(store):
@@ -202,8 +202,9 @@ def test_counters(store):
     store.get(key_of(5))
     fastest = store.stats()[0]
     assert (fastest.hits, fastest.misses, fastest.damaged, fastest.failed_writes) == (2, 1, 0, 0)
-    assert fastest.entries == 1
-    assert fastest.nbytes >= kv_of(1).nbytes
+    if fastest.tier != "bulk":  # which is not counted
+        assert fastest.entries == 1
+        assert fastest.nbytes >= kv_of(1).nbytes
 
 
 def test_closed_store_misses(store):
@@ -272,7 +273,7 @@ def test_factory_opens_every_tier_in_order(tmp_path, monkeypatch):
     store = open_store(config)
     assert [s.tier for s in store.stats()] == ["host", "disk", "redis", "bulk"]
     assert store.put(KEY, kv_of(1))
-    assert [s.entries for s in store.stats()] == [1, 1, 0, 1]
+    assert [s.entries for s in store.stats()] == [1, 1, 0, 0]
     with pytest.raises(StoreError, match="the redis tier may hold what was to be forgotten"):
         store.forget("acme/docs")
     assert [s.entries for s in store.stats()] == [0, 0, 0, 0]
@@ -282,7 +283,7 @@ def test_factory_opens_every_tier_in_order(tmp_path, monkeypatch):
     assert store.put(KEY, kv_of(1))
     found = store.get(KEY)
     assert contents(found.kv) == contents(kv_of(1))
-    assert [s.entries for s in store.stats()] == [1, 1, 1]
+    assert [s.entries for s in store.stats()] == [1, 1, 0]
     assert store.forget("acme/docs") == 2, "whole in two tiers, rounded in the third"
     assert [s.entries for s in store.stats()] == [0, 0, 0]
     store.close()
