@@ -14,9 +14,7 @@ from nbclient import NotebookClient
 from ragcachekit.model.sample_model import sample_model
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = [
-    ROOT / "notebooks" / f"{name}.ipynb" for name in ("tour", "choose_for_your_data", "debug_no_reuse")
-]
+NAMES = ("tour", "choose_for_your_data", "debug_no_reuse")
 """The second one keeps a choice of `auto`, which the first one must not find."""
 SHOWN = ("image/png", "text/html", "text/plain")
 """Of one output the richest is kept: what renders without the notebook's kernel."""
@@ -54,5 +52,5 @@ if __name__ == "__main__":
         (cache := Path(folder) / "ragcachekit").mkdir()
         (cache / "models").symlink_to(sample_model().parent)
         os.environ["XDG_CACHE_HOME"] = folder
-        for each in NOTEBOOKS:
-            execute(each)
+        for name in NAMES:
+            execute(ROOT / "notebooks" / f"{name}.ipynb")
