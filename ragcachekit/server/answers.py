@@ -130,6 +130,22 @@ class Form:
         return body if usage is None else {**body, "usage": usage}
 
 
+@dataclass(frozen=True)
+class OneAnswerForm(Form):
+    """The form of a response that is its one choice, in events under their types' names, with its usage."""
+
+    done: ClassVar[bytes] = b""
+
+    def whole(self, choices: list[dict[str, Any]], prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+        return choices[0]
+
+    def line(self, event: dict[str, Any]) -> bytes:
+        return f"event: {event['type']}\n".encode() + super().line(event)
+
+    def usage_events(self, prompts: Sequence[Sequence[Answer]], wanted: bool) -> list[dict[str, Any]]:
+        return []
+
+
 class Choice:
     """One answer of a response: its text, calls and log probabilities."""
 

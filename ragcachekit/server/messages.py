@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from ragcachekit import Answer
-from ragcachekit.server.answers import Choice, Form
+from ragcachekit.server.answers import Choice, OneAnswerForm
 from ragcachekit.server.completions import ServedModel, complete
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError, invalid, parsed
@@ -92,30 +92,17 @@ class MessagesRequest(BaseModel):
 
 
 @dataclass(frozen=True)
-class MessageForm(Form):
+class MessageForm(OneAnswerForm):
     """The form of one message; ``decode`` gives the text of token ids, to find which of ``stop`` ended it."""
 
     max_tokens: int = 0
     stop: Sequence[str] = ()
     decode: Callable[[Sequence[int]], str] = str
     heartbeat: ClassVar[bytes] = b'event: ping\ndata: {"type":"ping"}\n\n'
-    done: ClassVar[bytes] = b""
 
     def choice(self, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> Choice:
         """Its one answer."""
         return MessageChoice(self, index, tools, parallel)
-
-    def whole(self, choices: list[dict[str, Any]], prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-        """The message, which is its one choice."""
-        return choices[0]
-
-    def line(self, event: dict[str, Any]) -> bytes:
-        """An event of a stream, under its type's name."""
-        return f"event: {event['type']}\n".encode() + super().line(event)
-
-    def usage_events(self, prompts: Sequence[Sequence[Answer]], wanted: bool) -> list[dict[str, Any]]:
-        """None: the usage is in the message's own events."""
-        return []
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """The last event of a stream that failed."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, model_validator
 from starlette.responses import Response
 
 from ragcachekit import Answer
-from ragcachekit.server.answers import Choice, Form, usage_of
+from ragcachekit.server.answers import Choice, OneAnswerForm, usage_of
 from ragcachekit.server.completions import ServedModel, complete
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError, parsed
@@ -50,28 +50,17 @@ class ResponsesRequest(ChatRequest):
 
 
 @dataclass(frozen=True)
-class ResponseForm(Form):
+class ResponseForm(OneAnswerForm):
     """The form of one response, whose events are numbered."""
 
     numbers: Iterator[int] = field(default_factory=count)
-    done: ClassVar[bytes] = b""
 
     def choice(self, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> Choice:
         """Its one answer."""
         return ResponseChoice(self, index, tools, parallel)
 
-    def whole(self, choices: list[dict[str, Any]], prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-        """The response, which is its one choice."""
-        return choices[0]
-
     def line(self, event: dict[str, Any]) -> bytes:
-        """An event of a stream, under its type's name."""
-        numbered = {**event, "sequence_number": next(self.numbers)}
-        return f"event: {event['type']}\n".encode() + super().line(numbered)
-
-    def usage_events(self, prompts: Sequence[Sequence[Answer]], wanted: bool) -> list[dict[str, Any]]:
-        """None: the usage is in the response's own events."""
-        return []
+        return super().line({**event, "sequence_number": next(self.numbers)})
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """The last event of a stream that failed."""
