@@ -1,7 +1,5 @@
 """Lookup, else search, then insert; entries go when documents change: nothing stale is returned."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any
