@@ -154,7 +154,7 @@ def test_the_command_replays_a_trace_of_the_users(proofs, tmp_path):
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
     options = ("--tokens", "200", "--sizes", "0.5", "--structure", "chunks", "--policies", "lru,pgdsf:50")
-    result = proofs("eviction", "--trace", trace, *options, "--json", out)
+    result = proofs("eviction", "--trace", trace, *options, "--json", out, "--plot", tmp_path / "e.png")
     assert result.exit_code == 0, result.output
     assert "Documents found" in result.output
     rows = json.loads(out.read_text())["rows"]
