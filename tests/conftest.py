@@ -1,7 +1,5 @@
 """What must hold before the first test: Triton's interpreter where there is no GPU, Ctrl-C, a small heap."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

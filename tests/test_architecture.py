@@ -1,7 +1,5 @@
 """Who may import whom, and what stays light to import."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

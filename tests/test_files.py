@@ -1,7 +1,5 @@
 """Small private files: only regular ones are read, only for this user, and nobody waits for another end."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

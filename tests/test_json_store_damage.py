@@ -1,7 +1,5 @@
 """A damaged SQLite file is a miss or right: never what belongs to another key."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import sqlite3

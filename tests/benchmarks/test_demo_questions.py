@@ -14,13 +14,6 @@ def pages():
     return dict(manual.pages(*sorted({question.module for question in ALL})))
 
 
-def test_there_are_thirty_in_four_wordings_each():
-    assert len(ALL) == 30
-    wordings = [text for question in ALL for text in question.wordings]
-    assert len(set(wordings)) == 120
-    assert all(text.endswith("?") for text in wordings)
-
-
 def test_most_answers_stand_in_the_documentation(pages):
     assert all(question.answer in question.sentence for question in ALL)
     found = [q for q in ALL if q.module in pages and q.evidence([pages[q.module]])]

@@ -1,18 +1,13 @@
 """The short demo on the sample model, with few documents, and what it shows of one question."""
 
-import io
 import json
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo import tour, tour_report
 from benchmarks.demo.answers import PART
-from benchmarks.demo.recording import write_recording
-from benchmarks.demo.side_by_side import SideBySide
 from ragcachekit.model.sample_model import sample_model
 
 
@@ -63,30 +58,3 @@ def test_one_outlier_decides_nothing():
     found = [compared(6000.0, (600.0, 9000.0, 600.0)), compared(5000.0, (500.0,)), compared(9000.0, (300.0,))]
     assert tour_report.speedups(found) == [10.0, 10.0, 30.0]
     assert tour_report.summary(found) == (6.0, 0.6, 10.0)
-
-
-def test_the_question_on_the_terminal_and_in_the_recording(tmp_path):
-    sides = SideBySide("Why [this]?", live=False)
-    with sides:
-        sides.left("Because of this")
-        waiting = shown(sides)
-        sides.begin_right()
-        sides.right("Of that")
-    write_recording(sides, tmp_path / "a.svg")
-    groups = ElementTree.parse(tmp_path / "a.svg").getroot().findall("{*}g")
-    shown_last = [" ".join(one.itertext()).split() for one in groups]
-    assert ["first", "token", "after", "0.0", "s", "Because", "of", "this"] in shown_last
-    assert shown_last[-1] == ["first", "token", "after", "0.0", "s", "Of", "that"]
-    assert [one.get("visibility") for one in groups].count(None) == 2, "the end of each side"
-    times = [one.find("{*}animate").get("keyTimes").split(";")[1] for one in groups]
-    assert times == sorted(times)
-    assert "Why [this]?" in waiting
-    assert waiting.count("first token after") == 1
-    assert all(text in shown(sides) for text in ("Because of this", "Of that"))
-    assert shown(sides).count("first token after") == 2
-
-
-def shown(sides):
-    console = Console(width=100, file=io.StringIO())
-    console.print(sides.rendered())
-    return console.file.getvalue()

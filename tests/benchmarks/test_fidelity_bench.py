@@ -113,9 +113,6 @@ def test_bad_arguments_are_refused_before_the_reader_is_loaded(monkeypatch, argu
     assert message in result.output
 
 
-# -- datasets --------------------------------------------------------------------------------------
-
-
 def test_squad_has_the_paragraph_and_its_article(squad: Path) -> None:
     found = load_dataset(f"squad:{squad}")
     assert len(found) == 6

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.soak
 SMALL = kernels.KernelSettings(
     tokens=(192,), heads=4, kv_heads=2, head_dim=16, layers=2, dtype="float32", runs=3, device="cpu"
 )
-COLUMNS = ["kernel", "case", "ms", "achieved", "ceiling", "share", "speedup_over"]
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +26,6 @@ def report():
         best = device_timing.Ceilings(2.0, 10.0)
         patch.setattr(kernels, "ceilings", lambda *_: best)
         return kernels.run(SMALL)
-
-
-def test_rows_are_those_of_the_design(report):
-    assert all(set(COLUMNS) <= set(row) for row in report.rows)
-    ours = [(row["kernel"], row["case"]) for row in report.rows if row["kernel"] != "baseline"]
-    assert ours == [
-        *(("sparse_attention", name) for name in ("15%", "lego:16", "question", "full")),
-        ("column_scores", "all keys, 2 layers"),
-        ("column_scores", "per chunk, 2 layers"),
-        ("assembly", "as computed, 2 layers"),
-    ]
 
 
 def test_figures_belong_together(report):

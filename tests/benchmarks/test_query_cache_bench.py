@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.query_cache.hits import PANELS, Sweep, draw, replays, run, searched
 from benchmarks.query_cache.lookups import lookup_rows
-from benchmarks.query_cache.workload import PREFIXES, Workload, of_dataset, variants, with_copies
+from benchmarks.query_cache.workload import Workload, of_dataset
 from ragcachekit.retrieval.proximity import Hit, ProximityCache
 
 
@@ -75,23 +75,6 @@ def test_a_saved_search_saves_its_own_time():
         spent += 0.0 if number in seen else found.ms[at]
         seen.add(number)
     assert row["latency_saved"] == pytest.approx(1 - spent / sum(found.ms), abs=1e-3)
-
-
-def test_variants_put_distinct_prefixes_before_the_question():
-    made = variants("Where was Anna Baird born?", 4)
-    assert made == variants("Where was Anna Baird born?", 4)
-    assert len(set(made)) == 4
-    assert all(text.endswith(" Where was Anna Baird born?") for text in made)
-    assert all(text.startswith(PREFIXES) for text in made)
-
-
-def test_copies_are_unit_rows_after_the_first_ones():
-    rows = np.eye(8, dtype=np.float32)
-    filled = with_copies(rows, 100, 0)
-    assert (filled[:8] == rows).all()
-    assert filled.shape == (100, 8)
-    assert np.allclose(np.linalg.norm(filled, axis=1), 1)
-    assert with_copies(rows, 3, 0).shape == (8, 8)
 
 
 @pytest.fixture

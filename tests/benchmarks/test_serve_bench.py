@@ -43,9 +43,6 @@ def report():
     )
 
 
-# -- requests --------------------------------------------------------------------------------------
-
-
 def test_prompts_have_different_documents_and_the_seed_decides():
     requests = DOCUMENTS.requests(50, 4, 1.2, (3,))
     for request in requests:
@@ -69,9 +66,6 @@ def test_documents_of_a_folder_are_its_text(tmp_path):
         text_documents(tokenizer, 5000, 10, corpus=tmp_path)
     with pytest.raises(ValueError, match="dataset"):
         text_documents(tokenizer, 5, 10)
-
-
-# -- figures ---------------------------------------------------------------------------------------
 
 
 def served(due, times, tokens=None, reused=None):
@@ -153,9 +147,6 @@ def test_tokens_of_equal_logits_may_change_places():
         weights[twin] = weights[best]
     one = Served(request, 0.0, token_ids=(twin, 5))
     replays.check_same(model, [(best, 7)], [one], "x")
-
-
-# -- the whole bench -------------------------------------------------------------------------------
 
 
 def test_rows_are_every_system_at_every_rate(report):

@@ -128,9 +128,6 @@ def test_a_report_holds_its_chunks_and_no_others():
     assert not any(one.rank(request(f"other {n}"), {})[0] == ["a"] for n in range(1000))
 
 
-# -- Ray's router -----------------------------------------------------------------------------------------
-
-
 def replica(name, *held):
     return SimpleNamespace(
         replica_id=SimpleNamespace(unique_id=name), routing_stats=routing_stats(held) if held else {}

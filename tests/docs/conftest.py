@@ -1,7 +1,5 @@
 """A tiny model in a folder, and a cache folder of its own for all programs that the documentation shows."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names that the code blocks of the documentation use without making them: what a reader has already."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every block of Python in the documentation runs, page by page, or says why it does not."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """Pages link to what is there, name everything public, and form a site."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

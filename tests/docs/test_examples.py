@@ -1,7 +1,5 @@
 """What examples/ shows runs: here with a tiny model, whose answers mean nothing, and whose reuse does."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """``average:n``: means of encodings, against ordinary prefills."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

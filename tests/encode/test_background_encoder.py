@@ -1,7 +1,5 @@
 """Encoding behind answers: what is forgotten stays forgotten, also where no thread can be had."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -200,9 +198,6 @@ def test_what_finds_no_place_in_the_queue_is_said(made, caplog, monkeypatch):
     assert [record.message for record in caplog.records] == [
         "2 missing chunks are not encoded: 1 requests wait"
     ]
-
-
-# -- which miss is encoded -----------------------------------------------------------------------------
 
 
 def missed(number, encoding=None, **changes):

@@ -1,7 +1,5 @@
 """``similar:n`` against derivations that know neither our masks nor our rotations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The chunk encoder against plain forwards, one chunk at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

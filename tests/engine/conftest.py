@@ -1,7 +1,5 @@
 """Engines that speak, closed behind the test."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

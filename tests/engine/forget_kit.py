@@ -1,7 +1,5 @@
 """An engine with every tier, a look into each of them, and a forget that another thread runs meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``RagCache(encoder="average:n")`` from text to text: what is encoded when, and what serves meanwhile."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import permutations
 

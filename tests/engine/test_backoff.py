@@ -1,7 +1,5 @@
 """Model work in the background leaves the processor to requests, but does not stand still."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

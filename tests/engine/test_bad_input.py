@@ -1,7 +1,5 @@
 """Bad models, prompts and options: a clear error, or the right answer with the reason in the report."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

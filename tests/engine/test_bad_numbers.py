@@ -1,7 +1,5 @@
 """Seconds that are no finite number >= 0 are refused where they are given: NaN would never have passed."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

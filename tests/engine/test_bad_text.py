@@ -1,7 +1,5 @@
 """Text that is none: lone surrogates, as undecodable bytes of a document leave them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose attention depends on positions after a threshold: prompts are linked up to there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers as tf

@@ -1,7 +1,5 @@
 """``cached_first``: the order of texts in which more of their prompt is an exact cached beginning."""
 
-from __future__ import annotations
-
 import threading
 from itertools import permutations
 

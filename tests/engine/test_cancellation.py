@@ -1,7 +1,5 @@
 """Cancellation: every forward of a request ends between two layers or tokens, and nothing stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -68,8 +66,6 @@ def set_event():
     return event, event.set
 
 
-# -- the cancel event ----------------------------------------------------------------------------------
-
 WAYS = {
     "full": ({"policy": "full"}, {}, 3),
     "cold": ({"policy": "lego:4"}, {}, 3),
@@ -122,8 +118,6 @@ def test_encoding_behind_an_answer_ends_too(make, model, caplog):
     assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied without a forward"
     assert not ours(caplog), "a cancelled job has not failed"
 
-
-# -- scopes --------------------------------------------------------------------------------------------
 
 CALLS = {
     "generate": lambda rag: rag.generate(PROMPT, **ASKED),
@@ -182,9 +176,6 @@ def test_encode_keeps_whole_entries_only(make, model, encoder, forwards, monkeyp
     assert rag.generate(QUESTION, **ASKED).token_ids == whole.generate(QUESTION, **ASKED).token_ids
 
 
-# -- streams -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("leave", ["close", "error", "drop"])
 def test_leaving_a_stream_ends_its_prefill(make, model, leave):
     rag, inside, left = make(), threading.Event(), threading.Event()
@@ -210,9 +201,6 @@ def test_leaving_a_stream_ends_its_prefill(make, model, leave):
             left.set()
         assert rag.queue.drain(LONG)
     assert layers.most_after <= 1
-
-
-# -- asyncio -------------------------------------------------------------------------------------------
 
 
 async def first_piece(rag):
@@ -249,9 +237,6 @@ async def test_cancelling_a_task_ends_its_forward(make, model, monkeypatch, call
     assert rag.generate(QUESTION, **ASKED).text
 
 
-# -- threads behind answers ------------------------------------------------------------------------------
-
-
 def test_close_ends_background_encoding_before_its_next_layer(make, model, caplog):
     rag, encoding = make(cold="background", encode_after=1), threading.Event()
     closed = rag.components.background.closed
@@ -267,9 +252,6 @@ def test_close_ends_background_encoding_before_its_next_layer(make, model, caplo
     assert layers.most_after <= 1
     assert not [t for t in threading.enumerate() if t.name == "ragcachekit-background"]
     assert not ours(caplog)
-
-
-# -- worker threads ------------------------------------------------------------------------------------
 
 
 def test_an_interrupt_ends_what_runs_in_a_worker_thread(make, model, interrupt):

@@ -1,7 +1,5 @@
 """A RagCache that was closed says so; closing twice, or during an answer, harms nobody."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Many threads on one model: everyone gets what they get alone."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

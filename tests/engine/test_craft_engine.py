@@ -1,7 +1,5 @@
 """``in-prompt`` and Cache-Craft through the facade."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Why a document of a prompt is not found as a chunk, and what to change."""
 
-from __future__ import annotations
-
 import copy
 import html
 import json
@@ -102,8 +100,6 @@ def test_other_documents_are_refused(rag) -> None:
     with pytest.raises(TypeError, match="document 2 is a int"):
         rag.diagnose(PARTS, [ONE, 2])
 
-
-# -- what a prompt made of a document -------------------------------------------------------------------
 
 TEXT = (
     'The "Old Mill" stands by the river; it was built in 1874.\nIts wheel was made of oak & iron.\n\n'

@@ -1,7 +1,5 @@
 """How much KV encoding holds between computing and storing, beside the store's budget."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

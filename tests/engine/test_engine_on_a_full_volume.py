@@ -1,7 +1,5 @@
 """A volume that is full when an engine opens on it: every construction answers, as a full prefill does."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from pathlib import Path

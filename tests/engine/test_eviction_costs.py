@@ -1,7 +1,5 @@
 """What prefills cost reaches the tiers that weigh it, of the chunk store and of the tree."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_kit import chunk, text

@@ -1,7 +1,5 @@
 """A text is forgotten wherever it stood in a prompt, and not only as a chunk."""
 
-from __future__ import annotations
-
 import pytest
 from forget_kit import BEFORE, SPACE, TEXTS, Engine, Meanwhile, around
 
@@ -156,9 +154,6 @@ def test_another_process_drops_it_from_its_tree(make):
     assert not reused_from(other, PROMPTS["plain"], SHORT)
 
 
-# -- while work is under way -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", ["parse", "prepare", "match", "forward", "insert"])
 @pytest.mark.parametrize("where", ["plain", "part of a chunk"])
@@ -177,9 +172,6 @@ def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, wher
     assert engine.rag.flush(WAIT)
     assert meanwhile.finish()
     assert holding(engine, SHORT) == []
-
-
-# -- stores that do not help -----------------------------------------------------------------------------
 
 
 def test_a_store_that_cannot_be_searched_drops_what_is_known_and_says_so(make, monkeypatch):

@@ -1,7 +1,5 @@
 """What is forgotten while work is under way stays forgotten, in every tier; nothing else is lost by it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -109,9 +107,6 @@ def test_forget_while_texts_are_being_given(make, call, what):
     assert not any("retrieved" in note for note in notes)  # nor is it named as retrieved
 
 
-# -- requests --------------------------------------------------------------------------------------
-
-
 def generated(engine, **options):
     return engine.rag.generate(MARKED, **ASKED, **options)
 
@@ -175,9 +170,6 @@ def test_forget_while_entries_are_prefetched(make, monkeypatch, what):
     assert meanwhile.finish()
     assert engine.left(gone) == []
     assert engine.reused(GONE) == 0
-
-
-# -- at random -------------------------------------------------------------------------------------
 
 
 class Race:

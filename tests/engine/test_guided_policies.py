@@ -1,7 +1,5 @@
 """Policies that need the model to choose, through the facade: every way in gives one answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_kit import PROMPT, chunk, text, warmed

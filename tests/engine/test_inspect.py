@@ -1,7 +1,5 @@
 """The prompt drawn by how its KV was had, and what an engine says of itself."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

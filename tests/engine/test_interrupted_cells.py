@@ -1,7 +1,5 @@
 """A cell that is interrupted and run again: the second run answers as if there had been no first."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """Chunks in prompts by the ids that encode returned, instead of their texts (EPIC section 3)."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

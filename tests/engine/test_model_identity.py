@@ -1,7 +1,5 @@
 """Whatever changes what KV would be, changes where it is looked for: one changed field, no hit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``RagCache(encoder="similar:n", neighbours=...)`` from text to text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Notes of reports: why nothing was reused, and that the store could not keep what was missing."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -59,9 +57,6 @@ def test_the_text_before_the_chunks_is_listed_apart(rag) -> None:
         assert [use.tokens for use in link.chunks] == [rag.count_tokens(ONE), rag.count_tokens(TWO)]
     assert second.prefix.exact
     assert (second.exact_tokens, second.prefix.recomputed) == (head, 0)
-
-
-# -- what is not kept ----------------------------------------------------------------------------------
 
 
 def test_encoding_into_nothing_is_warned_of_once(opened, caplog):

@@ -1,7 +1,5 @@
 """Rows that prompts compute join the mean of their chunk under ``average:n``: no forward of their own."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import pytest

@@ -1,7 +1,5 @@
 """A prompt right after another one waits until that one's rows are stored, and no longer than it should."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pictures of the last requests and of calibrations: the figures drawn are those of the reports."""
 
-from __future__ import annotations
-
 import matplotlib as mpl
 import pytest
 from matplotlib.colors import to_hex

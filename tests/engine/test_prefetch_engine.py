@@ -1,7 +1,5 @@
 """rag.prefetch and what runs beside a request: loads before the prompt, loads while others compute."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_kit import PROMPT, chunk, ids, rag_for, text, warmed

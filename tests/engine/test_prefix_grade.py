@@ -1,7 +1,5 @@
 """Models whose chunks cannot be linked: exact beginnings, and the bare model's tokens whatever is cached."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

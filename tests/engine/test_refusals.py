@@ -1,7 +1,5 @@
 """What a refusal leaves behind: nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from families import build

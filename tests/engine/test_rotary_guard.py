@@ -1,7 +1,5 @@
 """Frequencies that depend on the length are one prompt's at a time, whoever else computes meanwhile."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor

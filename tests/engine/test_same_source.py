@@ -1,7 +1,5 @@
 """``companions="same-source"``: no chunk is stored, or used, behind a chunk of another source."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

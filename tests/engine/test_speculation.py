@@ -1,7 +1,5 @@
 """Staged searches: the request that is returned is that of the last stage, and no other one goes on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A store of the user's own that raises, hangs and lies: every way in gives the bare model's own answer."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

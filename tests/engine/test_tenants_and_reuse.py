@@ -1,7 +1,5 @@
 """Namespaces are walls; encoding is idempotent; forgetting forgets; cold chunks are encoded as asked."""
 
-from __future__ import annotations
-
 import pytest
 
 from engine_kit import PROMPT, RecordingStore, chunk, ids, rag_for, text, warmed

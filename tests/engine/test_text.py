@@ -1,7 +1,5 @@
 """With text: segments, special tokens, BOS, streaming, stop strings, cancellation."""
 
-from __future__ import annotations
-
 import pytest
 from transformers.generation.streamers import BaseStreamer
 

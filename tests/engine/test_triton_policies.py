@@ -1,7 +1,5 @@
 """Policies through the Triton kernels choose the tokens, and give the answers, of the CPU path."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton")

@@ -87,9 +87,6 @@ def test_a_model_whose_chunks_cannot_be_linked():
         assert asked(rag, PROMPT).written_tokens == 0
 
 
-# -- keep="marked" ----------------------------------------------------------------------------------
-
-
 def user(*blocks):
     texts = [block if isinstance(block, dict) else {"type": "text", "text": block} for block in blocks]
     return [

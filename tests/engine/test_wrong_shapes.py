@@ -1,7 +1,5 @@
 """Entries under the right key, with right checksums, that are not the model's KV: a miss, and they go."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

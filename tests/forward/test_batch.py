@@ -1,7 +1,5 @@
 """Requests decoded together: their buffers and attention, and the tags that keys carry to it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

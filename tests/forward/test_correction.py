@@ -1,7 +1,5 @@
 """Recomputed rows correct the kept rows of their chunk; row by row, against the rule written out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Invariant 1: at ratio 1.0, and wherever kept rows are exact, linking is the ordinary prefill."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers are put in place when the forward reaches them; what cannot come is computed instead."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

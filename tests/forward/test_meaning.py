@@ -4,8 +4,6 @@ Kept columns come from running the chunk alone at its new positions (for ``sinks
 behind its context, shifted with it: rotations compose), never from our encoder.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from families import ALWAYS, FAMILIES, columns, off, oracle, prefill, stepwise, tokens

@@ -1,7 +1,5 @@
 """Invariant 4: no row ever sees a key after its own position, nor one that left its window."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Invariant 3: a chunk encoded once and linked at offset d is the chunk run alone at d, d+1, ..."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

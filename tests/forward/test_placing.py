@@ -1,7 +1,5 @@
 """Kept rows are put in place layer by layer: by torch and by the kernel, from any tier, in any order."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

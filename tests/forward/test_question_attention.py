@@ -1,7 +1,5 @@
 """What questions attend to is stored with chunks, ahead and in use; against eager attention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

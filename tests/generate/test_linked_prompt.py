@@ -1,7 +1,5 @@
 """``rag.link``: a cache for a generate call or a loop of the user's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

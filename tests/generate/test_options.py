@@ -1,7 +1,5 @@
 """Options: what cannot work is refused before any work, and what the model's own defaults say is not."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -1,7 +1,5 @@
 """Where nothing is approximate, ``rag.generate`` gives what ``model.generate`` gives on the same ids."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -160,9 +160,6 @@ def chat(request):
     return request.param
 
 
-# -- over a recording engine -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [None, 0.0])
 def test_no_temperature_is_greedy(adapter, temperature):
     engine = FakeEngine()
@@ -247,9 +244,6 @@ def test_leaving_a_stream_early_cancels_the_generation(adapter):
     assert not engine.streams[0].cancelled.is_set()
     stream.close()
     assert engine.streams[0].cancelled.is_set()
-
-
-# -- over real engines ------------------------------------------------------------------------------
 
 
 def test_calls_at_the_same_time_are_decoded_together_and_answer_as_alone(adapter, rag):

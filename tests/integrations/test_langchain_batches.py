@@ -76,9 +76,6 @@ def test_batches_wait_for_room_and_say_when_told_not_to(tiny_model, tiny_tokeniz
         assert 0 < len(refused) < len(QUESTIONS)
 
 
-# -- what ends them ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model():
     return speaker(num_hidden_layers=LAYERS, max_position_embeddings=1024)

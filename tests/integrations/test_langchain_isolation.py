@@ -221,9 +221,6 @@ def test_a_failing_partition_costs_no_answer(documents, caplog):
         RagCacheRetriever.wrap(Own(documents=documents), embeddings=WordEmbeddings(), partition="user")
 
 
-# -- the index -------------------------------------------------------------------------------------
-
-
 def test_any_library_runnable_may_read_the_configurable_values(store):
     class ByConfig(RunnableLambda):
         """Reads the config as LangChain's configurable models do."""
@@ -243,9 +240,6 @@ def test_any_library_runnable_may_read_the_configurable_values(store):
     assert retriever.query_cache.stats().hits == 2
 
 
-# -- forgetting ------------------------------------------------------------------------------------
-
-
 def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
     retriever = RagCacheRetriever.wrap(store, rag=rag, k=1)
     other = RagCacheRetriever.wrap(store, rag=rag, k=1, namespace="other")
@@ -256,9 +250,6 @@ def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
     retriever.invoke(QUESTION)
     rag.forget(namespace="other")
     assert [r.query_cache.stats().entries for r in (retriever, other)] == [1, 0]
-
-
-# -- embeddings that are of no use -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

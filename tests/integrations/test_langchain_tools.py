@@ -170,9 +170,6 @@ def test_an_answer_that_does_not_fit_is_an_error_or_the_raw_message():
     assert (good["parsed"], good["parsing_error"]) == (Birth(name="Ada", town="Bern"), None)
 
 
-# -- on the real engine ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tooled(tiny_model, tiny_tokenizer, digests):
     own = {"policy": "lego:4", "encoder": "standalone", "cold": "now", "cache_dir": digests}

@@ -114,14 +114,6 @@ def test_bare_texts_are_registered_with_the_engine(embedder):
     assert engine.prefetched == engine.registered
 
 
-async def test_async_shares_the_cache(index, embedder):
-    retriever = RagCacheRetriever(index.as_retriever(similarity_top_k=2), embed_model=embedder)
-    with seeing(QueryCacheEvent) as seen:
-        first = await retriever.aretrieve(QUESTION)
-        assert ids(first) == ids(retriever.retrieve(QUESTION)) == ids(await retriever.aretrieve(QUESTION))
-    assert [event.hit for event in seen.events] == [False, True, True]
-
-
 def test_bad_settings_are_clear_errors(embedder):
     inner = Listed([TextNode(text="some text")])
     with pytest.raises(TypeError, match="expected a LlamaIndex retriever, got str"):

@@ -65,6 +65,7 @@ def test_invalidate_by_id_text_and_filter_or_everything():
     (found,) = retriever.invoke(QUESTION)
     row = found.metadata["row"]
     assert retriever.query_cache.invalidate(ids=["unknown"], texts=["unknown"], where=lambda one: False) == 0
+    assert retriever.query_cache.invalidate(ids=[]) == 0
     for named in (
         {"ids": [str(row)]},
         {"texts": [f" {found.page_content}\n"]},

@@ -4,8 +4,6 @@ Arguments: a folder and cases (default: all). Prints, as JSON, what ptxas made o
 are those of the library: only their execution is replaced. Not in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

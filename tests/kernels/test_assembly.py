@@ -1,7 +1,5 @@
 """Chunk KV into a request's cache against complex multiplication in float64, in torch and through Triton."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

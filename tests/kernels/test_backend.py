@@ -1,7 +1,5 @@
 """Which devices take the Triton kernels, what happens where Triton gives up, and that torch needs none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

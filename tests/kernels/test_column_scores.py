@@ -3,8 +3,6 @@
 Once in torch, once through Triton: interpreted on a CPU, compiled on a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

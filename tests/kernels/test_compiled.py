@@ -1,7 +1,5 @@
 """What the compiler makes of the kernels for Hopper; no GPU is needed for that."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Squared deviation per row and sums over spans against float64 loops, in torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Rows of a chunk moved by what similar rows were moved by, against float64, in torch and in Triton."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -4,8 +4,6 @@ A float32 score of 1e6 is known to 1/16. Two computations that add the same prod
 libraries do depending on the processor, differ by that much, and the weights by the exponential of it.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

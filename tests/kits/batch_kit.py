@@ -1,7 +1,5 @@
 """Requests of a RagCache in a BatchDecoder, with what the engine does around it left out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Engines that actors open, which note what they do in files, and a corpus of any length."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

@@ -1,7 +1,5 @@
 """A small corpus in a folder, the embedding model loaded once, and the command line in this process."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import closing
 from pathlib import Path

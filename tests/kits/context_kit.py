@@ -1,7 +1,5 @@
 """An engine that only notes what contexts do to it."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Prompts of token ids, and a RagCache around a family's model."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

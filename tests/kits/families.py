@@ -1,7 +1,5 @@
 """Tiny random models of many families, and oracles that use nothing but plain transformers."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A file system whose calls fail, are cut short or are watched: the n-th one, or all from the n-th on."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Callable, Iterator

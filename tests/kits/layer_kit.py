@@ -1,7 +1,5 @@
 """A model whose decoder layers are watched: something happens in one of them, and later ones are counted."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Running the link room by itself: plans from token ids, one linked forward, what came of it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A slow store whose every read the test sees, holds back or spoils."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +17,7 @@ WAIT = 60
 class Source:
     """Layers of an entry in memory, given out one by one as the store's test says."""
 
-    def __init__(self, store: SlowStore, key: KVKey, kv: ChunkKV) -> None:
+    def __init__(self, store: "SlowStore", key: KVKey, kv: ChunkKV) -> None:
         self._store, self._key, self._kv = store, key, kv
         self.nbytes, self.tokens, self.layers = kv.nbytes, kv.tokens, kv.layers
         self._next, self._busy = 0, threading.Lock()

@@ -1,7 +1,5 @@
 """Made-up prompts over entries of every kind, and an independent account of where their KV belongs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A queue that is held while requests come, so that a test knows what waits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

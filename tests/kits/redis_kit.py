@@ -1,7 +1,5 @@
 """A Redis server of the tests' own: started, killed, stopped and continued at will."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A server on a free port in a thread, around an engine that speaks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tiny random models whose chunks cannot be linked: hybrids, state-space, no RoPE, chunked attention."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from typing import Any

@@ -1,7 +1,5 @@
 """What `make soak` runs beside `make test`, and the figures of long runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tokenizers trained on the spot, and a tiny model that speaks their tokens."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

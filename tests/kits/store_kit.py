@@ -1,7 +1,5 @@
 """Keys, KV and disk helpers for the tests of this room and for the process that the kill test kills."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small tokenizers of the kinds that models use, trained on the project's documentation."""
 
-from __future__ import annotations
-
 import pathlib
 import tempfile
 from functools import cache

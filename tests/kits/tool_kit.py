@@ -1,7 +1,5 @@
 """A chat template with tools, and a script that the real engine's model is made to say."""
 
-from __future__ import annotations
-
 import copy
 
 TOOLS = (

@@ -1,7 +1,5 @@
 """Paths of made-up chunks, and KV that says which path it belongs to."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Sequence

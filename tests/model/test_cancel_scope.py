@@ -1,7 +1,5 @@
 """CancelScope by itself: nesting, threads, what raises where, and what is put back."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextvars import copy_context

@@ -1,7 +1,5 @@
 """What is taken out of a cache goes back to where it was, in memory of its own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The fingerprint differs for all that changes KV values; the guard notices later changes of a model."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """How long prefills take: the fit and the measurement."""
 
-from __future__ import annotations
-
 import pytest
 
 from families import wrapped

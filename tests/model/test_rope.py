@@ -1,7 +1,5 @@
 """Rotations: removing what was applied is the identity, what the probe finds, and tables of whole prompts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

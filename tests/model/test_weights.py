@@ -1,7 +1,5 @@
 """Models from a folder or a hub's cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Executes the notebooks with the sample model and keeps what they show; `make notebooks` runs it."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile

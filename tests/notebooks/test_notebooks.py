@@ -1,7 +1,5 @@
 """The notebooks run on the real sample model, from the first cell to the last, in the soak."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

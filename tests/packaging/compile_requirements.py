@@ -4,8 +4,6 @@ What needs what is read from ``pyproject.toml`` and from the packages in this en
 ``constraints.txt``. The files are for Linux on x86-64 and for every Python that the project names.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterable, Iterator

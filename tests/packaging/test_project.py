@@ -1,7 +1,5 @@
 """What is published: metadata, files of the wheel, and types that a client project sees."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

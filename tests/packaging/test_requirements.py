@@ -1,7 +1,5 @@
 """``make`` installs what ``requirements/`` names and resolves nothing: it must be all, and nothing else."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from importlib import metadata

@@ -1,7 +1,5 @@
 """The pool of variants: bounded, fair by use, thread safe, and never a way to the wrong entry."""
 
-from __future__ import annotations
-
 import math
 import threading
 

@@ -1,7 +1,5 @@
 """Loading or computing: formulas by hand, choices against trying every set, rates from noisy reads."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The chunks that a chunk is encoded after: an index, a document, those registered with it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Names, keys, order and budget of ``similar:n``."""
 
-from __future__ import annotations
-
 import pytest
 
 from families import tokens

@@ -1,7 +1,5 @@
 """``in-prompt`` entries and what Cache-Craft makes of them, against eager attention and numpy."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Cache-Craft's formulas on examples worked by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

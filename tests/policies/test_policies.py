@@ -1,7 +1,5 @@
 """Which rows each policy chooses, by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from families import tokens

@@ -1,7 +1,5 @@
 """Which tokens each policy picks, and what comes of it, against slow derivations in plain transformers."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

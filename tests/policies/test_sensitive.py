@@ -1,7 +1,5 @@
 """``sensitive:r``: positions by stored sensitivity alone, against a slow derivation."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Conversations: the next turn reuses the rows of the last one as what they are."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest
@@ -179,9 +177,6 @@ def test_a_request_that_still_finds_what_is_being_forgotten_leaves_no_turn() -> 
 
 def turns_in(tree: KnowledgeTree) -> int:
     return tree.turns.stats()[0].entries
-
-
-# -- the shelf by itself ---------------------------------------------------------------------------
 
 
 def turn(count: int, seed: int, *, root: Root = ROOT, members: frozenset[str] = frozenset()) -> Turn:

@@ -1,7 +1,5 @@
 """Several processes on one disk folder: what one of them forgets, none of the others brings back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

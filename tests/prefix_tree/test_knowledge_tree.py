@@ -1,7 +1,5 @@
 """What the tree promises, case by case: matching, eviction order, tiers, pins, forgetting, faults."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +35,6 @@ def record(tree: KnowledgeTree, tier: str) -> StoreStats:
 
 def evictions(tree: KnowledgeTree, tier: str) -> int:
     return record(tree, tier).evictions
-
-
-# -- matching --------------------------------------------------------------------------------------
 
 
 def test_shared_beginnings_are_shared_and_orders_are_kept_apart() -> None:
@@ -91,9 +86,6 @@ def test_kv_of_another_length_or_too_much_of_it_is_refused() -> None:
         tree.insert(match, [kv_of(ROOT, path)] * 2)
 
 
-# -- eviction --------------------------------------------------------------------------------------
-
-
 def test_leaves_leave_first_and_parents_after_their_last_child() -> None:
     tree = host_tree(12)
     request(tree, path_of("s3", "a4", "b5"))  # 12 rows
@@ -137,9 +129,6 @@ def test_how_often_a_path_was_asked_for_outlives_its_eviction() -> None:
     assert known(tree, "d4") == 0
     request(tree, path_of("f4"))
     assert (known(tree, "a4"), known(tree, "e4"), known(tree, "f4")) == (1, 0, 1)
-
-
-# -- tiers -----------------------------------------------------------------------------------------
 
 
 def test_swapped_out_once_and_later_only_let_go() -> None:
@@ -195,9 +184,6 @@ def test_what_a_disk_gives_back_must_be_exact_and_whole(change) -> None:
     tree = KnowledgeTree(disk=Changing(1 << 20))
     request(tree, path_of("s3", "a4"))
     assert tiers(tree.match(ROOT, path_of("s3", "a4"))) == ["disk"]
-
-
-# -- forgetting ------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_keeps_the_beginnings(tmp_path: Path) -> None:
@@ -299,9 +285,6 @@ def test_pins_of_a_discarded_node_do_not_reach_the_one_that_follows_it() -> None
     check(tree)
 
 
-# -- counting and threads --------------------------------------------------------------------------
-
-
 def test_threads_see_nothing_but_whole_nodes() -> None:
     tree = two_tiers(20, 40)
     names = [f"{letter}{number}" for letter in "abcd" for number in (2, 5)]
@@ -362,9 +345,6 @@ def test_a_tier_counts_the_uses_that_another_one_served() -> None:
         request(tree, path_of(name))  # b goes there too, and the others have to leave
         check(tree)
     assert tiers(tree.match(ROOT, path_of("a4"))) == ["host"]
-
-
-# -- a GPU that fails ------------------------------------------------------------------------------
 
 
 def test_hot_nodes_of_the_gpu_outlive_it_on_the_host() -> None:

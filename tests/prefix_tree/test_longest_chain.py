@@ -1,7 +1,5 @@
 """The longest chain of some chunks below a prompt's first text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """Prompts without chunks: every beginning is kept in blocks, and what is reused is exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

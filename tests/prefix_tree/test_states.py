@@ -1,7 +1,5 @@
 """Steps that get a state later, in tiers that have room for it and in those that have not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The knowledge tree under real (tiny) models: what comes out is what an ordinary prefill gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

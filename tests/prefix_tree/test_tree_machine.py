@@ -1,7 +1,5 @@
 """Any sequence of operations against a plain dict from paths to KV: the very KV, or not known."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import tempfile

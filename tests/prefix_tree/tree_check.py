@@ -1,7 +1,5 @@
 """What must hold of a tree after any operation, looked at from inside."""
 
-from __future__ import annotations
-
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from tree_kit import nodes
 

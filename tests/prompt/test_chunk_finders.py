@@ -1,7 +1,5 @@
 """What the registry finds, against a naive search; its bounds, threads, and any sequence of calls."""
 
-from __future__ import annotations
-
 import threading
 import unicodedata
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Chat messages through templates of several temperaments: found chunks, or a named fallback."""
 
-from __future__ import annotations
-
 import html
 import itertools
 

@@ -1,7 +1,5 @@
 """Segmentation of strings: round trip, word boundaries, overlaps, blanks; special tokens between chunks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Text of special tokens in documents is plain text; the template's own stay control tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """``policy="auto"``: what it measures, what it chooses, and when."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -67,9 +65,6 @@ def records(folder):
     return sorted((folder / "auto").glob("*.json")) if (folder / "auto").is_dir() else []
 
 
-# -- what is measured ----------------------------------------------------------------------------------
-
-
 def kl(full, other):
     return float(torch.nn.functional.kl_div(other, full, log_target=True, reduction="sum"))
 
@@ -115,8 +110,6 @@ def test_kl_is_that_of_transformers(encoder, policy, first, tmp_path):
     recomputed = first * (1 if encoder == "system" else 2)
     assert found.ratio == pytest.approx(recomputed / cached)
 
-
-# -- which one is chosen -------------------------------------------------------------------------------
 
 A, B = PolicyAndEncoder("impact:0.1", "system"), PolicyAndEncoder("deep:0.1", "system")
 C = PolicyAndEncoder("lego:16", "standalone")
@@ -165,9 +158,6 @@ def test_clearly_worse_candidates_leave_after_three_prompts():
 def test_candidates_that_recompute_too_much_are_not_chosen():
     assert choice(results(a=(0.1, 1, 1), c=(0.16, 0, 0))) == A
     assert choice(results(c=(0.16, 0, 0))) == C, "unless there is nothing else"
-
-
-# -- the engine ----------------------------------------------------------------------------------------
 
 
 def test_it_is_the_default_and_begins_with_the_default_pair(make):
@@ -325,9 +315,6 @@ def test_forgetting_a_namespace_drops_its_record(make, tmp_path):
     assert auto_of(rag).seen("default") == ()
 
 
-# -- time ----------------------------------------------------------------------------------------------
-
-
 class Clock:
     """Seconds that pass with every look."""
 
@@ -447,9 +434,6 @@ def test_a_record_that_cannot_be_written_serves_this_process(make, monkeypatch, 
     found = rag.tune(prompts=[prompt(0)])
     assert "could not be stored" in caplog.text
     assert rag.policy == f"auto -> {found.policy} on {found.encoder}"
-
-
-# -- the rest ------------------------------------------------------------------------------------------
 
 
 def test_auto_is_a_policy_by_name():

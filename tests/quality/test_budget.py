@@ -1,7 +1,5 @@
 """Quality budgets: the policy's name, the stored record, and what a budget stands for."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -58,9 +56,6 @@ def stored(folder, **changes):
     return path
 
 
-# -- the policy ---------------------------------------------------------------------------------------
-
-
 def test_a_budget_is_a_policy_by_name():
     assert open_policy("budget:0.01") == Budget(0.01)
     assert open_policy("budget:0.025").name == "budget:0.025"
@@ -72,16 +67,10 @@ def test_a_budget_that_was_not_resolved_says_so():
         Budget(0.01).select([])
 
 
-# -- the rule -----------------------------------------------------------------------------------------
-
-
 def test_the_cheapest_whose_upper_bound_is_within():
     for curve in (CURVE, CURVE[::-1]):
         found = [record(curve=curve).cheapest(loss).policy for loss in (0.31, 0.3, 0.044, 0.007, 0.005)]
         assert found == ["reuse", "lego:4", "query:0.2", "lego:32", "full"]
-
-
-# -- the record ---------------------------------------------------------------------------------------
 
 
 def test_a_record_comes_back_as_it_was(tmp_path, caplog):
@@ -154,9 +143,6 @@ def test_a_record_that_others_can_write_is_not_used(tmp_path, caplog):
     assert "written by others" in caplog.text
 
 
-# -- what a budget stands for -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "encoder", "namespace", "why"),
     [
@@ -176,9 +162,6 @@ def test_full_and_one_warning_where_nothing_is_sure(tmp_path, caplog, name, enco
     assert logged.levelno == logging.WARNING
     assert why in caplog.text
     assert "ragcachekit calibrate" in caplog.text
-
-
-# -- in the engine ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

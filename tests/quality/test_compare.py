@@ -1,7 +1,5 @@
 """``compare``: log probabilities and greedy answers are those of single steps of the model."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

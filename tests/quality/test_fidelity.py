@@ -1,7 +1,5 @@
 """The fidelity bench on the reader: what it measures, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -64,9 +62,6 @@ def rows(results: dict[Any, Any]) -> Rows:
     return run(results, policies=POLICIES)
 
 
-# -- what is measured ---------------------------------------------------------------------------------
-
-
 def test_the_baselines_are_always_there_and_each_way_once(rows: Rows) -> None:
     assert [(policy, encoder) for policy, encoder, kind in rows if kind == "all"] == [
         ("full", "none"),
@@ -126,9 +121,6 @@ def test_kl_of_reuse_is_that_of_chunks_run_alone(rows: Rows) -> None:
     assert rows["reuse", "standalone", "all"]["kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-3)
 
 
-# -- going on -----------------------------------------------------------------------------------------
-
-
 def test_what_is_there_is_not_asked_again(
     rows: Rows, results: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,9 +129,6 @@ def test_what_is_there_is_not_asked_again(
     assert len(part) == len(results) == 5 * 3 * PER_TYPE
     monkeypatch.setattr(Engines, "full", None)
     assert run(dict(results), policies=POLICIES) == rows
-
-
-# -- checks -------------------------------------------------------------------------------------------
 
 
 def test_a_full_that_is_not_the_models_own_gives_no_figure(
@@ -164,9 +153,6 @@ def test_a_prompt_that_does_not_fit_is_found_before_any_work(home: Path) -> None
     sample = Sample((Question("Why?", ("soap " * 2100,), ("soap",)),))
     with pytest.raises(PromptTooLong, match="'Why\\?'"):
         fidelity.measure(*load_model(READER, "cpu"), sample, fidelity.BASELINES, {})
-
-
-# -- the command --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

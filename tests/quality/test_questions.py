@@ -1,7 +1,5 @@
 """What the fidelity bench asks, and how it becomes a prompt."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,9 +16,6 @@ from ragcachekit.errors import RagCacheError
 @pytest.fixture
 def tokenizer():
     return AutoTokenizer.from_pretrained(READER)
-
-
-# -- files --------------------------------------------------------------------------------------------
 
 
 def test_questions_of_a_file(tmp_path: Path) -> None:
@@ -66,9 +61,6 @@ def test_a_log_has_plain_questions_too(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ValueError, match="has no questions; give"):
         read_questions(path, ["question"])
-
-
-# -- prompts ------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_is_what_the_reader_was_trained_on(tokenizer) -> None:

@@ -1,7 +1,5 @@
 """The figures of the fidelity bench against slow re-derivations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +27,6 @@ from ragcachekit.quality.compare import bag_f1, divergence, exact_match, loss_pe
 def test_exact_match_ignores_case_articles_and_punctuation(answer: str, right: str, same: float) -> None:
     assert exact_match(answer, right) == same
     assert word_f1(answer, right) == (1.0 if answer == "soap glass" else same)
-
-
-# -- intervals and rows -------------------------------------------------------------------------------
 
 
 def measurement(f1: float) -> Measurement:

@@ -1,7 +1,5 @@
 """Shadow mode: a share of the prompts is checked against a full prefill, and no answer hangs on it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 
@@ -51,9 +49,6 @@ def by_hand(rag, prompt, policy=None):
     return float((p * np.log(p / q)).sum(-1).mean()), float(same.mean())
 
 
-# -- which requests -----------------------------------------------------------------------------------
-
-
 def drawn(rag, number=20):
     """Which of so many requests are compared."""
     counts = [report_after(rag, PROMPT).shadowed for _ in range(number)]
@@ -87,9 +82,6 @@ def test_only_approximate_reuse_is_shadowed():
     assert report_after(rag, PROMPT).shadowed == 1
 
 
-# -- what is measured ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", ["reuse", "lego:4"])
 def test_figures_are_those_of_an_independent_computation(policy):
     rag = shadowed()
@@ -113,9 +105,6 @@ def test_it_draws_no_chance_of_its_own_from_sampled_answers():
         assert engine.flush(60)
     assert answers[0] == answers[1]
     assert rag.shadow_report().shadowed == 3
-
-
-# -- when it goes wrong -------------------------------------------------------------------------------
 
 
 def differing(rag):
@@ -166,9 +155,6 @@ def test_namespaces_do_not_share_figures_or_fall_back():
     rag.shadow.reset("one")
     assert not rag.shadow_report("one").falling_back
     assert rag.shadow_report("two").falling_back
-
-
-# -- it never reaches an answer -----------------------------------------------------------------------
 
 
 def test_errors_inside_never_surface(monkeypatch, caplog):

@@ -1,7 +1,5 @@
 """Reports in notebooks and as text: readable, escaped, complete."""
 
-from __future__ import annotations
-
 import pickle
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """ProximityCache against Algorithm 1 of the paper, written down once more in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

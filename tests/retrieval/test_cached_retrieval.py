@@ -1,12 +1,9 @@
 """Lookup, else search, then insert; entries go when documents change: nothing stale is returned."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Retrieved
@@ -31,16 +28,6 @@ def make(capacity: int = 2, tolerance: float = 0.1, **options: Any) -> CachedRet
     return CachedRetrieval(ProximityCache(capacity, tolerance), text=str, **options)
 
 
-def test_a_miss_searches_and_a_hit_does_not() -> None:
-    retrieval, search = make(), Search(("1", "one"), ("2", "two"))
-    first = retrieval.get(A, "p", search)
-    again = retrieval.get([1.0, 0.01], "p", search)
-    assert (first.documents, first.hit, first.distance) == (("one", "two"), False, None)
-    assert (again.documents, again.hit, search.calls) == (("one", "two"), True, 1)
-    assert again.distance == pytest.approx(1 - 1 / np.hypot(1, 0.01), abs=1e-7)
-    assert first.lookup_us > 0
-
-
 def test_partitions_share_no_document_under_one_id() -> None:
     retrieval = make()
     retrieval.get(A, "acme", Search(("1", "acme's")))
@@ -55,18 +42,6 @@ def test_nothing_found_is_not_kept() -> None:
     assert retrieval.get(A, "p", search).documents == ()
     assert retrieval.get(A, "p", search).documents == ()
     assert search.calls == 2
-
-
-def test_what_was_found_before_forget_is_not_kept_after() -> None:
-    retrieval = make()
-
-    def search() -> list[tuple[str, str]]:
-        retrieval.invalidate(ids=["1"])  # the document goes while the index is being asked
-        return [("1", "gone")]
-
-    assert retrieval.get(A, "p", search).documents == ("gone",)
-    assert retrieval.stats().entries == 0
-    assert not retrieval.get(A, "p", Search(("2", "two"))).hit
 
 
 def test_a_bad_embedding_is_searched_noted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,17 +109,6 @@ def test_the_guard_can_be_turned_off_and_does_not_run_at_tolerance_0() -> None:
     for retrieval in (make(9, guard=False), make(9, 0.0)):
         searched(retrieval, A, "a", question="Which items are covered?")
         assert searched(retrieval, A, "b", question="Which items are not covered?").hit
-
-
-def test_invalidate_drops_what_holds_a_document() -> None:
-    retrieval = make(9, 0.0)
-    for embedding, documents in ((A, "ab"), (B, "bc"), ([1.0, 1.0], "cd"), ([2.0, 1.0], "de")):
-        searched(retrieval, embedding, documents)
-    assert retrieval.invalidate(ids=["a"]) == 1
-    assert retrieval.invalidate(texts=["b"], where=lambda document: document == "e") == 2
-    assert retrieval.invalidate(ids=[]) == 0
-    assert retrieval.invalidate(texts=["\nd "]) == 1, "whitespace around a text does not matter"
-    assert retrieval.stats().entries == 0
 
 
 def test_bad_arguments_of_invalidate() -> None:

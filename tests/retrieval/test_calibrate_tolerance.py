@@ -1,7 +1,5 @@
 """The tolerance that keeps different questions apart."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents by id: what is found, replaced, deleted and refused, in memory and on disk."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

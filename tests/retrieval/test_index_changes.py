@@ -1,7 +1,5 @@
 """Counting the changes of an index, and leaving it what it was."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect
@@ -59,7 +57,7 @@ class Store(Base):
         return "no change, though its name begins with add"
 
     @classmethod
-    def from_texts(cls, texts: list[str]) -> Store:
+    def from_texts(cls, texts: list[str]) -> "Store":
         store = cls()
         store.add_texts(texts)
         return store
@@ -98,7 +96,7 @@ class Seen(list[str]):
         super().__init__()
         self.see = see
 
-    def __iadd__(self, other: Any) -> Seen:
+    def __iadd__(self, other: Any) -> "Seen":
         self.see()
         self.extend(other)
         return self

@@ -1,7 +1,5 @@
 """What every VectorIndex promises, run over every implementation and metric."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Saving, loading, and refusing what was altered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

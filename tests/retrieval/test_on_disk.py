@@ -1,7 +1,5 @@
 """A document index on disk: reopened, shared, killed, damaged."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

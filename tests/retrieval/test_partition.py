@@ -1,7 +1,5 @@
 """Keys of what results depend on: equal for equal content, refused where content does not show."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import decimal

@@ -1,7 +1,5 @@
 """Distances of ProximityCache against those in Python floats, also where float32 cannot tell."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What the query cache promises, with every metric and eviction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the retrievers of both frameworks share: the path of a question."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Staged searches: parts of a search whose last result is that of a whole one, also beside changes."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

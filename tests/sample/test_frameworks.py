@@ -8,16 +8,9 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from langchain_tests.unit_tests.chat_models import ChatModelTests
-from llama_index.core import VectorStoreIndex
-from llama_index.core.embeddings import BaseEmbedding
-from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.response_synthesizers import ResponseMode
-from llama_index.core.schema import TextNode
 from texts import DOCUMENTS, QUESTIONS
 
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
-from llama_index_ragcachekit import RagCacheLLM
-from llama_index_ragcachekit import RagCacheRetriever as NodeRetriever
 from ragcachekit.commands.embedding import MiniLM
 from small_chat_model import DETAILS, SmallChatModel
 
@@ -76,30 +69,3 @@ def test_retrieval_qa_reuses_what_the_first_questions_encoded(rag):
     assert read[0] == 0
     assert all(tokens >= 2 * least - 8 for tokens in read[2:])
     assert any(right in answer for right, answer in zip((*RIGHT[:2], RIGHT[0]), answers, strict=True))
-
-
-class LocalEmbedding(BaseEmbedding):
-    def _get_text_embedding(self, text):
-        return MiniLM().embed_query(text)
-
-    def _get_query_embedding(self, query):
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query):
-        return self._get_text_embedding(query)
-
-
-def test_compact_answers_of_a_query_engine_reuse_chunks(rag):
-    nodes = [TextNode(text=text, metadata={"file_name": f"{n}.txt"}) for n, text in enumerate(DOCUMENTS)]
-    index = VectorStoreIndex(nodes, embed_model=LocalEmbedding())
-    engine = RetrieverQueryEngine.from_args(
-        NodeRetriever(index.as_retriever(similarity_top_k=2), embed_model=LocalEmbedding(), rag=rag),
-        llm=RagCacheLLM(rag=rag, max_tokens=8),
-        response_mode=ResponseMode.COMPACT,
-    )
-    first = engine.query(QUESTIONS[0])
-    hits = sum(stats.hits for stats in rag.stats())
-    second = engine.query(QUESTIONS[0])
-    assert str(first).strip()
-    assert str(second).strip()
-    assert sum(stats.hits for stats in rag.stats()) >= hits + 2

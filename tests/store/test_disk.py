@@ -23,9 +23,6 @@ def left(store, count, namespace="acme/docs"):
     return [n for n in range(count) if key_of(n, namespace=namespace) in store]
 
 
-# -- the folder ------------------------------------------------------------------------------------------
-
-
 def test_folders_are_0700_and_files_0600_whatever_the_umask(tmp_path, opened):
     old = os.umask(0)
     try:
@@ -97,9 +94,6 @@ def test_what_is_no_file_under_an_entrys_name_is_a_miss(tmp_path, odd, opened):
     assert [holds(again, n) for n in range(4)] == [True, False, False, True]
 
 
-# -- order of use, quotas --------------------------------------------------------------------------------
-
-
 def test_entries_and_their_order_of_use_survive_reopening(tmp_path, opened):
     path = tmp_path / "kv"
     filled(path)
@@ -166,9 +160,6 @@ def test_a_smaller_quota_is_enforced_at_the_next_start(tmp_path, size, opened):
     assert agrees_with_files(store, tmp_path / "kv")
 
 
-# -- layer by layer --------------------------------------------------------------------------------------
-
-
 def source_of(store, number=0):
     source = store.open(key_of(number))
     assert source is not None
@@ -209,9 +200,6 @@ def test_an_entry_that_is_forgotten_meanwhile_is_read_to_its_end(tmp_path, opene
     source = source_of(store)
     assert store.forget("acme/docs") == 1
     assert contents(read(source)) == contents(kv_of(0))
-
-
-# -- damage ----------------------------------------------------------------------------------------------
 
 
 def test_damage_after_the_header_ends_the_reading_and_the_entry(tmp_path, opened):

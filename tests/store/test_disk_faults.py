@@ -153,9 +153,6 @@ def test_a_failing_read_is_a_miss_that_deletes_nothing(tmp_path, opened):
     assert store.stats()[0].damaged == 0
 
 
-# -- deleting --------------------------------------------------------------------------------------------
-
-
 def undeletable(path, *numbers):
     """Entries whose files cannot be deleted."""
     names = {str(file_of(path, key_of(n))) for n in numbers}

@@ -115,9 +115,6 @@ def test_a_type_that_cannot_be_stored_is_refused():
         encode_entry(key_of(1), kv_of(1, dtype=torch.complex64))
 
 
-# -- damage ----------------------------------------------------------------------------------------------
-
-
 def test_a_flipped_bit_in_any_byte_is_found(tmp_path):
     """Two bits of every byte, header included; bit 5 changes the case of hex digits and JSON letters."""
     path = written(tmp_path, KEY, kv_of(1, tokens=1, heads=1, width=4))
@@ -165,9 +162,6 @@ def test_a_whole_file_under_another_name_is_damage(tmp_path, field):
         read_key(renamed)
     with pytest.raises(EntryDamaged, match="another key"):
         decode_entry(memoryview(image_of(KEY, kv_of(1))), other)
-
-
-# -- headers that nobody wrote, under a CRC that is right ------------------------------------------------
 
 
 def crafted(text, body):

@@ -279,9 +279,6 @@ def test_real_files_are_read_layer_by_layer(closing, tmp_path):
     disk.close()
 
 
-# -- which files stay open: those of handles that somebody has -------------------------------------------
-
-
 @pytest.fixture
 def store():
     return filled(8)

@@ -99,9 +99,6 @@ def test_gpu_and_page_locked_host_memory():
     assert contents(gpu.kv.to("cpu")) == contents(kv_of(1))
 
 
-# -- views of large tensors -------------------------------------------------------------------------------
-
-
 def views(tokens, of=4000, start=None):
     """The first rows of large tensors, their sums included."""
     whole = kv_of(1, tokens=of)

@@ -84,9 +84,6 @@ def test_a_full_server_that_does_not_evict_refuses(server, caplog):
     assert store.get(key_of(1)) is not None
 
 
-# -- absences --------------------------------------------------------------------------------------------
-
-
 def test_a_dead_server_is_no_error_from_opening_on(mortal, clock):
     mortal.kill()
     store = redis_store(mortal)
@@ -229,9 +226,6 @@ def test_killed_hung_and_restarted_during_a_thousand_requests(mortal, monkeypatc
     assert requests.hits > 100
     assert requests.longest <= 0.15
     store.close()
-
-
-# -- any sequence of operations, against a dict ----------------------------------------------------------
 
 
 class RedisMachine(RemoteMachine):

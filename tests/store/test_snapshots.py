@@ -1,7 +1,5 @@
 """A hybrid's snapshots on a disk: writers are killed, files damaged. The bare model's tokens, or a miss."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """rag.submit: answers as generate gives them, in an order, with limits, deadlines and cancellation."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading
@@ -127,9 +125,6 @@ def test_a_full_queue_says_what_to_do_and_waits_where_asked():
             assert rag.queue.waiting == 2
         assert third[0].result(LONG).token_ids == waiting[1].result(LONG).token_ids
         assert len(rag.generate_batch([PROMPT] * 9, **ASKED)) == 9
-
-
-# -- ends ----------------------------------------------------------------------------------------------
 
 
 def test_a_request_may_be_cancelled_before_and_after_its_turn():

@@ -1,7 +1,5 @@
 """What fails ends the request that it concerns, or the batch, and never the queue."""
 
-from __future__ import annotations
-
 import pytest
 from transformers.generation.streamers import BaseStreamer
 

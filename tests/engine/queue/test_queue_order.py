@@ -1,7 +1,5 @@
 """The order of waiting requests, against a plain simulation and by its promises."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

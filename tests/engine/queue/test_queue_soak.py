@@ -1,7 +1,5 @@
 """Thousands of requests with random ends: every one ends, and nothing is left behind."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

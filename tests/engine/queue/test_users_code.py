@@ -1,7 +1,5 @@
 """What a request's own code raises is that request's error, and it may not wait for its own thread."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -130,9 +128,6 @@ async def test_in_asyncio_it_ends_neither_the_task_nor_the_loop(rag, error):
         assert caught.value.__cause__ is error
         with pytest.raises(EngineError):
             stream.answer  # noqa: B018
-
-
-# -- waiting in the thread that answers ------------------------------------------------------------------
 
 
 async def streamed(rag):

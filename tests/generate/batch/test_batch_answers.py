@@ -1,7 +1,5 @@
 """Requests decoded together get the tokens that each of them gets alone."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

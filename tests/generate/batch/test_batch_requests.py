@@ -1,7 +1,5 @@
 """How requests of a batch begin, stream, fail and end."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

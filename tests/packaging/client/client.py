@@ -1,7 +1,5 @@
 """A project that uses the library as its documentation says, for type checkers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
