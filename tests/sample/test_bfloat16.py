@@ -134,6 +134,7 @@ def divergence(full, other):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("make", [30], indirect=True, ids=["whole"])
 def test_impact_recomputes_a_tenth_and_comes_nearer_to_full(make, wide):
     rag = make(policy="impact:0.1", encoder="system")
     sums = {"impact:0.1": 0.0, "reuse": 0.0}
