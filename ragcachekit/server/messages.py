@@ -50,6 +50,7 @@ class MessagesRequest(BaseModel):
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
     # Without effect
     metadata: Any = None
     service_tier: Any = None
@@ -57,7 +58,6 @@ class MessagesRequest(BaseModel):
     thinking: Annotated[Any, only(None, {"type": "disabled"})] = None
     tools: Annotated[Any, only(None, [])] = None
     tool_choice: Annotated[Any, only(None, {"type": "auto"}, {"type": "none"})] = None
-    top_k: Annotated[Any, only(None)] = None
 
     def as_chat(self) -> ChatRequest:
         """The request as a chat, which keeps what is marked; ApiError 400 unless a user spoke last.
@@ -84,6 +84,7 @@ class MessagesRequest(BaseModel):
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
             prompt_cache_options=CacheOptions(
                 mode="explicit" if explicit else "implicit",
                 ttl=None if self.cache_control is None else self.cache_control.ttl,

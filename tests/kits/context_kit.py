@@ -17,6 +17,7 @@ class Engine:
         self.turns: list[tuple[str, list[str]]] = []
         self.encoded: set[tuple[str, str]] = set()
         self.fails: Exception | None = None
+        self.retained = []
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
 
@@ -28,6 +29,7 @@ class Engine:
 
     def encode(self, texts, *, namespace, system, retain=None):
         self.turns.append((namespace, texts))
+        self.retained.append(retain)
         self.encoded |= {(namespace, text) for text in texts}
         self.begun.set()
         assert self.go_on.wait(10)

@@ -52,6 +52,7 @@ def files(folder):
 
 async def test_a_restart_keeps_contexts(rag, folder, clock, ada, bob):
     made = await make(ContextStore(rag, folder, clock), ada, ONE, TWO, system="Zürich 😀")
+    assert rag.retained == [60.0]
     again = ContextStore(rag, folder, clock)
     assert again.get(ada, made.name) == made
     assert again.all(ada) == [made]

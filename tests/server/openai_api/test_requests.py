@@ -208,6 +208,15 @@ def test_explicit_mode_keeps_only_what_is_marked(http, rag):
     assert again["cache_write_tokens"] == 0
 
 
+def test_a_lifetime_retains_what_is_kept(http, rag, monkeypatch):
+    asked, submit = [], rag.submit
+    monkeypatch.setattr(rag, "submit", lambda *args, **o: asked.append(o.get("retain")) or submit(*args, **o))
+    for options in ({"ttl": "30m"}, {"ttl": "2h"}, {}):
+        assert ask(http, prompt_cache_options=options).status_code == 200
+    assert asked == [1800.0, 7200.0, None]
+    assert ask(http, prompt_cache_options={"ttl": "soon"}).status_code == 400
+
+
 @pytest.mark.parametrize(
     "names", [("cache_salt",), ("prompt_cache_key",), ("cache_salt", "prompt_cache_key")]
 )
