@@ -25,7 +25,7 @@ class ModelChanged(RagCacheError):
 
 
 class Closed(RagCacheError):
-    """A RagCache was used after its close, or something opened before a fork was used in the child."""
+    """A RagCache was used after its close, or one that was opened before a fork was used in the child."""
 
 
 class PromptTooLong(RagCacheError):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread, main_thread
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ragcachekit.cancellation import CancelScope
 from ragcachekit.errors import Cancelled, Closed
@@ -32,22 +32,32 @@ IDLE_SECONDS = 0.5
 END_SECONDS = 10.0
 """How long closing and the end of the process wait for running jobs."""
 
+OPENED_BEFORE_FORK = "opened in another process: open it again after the fork"
+
 
 class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which it is not
     """As :class:`threading.Condition`, but Ctrl-C cannot leave it locked or release it twice.
 
-    It is entered and left in one C call each, and waiting begins and ends without the lock.
+    It is entered and left in one C call each, and waiting begins and ends without the lock. In a forked
+    child, where the thread that holds it may be gone, waiting raises Closed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._waiters: deque[Any] = deque()
+        self.process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise :class:`~ragcachekit.errors.Closed` in a forked child; before its lock is taken."""
+        if self.process != os.getpid():
+            raise Closed(OPENED_BEFORE_FORK)
 
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:
         """Wait until ``predicate`` is true; False if ``timeout`` seconds did not suffice.
 
         Called without the lock; the predicate runs with it, and may be false again on return.
         """
+        self.check_process()
         end = time.monotonic() + min(TIMEOUT_MAX, timeout if timeout is not None else TIMEOUT_MAX)
         while True:
             woken = Lock()
@@ -69,41 +79,6 @@ class Condition(RLock):  # type: ignore[misc] # its stub calls it final, which i
 
 
 _RELEASE = type(Lock()).release
-
-
-OPENED_BEFORE_FORK = "opened in another process: open it again after the fork"
-
-
-class _ForkedLock:
-    """Takes the place of a lock in a forked child, where the thread that holds it may be gone."""
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise Closed(OPENED_BEFORE_FORK)
-
-    __enter__ = acquire = wait_for = notify_all = _refuse
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-
-_OPENED: weakref.WeakSet[Any] = weakref.WeakSet()
-_LOCKS = (type(Lock()), RLock)
-
-
-def refuse_after_fork(opened: object) -> None:
-    """Make what takes a lock of ``opened`` raise :class:`~ragcachekit.errors.Closed` in forked children."""
-    _OPENED.add(opened)
-
-
-def _replace_locks() -> None:
-    for opened in list(_OPENED):
-        for name, value in list(vars(opened).items()):
-            if isinstance(value, _LOCKS):
-                setattr(opened, name, _ForkedLock())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_replace_locks)
 
 
 class Job:
@@ -133,12 +108,11 @@ class DaemonPool:
     def __init__(self, name: str, threads: int = 1) -> None:
         self.closed = Event()
         self._name, self._max = name, threads
-        self._changed: Condition | _ForkedLock = Condition()
+        self._changed = Condition()
         self._waiting: deque[Job] = deque()
         self._running: dict[Thread, Job] = {}
         self._threads: set[Thread] = set()
         _POOLS.add(self)
-        refuse_after_fork(self)
 
     @property
     def waiting(self) -> int:
@@ -151,6 +125,7 @@ class DaemonPool:
 
     def submit(self, job: Job, max_waiting: int | None = None) -> bool:
         """Queue a job. False after :meth:`close`, if ``max_waiting`` wait, or if no thread can run it."""
+        self._changed.check_process()
         with self._changed:
             if self.closed.is_set() or (max_waiting is not None and len(self._waiting) >= max_waiting):
                 return False
@@ -179,7 +154,7 @@ class DaemonPool:
     def close(self, seconds: float | None = None) -> None:
         """Drop the queued jobs, and wait for the running ones, by default :data:`END_SECONDS`."""
         seconds = END_SECONDS if seconds is None else seconds
-        if isinstance(self._changed, _ForkedLock):
+        if self._changed.process != os.getpid():
             return  # the parent closes it
         self.closed.set()
         with self._changed:

@@ -19,7 +19,7 @@ from ragcachekit.engine.request import Request
 from ragcachekit.engine.runner import Runner
 from ragcachekit.errors import Cancelled, Closed, DeadlineExceeded, EngineError, QueueFull
 from ragcachekit.reports import Answer, QueueStats
-from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
+from ragcachekit.threads import Condition, DaemonPool, Job
 from ragcachekit.types import SECONDS_OR_NONE, check_number
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,6 @@ class Scheduler:
         self._driving = self._closed = False
         self._thread: int | None = None  # that answers
         self._turns: list[Request] = []  # that the thread is beginning or answering
-        refuse_after_fork(self)
 
     @property
     def waiting(self) -> int:
@@ -75,9 +74,9 @@ class Scheduler:
 
     def refuse_own_thread(self) -> None:
         """RuntimeError in the thread that answers requests: what it waited for would never come."""
-        with self._changed:
-            if self._thread != get_ident():
-                return
+        self._changed.check_process()
+        if self._thread != get_ident():
+            return
         raise RuntimeError(
             "this is the thread that answers the engine's requests: waiting for one here never ends; "
             "use add_done_callback(), or wait in another thread"
@@ -138,6 +137,7 @@ class Scheduler:
 
     def _discard(self, requests: list[Request]) -> list[Request]:
         """Take requests out of the queue; returns those that waited."""
+        self._changed.check_process()
         with self._changed:
             found = [request for request in requests if self._order.discard(request, request.share)]
             self._changed.notify_all()

@@ -7,7 +7,6 @@ import pathlib
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, RLock
@@ -16,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from ragcachekit.config import TreeConfig
-from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.disk import FOLDER, Dropped, TreeDisk
 from ragcachekit.prefix_tree.nodes import (
@@ -37,7 +35,6 @@ from ragcachekit.store.base import KVStore, StoreStats
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.eviction import MISS, Access, Counters, EvictionPolicy, Lru, open_eviction
 from ragcachekit.store.forgets import ForgetEpochs, ForgottenTexts
-from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import Ids, whole_id
 
 log = logging.getLogger(__name__)
@@ -188,7 +185,6 @@ class KnowledgeTree:
         self._lock = RLock()
         self.disk = TreeDisk(disk, self._lock, self._drop)
         self.levels = Levels(gpu, host, self.disk.add)
-        refuse_after_fork(self)
 
     def match(self, root: Root, path: Path) -> Match:
         """The longest known beginning of ``path``, pinned while the result is held; counts as an access."""
@@ -295,11 +291,10 @@ class KnowledgeTree:
 
     def close(self) -> None:
         """Write what is in memory to the disk, if there is one, and drop everything."""
-        with suppress(Closed):
-            with self._lock:
-                self.levels.clear()
-            self.turns.clear()
-            self.disk.close()
+        with self._lock:
+            self.levels.clear()
+        self.turns.clear()
+        self.disk.close()
 
     def _unpin_released(self) -> None:
         while self._released:

@@ -27,7 +27,6 @@ from ragcachekit.files import (
 from ragcachekit.store.base import quota_of
 from ragcachekit.store.entry import hashed
 from ragcachekit.store.eviction import Counters
-from ragcachekit.threads import refuse_after_fork
 
 SECONDS_TO_LOCK = 5.0
 """Longest wait for others who change the folder."""
@@ -83,7 +82,6 @@ class FolderLock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._mutex = RLock()
-        refuse_after_fork(self)
         self._file = FileLock(path, mode=0o600, thread_local=False, poll_interval=_LOCK_POLL)
 
     @contextmanager

@@ -16,7 +16,6 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from ragcachekit.store.base import StoreStats
-from ragcachekit.threads import refuse_after_fork
 
 _log = logging.getLogger(__name__)
 
@@ -424,7 +423,6 @@ class Counters:
         self._tier = tier
         self._lock = Lock()
         self._warned: set[str] = set()
-        refuse_after_fork(self)
         self._counts = {"hits": 0, "misses": 0, "evictions": 0, "damaged": 0, "failed_writes": 0}
 
     def count(self, event: str, by: int = 1) -> None:

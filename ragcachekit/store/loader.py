@@ -8,14 +8,12 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, concerns
 from ragcachekit.store.entry import EntryDamaged
-from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
+from ragcachekit.threads import Condition, DaemonPool, Job
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -194,7 +192,6 @@ class Loader:
         self._forgets = 0
         self.failures = Counter[str]()  # loads that requests gave up, by tier
         self._closed = False
-        refuse_after_fork(self)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Hit | None:
         """The entry in the store; its layers are read after :meth:`begin`, for a whole prompt at once."""
@@ -258,7 +255,7 @@ class Loader:
 
     def close(self) -> None:
         """Cancel all reads, and wait for the running ones but not for one that hangs."""
-        with suppress(Closed), self._changed:
+        with self._changed:
             self._closed = True
             for load in self._active:
                 load.joinable, load.error = False, load.error or "the store was closed"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
 from typing import Any
 
 import torch
 
-from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Evicted, Found, KVStore, StoreStats, concerns, quota_of
 from ragcachekit.store.eviction import HIT, Access, Counters, EvictionPolicy, Lru, Ranking
-from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 _WASTE = 8
@@ -69,7 +66,6 @@ class MemoryStore(KVStore):
         self._closed = False
         self._lock = RLock()
         self._counters = Counters(tier)
-        refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         """The entry under ``key``, or None."""
@@ -131,7 +127,7 @@ class MemoryStore(KVStore):
 
     def close(self) -> None:
         """Drop all entries; further calls are misses."""
-        with suppress(Closed), self._lock:
+        with self._lock:
             self._closed = True
             self._entries.clear()
             self._ranking.clear()

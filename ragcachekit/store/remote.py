@@ -20,7 +20,7 @@ from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, StoreStats, concerns
 from ragcachekit.store.entry import EntryDamaged, decode_entry, encode_entry, read_header
 from ragcachekit.store.eviction import Counters
-from ragcachekit.threads import DaemonPool, Job, refuse_after_fork
+from ragcachekit.threads import DaemonPool, Job
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,6 @@ class DeadlineExecutor:
         self._failed = 0  # in a row
         self._retry_at = 0.0  # monotonic seconds
         self._lock = Lock()  # around both
-        refuse_after_fork(self)
         self._pool = DaemonPool(f"ragcachekit-{name}", THREADS)
 
     def run(self, operation: Callable[[], T] | Job, default: T, deadline: float | None = None) -> T:
@@ -209,7 +208,6 @@ class Forgetting:
         self._name, self._executor = name, executor
         self._unconfirmed: list[tuple[str, frozenset[str] | None]] = []
         self._lock = Lock()  # around changes of both
-        refuse_after_fork(self)
 
     def hides(self, key: KVKey) -> bool:
         """Whether a forget of the entry is not confirmed."""

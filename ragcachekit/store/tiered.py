@@ -18,7 +18,6 @@ from ragcachekit.store.base import Found, KVStore, LayerSource, NullStore, Store
 from ragcachekit.store.eviction import open_eviction
 from ragcachekit.store.memory import Cost, GpuStore, HostStore
 from ragcachekit.store.quantised import QuantisedStore
-from ragcachekit.threads import refuse_after_fork
 from ragcachekit.types import KVKey
 
 
@@ -87,7 +86,6 @@ class TieredStore(KVStore):
         self._lock = RLock()  # around moves, and around forgetting in every tier
         self._is_forgetting = False
         self._forgets = 0
-        refuse_after_fork(self)
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
         since = self._forgets
