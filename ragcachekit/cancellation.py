@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from math import inf
@@ -96,17 +96,6 @@ class CancelScope:
             if thread.ident is not None:
                 thread.join()
             del future  # an exception's traceback holds this frame
-
-    def iterate(self, items: Iterator[_T]) -> Iterator[_T]:
-        """Yield the ``items`` of a generator, each from :meth:`run`; ending early cancels the scope."""
-        end = object()
-        try:
-            while (item := self.run(next, items, end)) is not end:
-                yield item  # type: ignore[misc]
-        finally:
-            self.cancel()
-            if isinstance(items, Generator):
-                items.close()
 
 
 # The innermost first. Per thread and task, so that requests on the same model have separate scopes.

@@ -13,7 +13,7 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables.config import RunnableConfig, get_config_list
 from pydantic import Field, SkipValidation, model_validator
 
-from ragcachekit import Answer, CancelScope, ToolCallReader, agenerate, astream
+from ragcachekit import Answer, ToolCallReader, agenerate, astream
 from ragcachekit.frameworks import GenerationSettings, check_engine, model_name
 
 IGNORED = frozenset({"api_key", "base_url", "max_retries", "timeout"})
@@ -51,15 +51,6 @@ class EngineSettings(GenerationSettings):
     def _require_engine(self) -> Self:
         check_engine(type(self).__name__, self.rag)
         return self
-
-    def batch_as_completed(
-        self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
-    ) -> Iterator[tuple[int, Any]]:
-        """Answer several prompts together; Ctrl-C, or ending early, ends those that run or wait."""
-        options = {"return_exceptions": return_exceptions, **kwargs}
-        batch: Any = super()
-        configs = together(config, len(inputs))
-        return CancelScope().iterate(batch.batch_as_completed(inputs, configs, **options))
 
     def get_num_tokens(self, text: str) -> int:
         """Tokens of ``text`` under the model's own tokenizer."""

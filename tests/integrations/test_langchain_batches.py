@@ -1,7 +1,6 @@
-"""LangChain's batches: decoded together, as alone, and ended by Ctrl-C, cancelled tasks and early ends."""
+"""LangChain's batches: decoded together, as alone, and ended by Ctrl-C and cancelled tasks."""
 
 import asyncio
-import threading
 
 import pytest
 from integration_kit import FACTS
@@ -10,7 +9,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnablePassthrough
 
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
-from layer_kit import WAITED, cancellations, interrupts, threads_ended, watched
+from layer_kit import interrupts, threads_ended, watched
 from ragcachekit import CancelScope, QueueConfig, QueueFull, RagCache
 from speaking import byte_level, speaker
 
@@ -99,54 +98,21 @@ def interrupt(monkeypatch):
         yield interrupt
 
 
-def completed_of(chat, **options):
-    return list(chat.batch_as_completed(QUESTIONS, **options))
-
-
 BATCHES = {
     "chat": lambda chat, **options: chat.batch(QUESTIONS, **options),
-    "as completed": completed_of,
     "chain": lambda chat, **options: (TEMPLATE | chat | StrOutputParser()).batch(BATCHED, **options),
     "fallbacks": lambda chat, **options: chat.with_fallbacks([chat]).batch(QUESTIONS, **options),
     "exceptions returned": lambda chat, **o: chat.batch(QUESTIONS, return_exceptions=True, **o),
-    "llm, as completed": lambda chat, **o: completed_of(RagCacheLLM(rag=chat.rag, max_tokens=1), **o),
 }
 
 
-@pytest.mark.parametrize(
-    ("batch", "limit"), [*((batch, None) for batch in BATCHES), ("chat", 2), ("as completed", 2)]
-)
+@pytest.mark.parametrize(("batch", "limit"), [*((batch, None) for batch in BATCHES), ("chat", 2)])
 def test_an_interrupt_ends_a_batch(chat, model, interrupt, batch, limit):
     with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
         BATCHES[batch](chat, config={"max_concurrency": limit})
     assert layers.most_after <= 1
     assert layers.begun < len(QUESTIONS) * LAYERS
     assert texts(chat.batch(QUESTIONS)) == texts(map(chat.invoke, QUESTIONS))
-
-
-def test_a_batch_that_is_left_early_ends_what_runs_and_what_waits(chat, model, monkeypatch):
-    chat.invoke(QUESTIONS[0])  # its first batch decodes prompts of its own to check the model
-    cancelled, started, late = cancellations(monkeypatch), [], []
-
-    def hold_all_but_one(*_):
-        started.append(threading.get_ident())
-        if len(started) > 1:
-            cancelled.wait(WAITED)
-
-    hooks = [
-        model.model.layers[0].register_forward_pre_hook(hold_all_but_one),
-        model.model.layers[1].register_forward_pre_hook(lambda *_: late.append(len(started) > 1)),
-    ]
-    try:
-        results = chat.batch_as_completed(QUESTIONS, {"max_concurrency": 2})
-        number, answer = next(results)
-        results.close()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert len(started) <= 3, "the first, and two more at a time"
-    assert len(late) == 1, "no other came to its second layer"
-    assert answer.content == chat.invoke(QUESTIONS[number]).content
 
 
 @pytest.mark.parametrize("chain", ["parallel", "assign"])

@@ -75,24 +75,6 @@ def test_run_gives_the_result_or_the_error_and_the_work_is_inside() -> None:
         assert CancelScope().run(cancelled)
 
 
-def test_iterate_gives_all_items_and_closes_a_generator_that_is_left() -> None:
-    closed = []
-
-    def items():
-        try:
-            yield from range(3)
-        finally:
-            closed.append(cancelled())
-
-    assert list(CancelScope().iterate(items())) == [0, 1, 2]
-    scope = CancelScope()
-    begun = scope.iterate(items())
-    assert next(begun) == 0
-    begun.close()
-    assert scope.requested
-    assert len(closed) == 2
-
-
 def test_it_is_no_exception_that_a_fallback_would_handle() -> None:
     assert not issubclass(Cancelled, Exception)
     assert not issubclass(Cancelled, RagCacheError)
