@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ import torch
 
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, StoreStats, concerns
+from ragcachekit.store.base import Found, KVStore, StoreStats, concerns
 from ragcachekit.store.entry import EntryDamaged
 from ragcachekit.store.remote import DeadlineExecutor, Forgetting
 from ragcachekit.threads import Job, attempt
@@ -36,7 +36,7 @@ class GuardedStore(KVStore):
     and counts as one of the ``failures``. :class:`DeadlineExecutor` says when the store is not asked.
     ``forget`` takes up to ten deadlines, and raises StoreError if it fails or a put goes on after its own;
     until it succeeds, its entries are misses. So is an entry that was put under another key, and it is
-    dropped. ``in_memory`` may not block: it is called directly.
+    dropped. ``in_memory`` may not block: it is called directly. Entries are got whole, not layer by layer.
     """
 
     def __init__(self, store: KVStore, deadline: float) -> None:
@@ -48,14 +48,7 @@ class GuardedStore(KVStore):
         self._late: dict[Job, KVKey] = {}  # puts that were given up
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        found = self._ask(key, lambda: self._checked(key, self._store.get(key, weight)), None)
-        return found if isinstance(found, Found) else None
-
-    def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
-        return self._ask(key, lambda: self._checked(key, self._store.open(key, weight)), None)
-
-    def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:
-        return self._ask(key, lambda: self._store.sums(key), None)
+        return self._ask(key, lambda: self._checked(key, self._store.get(key, weight)), None)
 
     def __contains__(self, key: KVKey) -> bool:
         return self._ask(key, lambda: bool(key in self._store), False)
@@ -108,28 +101,14 @@ class GuardedStore(KVStore):
     def _ask(self, key: KVKey, ask: Callable[[], T], default: T) -> T:
         return default if self._forgets.hides(key) else self._executor.run(ask, default)
 
-    def _checked(self, key: KVKey, opened: object) -> Found | LayerSource | None:
-        if opened is None:
+    def _checked(self, key: KVKey, found: Found | None) -> Found | None:
+        if found is None:
             return None
-        found = opened.kv if isinstance(opened, Found) else opened
-        if not isinstance(found, ChunkKV | LayerSource):
-            raise TypeError(f"it returned a {type(found).__name__}, not None, Found or LayerSource")
-        put_under = found.sums.get(DIGEST)
+        kv = found.kv if isinstance(found, Found) else found
+        if not isinstance(kv, ChunkKV):
+            raise TypeError(f"it returned a {type(kv).__name__}, not None or Found")
+        put_under = kv.sums.get(DIGEST)
         if put_under is not None and bytes(put_under.tolist()).hex() != key.digest():
             self._store.discard(key)
             raise EntryDamaged("it returned the entry of another key")
-        if isinstance(found, ChunkKV):
-            return opened if isinstance(opened, Found) else Found(found, self._name)
-        source = found
-
-        def layer(number: int) -> Pair:
-            keys, values = source.layer(number)
-            if ((keys.dtype, tuple(keys.shape)), (values.dtype, tuple(values.shape))) != source.shapes[
-                number
-            ]:
-                self._store.discard(key)
-                raise EntryDamaged(f"layer {number} has another shape than it was opened with")
-            return keys, values
-
-        # It is closed while the loader's lock is held.
-        return replace(source, layer=layer, close=lambda: self._executor.start(source.close))
+        return found if isinstance(found, Found) else Found(kv, self._name)

@@ -93,10 +93,6 @@ class DeadlineExecutor:
         """Refuse further operations; does not wait."""
         self._pool.close(0.0)
 
-    def start(self, operation: Callable[[], object]) -> None:
-        """Run an operation that nobody waits for."""
-        self._pool.submit(Job(operation))
-
     def _report(self, failure: str) -> None:
         if (failures := _REPORTED.get()) is not None:
             failures.append(f"{self._name}: {failure}")

@@ -20,7 +20,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.server import ServerConfig, create_app
-from ragcachekit.store.base import Found, KVStore, LayerSource, StoreStats, concerns
+from ragcachekit.store.base import Found, KVStore, StoreStats, concerns
 from ragcachekit.store.entry import decode_entry, encode_entry
 from server_kit import engine
 from soak_kit import soaked
@@ -86,26 +86,9 @@ class Mine(KVStore):
         return (StoreStats("mine", len(self.entries), 0, 1 << 30, 0, 0, 0, 0, 0),)
 
 
-class Layered(Mine):
-    """Gives its entries layer by layer; ``spoil`` changes each tensor."""
-
-    spoil: Callable[[Any], torch.Tensor] = staticmethod(lambda tensor: tensor)  # type: ignore[assignment]
-
-    def open(self, key, weight=1.0):
-        if (kv := self.entries.get(key)) is None:
-            return None
-
-        def layer(number):
-            self.did("layer")
-            return self.spoil(kv.keys[number]), self.spoil(kv.values[number])
-
-        calls = layer, lambda whole: self.did("finished"), lambda: self.did("close")
-        return LayerSource("mine", kv.nbytes, kv.shapes, *calls, kv.start, kv.sums)
-
-
-@pytest.fixture(params=[Mine])
-def mine(request):
-    yield (store := request.param())
+@pytest.fixture
+def mine():
+    yield (store := Mine())
     store.released.set()
 
 
@@ -192,28 +175,6 @@ def test_every_way_in(way, fault, mine, expected):
         assert all(link.reused_tokens == 0 and "mine" in str(link.notes).lower() for link in links)
         assert {link.retries for link in links} <= {int(fault == "has NaN")}
         assert (rag.stats()[0].failures > 0) == (fault != "has NaN")
-
-
-@pytest.mark.parametrize("mine", [Layered], indirect=True)
-@pytest.mark.parametrize(
-    ("way", "fault"),
-    soaked(
-        product(
-            ("generate", "link", "generate_batch"),
-            ("layer raises", "layer hangs", "close hangs", "cut short", "has NaN"),
-        ),
-        *(("generate", "layer raises"), ("generate", "layer hangs"), ("link", "close hangs")),
-        *(("generate_batch", "cut short"), ("link", "has NaN")),
-    ),
-)
-def test_layers_that_come_late_or_wrong(fault, way, mine, expected):
-    with warmed(mine, expected, 5 * SHORT) as rag:
-        what, _, how = fault.partition(" ")
-        act = {"raises": failing, "hangs": mine.hang}.get(how, mine.act)
-        mine.act = lambda method: act(method) if method == what else None
-        mine.spoil = {"cut short": lambda t: t[:, 1:], "has NaN": nan}.get(fault, mine.spoil)
-        assert WAYS[way](rag) == expected
-        assert (rag.stats()[0].failures > 0) == (fault != "close hangs")
 
 
 def altered(key, entries):

@@ -46,6 +46,11 @@ class Source:
 class SlowStore(KVStore):
     """A ``disk`` tier in memory. ``before_read(key, layer)`` runs in the reading thread."""
 
+    __module__ = "ragcachekit.store.slow"  # of a store of the user's own, engines get whole entries
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = SlowStore.__module__
+
     def __init__(self, before_read: Callable[[KVKey, int], object] = lambda *_: None) -> None:
         self.inner = HostStore(1 << 30)
         self.before_read = before_read
