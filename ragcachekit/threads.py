@@ -143,6 +143,7 @@ class DaemonPool:
 
     def give_up(self, job: Job) -> bool:
         """Abandon a job: it never begins, or nobody waits for its end. False if it is done."""
+        self._changed.check_process()
         with self._changed:
             job.given_up = not job.done
             return job.given_up
