@@ -11,9 +11,8 @@ from threading import Lock
 from typing import Any
 
 from ragcachekit.errors import StoreError, missing_extra
-from ragcachekit.store.base import concerns
-from ragcachekit.store.entry import EntryDamaged, hashed
-from ragcachekit.store.remote import RemoteStore, Usage, key_of_sealed
+from ragcachekit.store.entry import hashed
+from ragcachekit.store.remote import RemoteStore, Usage, is_dropped
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class RedisStore(RemoteStore):
                 names = self._concerned(names, namespace, chunk_ids)
             if names:
                 self._client.unlink(*names)
-                dropped.update(name.rpartition(b":")[2].decode() for name in names)
+                dropped.update(map(_digest_of, names))
 
     def usage(self) -> Usage:
         asked = self._client.pipeline(transaction=False)
@@ -119,18 +118,19 @@ class RedisStore(RemoteStore):
             reads.getrange(name, 0, _HEAD_BYTES)
             reads.strlen(name)
         answers = reads.execute()
-        found = []
-        for name, head, size in zip(names, answers[::2], answers[1::2], strict=True):
-            try:
-                if concerns(key_of_sealed(head, size), namespace, chunk_ids):
-                    found.append(name)
-            except EntryDamaged:
-                found.append(name)
-        return found
+        return [
+            name
+            for name, head, size in zip(names, answers[::2], answers[1::2], strict=True)
+            if is_dropped(_digest_of(name), head, size, namespace, chunk_ids)
+        ]
 
 
 def _redis_name(key: KVKey) -> str:
     return f"{_ROOT}:e:{hashed(key.namespace)}:{key.digest()}"
+
+
+def _digest_of(name: bytes) -> str:
+    return name.rpartition(b":")[2].decode()
 
 
 def _connected(url: str, deadline: float) -> Any:
@@ -271,17 +271,8 @@ class FsspecStore(RemoteStore):
             # The file system reads them at the same time, if it can.
             heads = self._fs.cat_ranges(list(map(self._path, batch)), 0, _HEAD_BYTES, on_error="return")
             for name, head in zip(batch, heads, strict=True):
-                try:
-                    if isinstance(head, Exception):
-                        raise head
-                    key = key_of_sealed(head, found[name])
-                    if _object_name(key) == name and not concerns(key, namespace, chunk_ids):
-                        continue
-                except FileNotFoundError:
-                    continue
-                except Exception:
-                    log.debug("an object with an unreadable header is forgotten: %s", name)
-                yield name
+                if is_dropped(name.partition("/")[2], head, found[name], namespace, chunk_ids):
+                    yield name
 
 
 def _object_name(key: KVKey) -> str:

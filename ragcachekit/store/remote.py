@@ -183,14 +183,21 @@ def _body(view: memoryview) -> memoryview:
     return view[OVERHEAD:]
 
 
-def key_of_sealed(head: bytes, size: int) -> KVKey:
-    """The key in the first bytes of a sealed entry of ``size`` bytes, whose seal is not checked.
+def is_dropped(
+    digest: str, head: bytes | Exception, size: int, namespace: str, chunk_ids: frozenset[str] | None
+) -> bool:
+    """Whether a forget drops the sealed entry ``digest`` of ``size`` bytes, by its first bytes.
 
-    EntryDamaged unless its header is whole.
+    Its seal is not checked. It does where these could not be read, or are those of another entry.
     """
-    raw = _body(memoryview(head))
-    header, _ = read_header(lambda at, nbytes: bytes(raw[at : at + nbytes]), size - OVERHEAD)
-    return header.key
+    if isinstance(head, Exception):
+        return not isinstance(head, FileNotFoundError)
+    try:
+        raw = _body(memoryview(head))
+        key = read_header(lambda at, nbytes: bytes(raw[at : at + nbytes]), size - OVERHEAD)[0].key
+    except EntryDamaged:
+        return True
+    return key.digest() != digest or concerns(key, namespace, chunk_ids)
 
 
 class Forgetting:
