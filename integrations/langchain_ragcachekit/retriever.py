@@ -25,12 +25,7 @@ from langchain_core.runnables.configurable import DynamicRunnable
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation, model_validator
 
-from langchain_ragcachekit.search import (
-    DEFAULT_K,
-    LANGCHAIN,
-    Search,
-    vector_store_of,
-)
+from langchain_ragcachekit.search import DEFAULT_K, LANGCHAIN, Search, vector_store_of
 from langchain_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (

@@ -19,12 +19,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 
-from llama_index_ragcachekit.search import (
-    LLAMA_INDEX,
-    is_by_embedding,
-    own_index_of,
-    own_search,
-)
+from llama_index_ragcachekit.search import LLAMA_INDEX, is_by_embedding, own_index_of, own_search
 from llama_index_ragcachekit.vector_store import RagCacheVectorStore
 from ragcachekit.frameworks import refuse_cache
 from ragcachekit.retrieval.plumbing import (

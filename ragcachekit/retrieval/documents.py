@@ -19,14 +19,7 @@ from numpy.typing import ArrayLike
 from ragcachekit.errors import Closed, RetrievalError
 from ragcachekit.json_store import JsonStore
 from ragcachekit.retrieval.distances import Float32, as_rows
-from ragcachekit.retrieval.index import (
-    DocumentId,
-    SearchResult,
-    VectorIndex,
-    as_ids,
-    load_index,
-    open_index,
-)
+from ragcachekit.retrieval.index import DocumentId, SearchResult, VectorIndex, as_ids, load_index, open_index
 from ragcachekit.types import positive
 
 _MORE = 4  # how many times k a filtered search asks for first, and more at each further try

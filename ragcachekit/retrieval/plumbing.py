@@ -22,11 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.retrieval.cached_retrieval import (
-    CachedRetrieval,
-    Lookup,
-    Retrieved,
-)
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved
 from ragcachekit.retrieval.distances import as_rows
 from ragcachekit.retrieval.documents import DocumentIndex, Hit, Record
 from ragcachekit.retrieval.index import distances
