@@ -12,7 +12,6 @@ import pyarrow as pa
 import ray
 from ray.data import ActorPoolStrategy
 
-from ragcachekit.cluster.slices import Slices
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import StoreError
@@ -79,14 +78,11 @@ def encode_chunks(
     if actors < 1:
         raise ValueError(f"actors must be at least 1, got {actors}")
     slices = (chunks[start : start + BATCH] for start in range(0, len(chunks), BATCH))
-    todo = [part for part in slices if not all(one in stored for one, _ in part)]
+    todo = [table(part) for part in slices if not all(one in stored for one, _ in part)]
     if not todo:
         return 0
     with _ray_data(progress):
-        data = ray.data.read_datasource(
-            Slices(todo), override_num_blocks=len(todo), num_cpus=0, concurrency=2
-        )
-        encoded = data.map_batches(
+        encoded = ray.data.from_arrow(todo).map_batches(
             EncodingActor,
             fn_constructor_args=(job,),
             batch_size=None,
@@ -98,6 +94,11 @@ def encode_chunks(
             return int(encoded.materialize().count())
         except StoreError as error:
             raise StoreError(str(getattr(error, "cause", error))) from error
+
+
+def table(chunks: Sequence[tuple[str, str]]) -> pa.Table:
+    """A batch as Ray Data's actors get it."""
+    return pa.table({"chunk_id": [one for one, _ in chunks], "text": [text for _, text in chunks]})
 
 
 class EncodingActor:

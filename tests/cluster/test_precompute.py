@@ -3,20 +3,13 @@
 import pytest
 
 from cluster_kit import SYSTEM, begun, corpus, job, stored
-from ragcachekit.cluster.precompute import EncodingActor, encode_chunks
+from ragcachekit.cluster.precompute import EncodingActor, encode_chunks, table
 from ragcachekit.cluster.shared_tier import shared_tier
-from ragcachekit.cluster.slices import Slices
 from ragcachekit.errors import StoreError
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.store.tiered import open_store
 
 CHUNKS = corpus(12)
-
-
-def table(chunks):
-    (task,) = Slices([chunks]).get_read_tasks(1)
-    (block,) = task()
-    return block
 
 
 def test_an_actor_stores_each_chunk_of_a_batch(tmp_path):

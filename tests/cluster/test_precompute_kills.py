@@ -14,8 +14,7 @@ import pytest
 import ray
 
 from cluster_kit import actors, batches, begun, corpus, job, stored
-from ragcachekit.cluster.precompute import BATCH, EncodingActor, encode_chunks
-from ragcachekit.cluster.slices import Slices
+from ragcachekit.cluster.precompute import BATCH, EncodingActor, encode_chunks, table
 from ragcachekit.store.entry import read_key
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500), pytest.mark.filterwarnings("default")]
@@ -48,9 +47,8 @@ def undisturbed(folder, chunks):
     """Entries of one actor in this process that nothing disturbs."""
     folder.mkdir()
     actor = EncodingActor(job(folder, folder / "notes"))
-    slices = [chunks[start : start + BATCH] for start in range(0, len(chunks), BATCH)]
-    for task in Slices(slices).get_read_tasks(1):
-        actor(*task())
+    for start in range(0, len(chunks), BATCH):
+        actor(table(chunks[start : start + BATCH]))
     return stored(folder)
 
 
