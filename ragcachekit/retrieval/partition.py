@@ -43,7 +43,8 @@ _CHANGING = re.compile(
     r"(a|async_)?(m?(add|delete|upsert|update|insert|remove|set|put)|merge|reset|drop|clear|refresh)(_|$)"
 )
 
-_bypassed: ContextVar[bool] = ContextVar("ragcachekit_query_cache_bypassed", default=False)
+bypassed: ContextVar[bool] = ContextVar("ragcachekit_query_cache_bypassed", default=False)
+"""Whether the caller is inside :func:`bypass_query_cache`."""
 
 
 @contextmanager
@@ -53,16 +54,11 @@ def bypass_query_cache() -> Iterator[None]:
     Holds for this thread and for asyncio tasks started inside. What is found is still registered with the
     engine.
     """
-    token = _bypassed.set(True)
+    token = bypassed.set(True)
     try:
         yield
     finally:
-        _bypassed.reset(token)
-
-
-def is_bypassed() -> bool:
-    """Whether the caller is inside :func:`bypass_query_cache`."""
-    return _bypassed.get()
+        bypassed.reset(token)
 
 
 class Partition(NamedTuple):
@@ -165,21 +161,19 @@ class KeyReader:
     """Makes keys of plain values, and of a framework's objects by their fields."""
 
     def __init__(self, rules: KeyRules | None = None, limit: int = MAX_VALUES) -> None:
-        self._rules, self._limit = rules or KeyRules(), limit
-        self._left, self._objects = limit, list[Hashable]()
+        self._rules, self._limit, self._left = rules or KeyRules(), limit, limit
 
     def key(self, value: Any) -> Hashable:
-        """Something hashable, equal only for values of equal types and content; text for plain values.
+        """Something hashable, equal only for values of equal types and content.
 
         NotKeyable (a TypeError) for functions and for objects that are not of the libraries, unless their
         class has a method ``cache_key_parts()``: then they are keyed by what it returns.
         """
-        self._left, self._objects = self._limit, []
+        self._left = self._limit
         try:
-            text = self._write(value)
+            return self._key(value)
         except RecursionError:
             raise NotKeyable("there is too much of it to compare at every question") from None
-        return (text, *self._objects) if self._objects else text
 
     def versions(self, value: object, depth: int = 4) -> tuple[Hashable, ...]:
         """Identities and versions of the indexes among the fields of a retriever and those inside it."""
@@ -194,8 +188,7 @@ class KeyReader:
                     found += self.versions(item, depth - 1)
         return tuple(found)
 
-    def _write(self, value: Any) -> str:
-        """The value as text, in which numbers stand for objects that are compared otherwise."""
+    def _key(self, value: Any) -> Hashable:
         kind = type(value)
         self._left -= 1
         if self._left < 0:
@@ -203,57 +196,51 @@ class KeyReader:
         if kind in _SCALARS or kind in _VALUES:
             return repr(value)
         if kind is dict:  # in order, which decides where a filter language sorts by it
-            items = [f"{self._write(name)}:{self._write(one)}" for name, one in list(value.items())]
-        elif kind in _CONTAINERS:
-            items = [self._write(one) for one in list(value)]
-        else:
-            return self._write_object(kind, value)
-        return f"{kind.__name__}[{','.join(sorted(items) if kind in (set, frozenset) else items)}]"
+            return kind, *((self._key(name), self._key(one)) for name, one in list(value.items()))
+        if kind in _CONTAINERS:
+            items = [self._key(one) for one in list(value)]
+            return kind, frozenset(items) if kind in (set, frozenset) else tuple(items)
+        return self._key_of_object(kind, value)
 
-    def _add(self, one: Hashable) -> str:
-        self._objects.append(one)
-        return f"<{len(self._objects)}>"
-
-    def _write_object(self, kind: type, value: Any) -> str:
+    def _key_of_object(self, kind: type, value: Any) -> Hashable:
         rules, is_library, parts = self._rules, self._rules.is_library(kind), self._rules.parts_of(kind)
         if isinstance(value, rules.indexes) and (parts is not None or is_library):
-            return self._write_index(kind, value, parts)
+            return self._key_of_index(kind, value, parts)
         if parts is not None:
-            return self._add(kind) + self._write(parts(value))
+            return kind, self._key(parts(value))
         if not rules.is_own_code(value) and not isinstance(value, rules.uncached):
             if isinstance(value, (*_CODE, *rules.models)) or kind is object:
-                return self._add(Identity(value))
+                return Identity(value)
             if isinstance(value, rules.ignored) and not isinstance(value, rules.retrievers):
                 return "ignored"
             if is_library and isinstance(value, enum.Enum):
-                return self._add(kind) + value.name
+                return kind, value.name
             plain = (*_SCALARS[1:], *_CONTAINERS)  # its subclasses may hold more than their fields
             if is_library and hasattr(value, "__dict__") and not isinstance(value, plain):
-                fields = [self._field(kind, *item) for item in sorted(attributes(value).items())]
-                return f"{self._add(kind)}({','.join(fields)})"
+                return kind, *(self._field(kind, *item) for item in sorted(attributes(value).items()))
         raise NotKeyable(f"a {kind.__module__}.{kind.__qualname__} may depend on anything")
 
-    def _field(self, kind: type, name: str, value: object) -> str:
+    def _field(self, kind: type, name: str, value: object) -> Hashable:
         try:
-            return f"{name}={self._write(value)}"
+            return name, self._key(value)
         except NotKeyable as error:
             raise NotKeyable(f"{kind.__qualname__}.{name}: {error}") from error
 
-    def _write_index(self, kind: type, value: Any, parts: Callable[[Any], object] | None) -> str:
+    def _key_of_index(self, kind: type, value: Any, parts: Callable[[Any], object] | None) -> Hashable:
         """An index by identity, version and settings; its documents are what the version counts."""
         version = changes_of(value)
         if version is None:
             raise NotKeyable(f"changes of a {kind.__module__}.{kind.__qualname__} cannot be seen")
-        written = [] if parts is None else [self._write(parts(value))]
+        known = [] if parts is None else [self._key(parts(value))]
         for name, one in sorted(attributes(value).items()) if parts is None else ():
             if isinstance(one, self._rules.indexes):
-                written.append(self._field(kind, name, one))
+                known.append(self._field(kind, name, one))
             elif any(map(self._rules.is_own_code, [one, *_settings(one)])):
                 raise NotKeyable(f"{kind.__qualname__}.{name}: a function may depend on anything")
             else:
                 with suppress(NotKeyable):  # no setting, but its documents, a client, an embedder
-                    written.append(self._add((name, KeyReader(limit=_MAX_SETTING).key(one))))
-        return f"{self._add(Version(Identity(value), version))}({','.join(written)})"
+                    known.append((name, KeyReader(limit=_MAX_SETTING).key(one)))
+        return Version(Identity(value), version), *known
 
 
 def lasting(key: object, state: Callable[[Any], object], watcher: object, states: list[object]) -> object:
@@ -271,6 +258,8 @@ def lasting(key: object, state: Callable[[Any], object], watcher: object, states
         return class_name(type(index)), found
     if isinstance(key, tuple):
         return [lasting(one, state, watcher, states) for one in key]
+    if isinstance(key, frozenset):
+        return sorted(repr(lasting(one, state, watcher, states)) for one in key)
     if isinstance(key, Identity):
         value = key.value
         if isinstance(value, _CODE):

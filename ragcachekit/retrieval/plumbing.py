@@ -22,40 +22,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ragcachekit.errors import RetrievalError
-from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup, Retrieved
+from ragcachekit.retrieval.cached_retrieval import CachedRetrieval, Lookup
+from ragcachekit.retrieval.cached_retrieval import Retrieved as Retrieved
 from ragcachekit.retrieval.distances import as_rows
 from ragcachekit.retrieval.documents import DocumentIndex, Hit, Record
 from ragcachekit.retrieval.index import distances
 from ragcachekit.retrieval.near_misses import Guard
-from ragcachekit.retrieval.partition import (
-    Identity,
-    KeyReader,
-    KeyRules,
-    NotKeyable,
-    Partition,
-    Version,
-    is_bypassed,
-    lasting,
-    name_of,
-)
+from ragcachekit.retrieval.partition import Identity, KeyReader, NotKeyable, Version, bypassed, lasting
+from ragcachekit.retrieval.partition import KeyRules as KeyRules
+from ragcachekit.retrieval.partition import Partition as Partition
+from ragcachekit.retrieval.partition import name_of as name_of
 from ragcachekit.retrieval.proximity import ProximityCache
 from ragcachekit.retrieval.saved import Group, SavedQuestions
 from ragcachekit.retrieval.stores import metric_of, state_of
 from ragcachekit.types import positive
-
-__all__ = [
-    "Call",
-    "Framework",
-    "KeyRules",
-    "Order",
-    "OwnSearch",
-    "Partition",
-    "Retrieved",
-    "RetrieverCache",
-    "RetrieverSettings",
-    "finished",
-    "name_of",
-]
 
 log = logging.getLogger(__name__)
 
@@ -305,7 +285,7 @@ class RetrieverCache(CachedRetrieval[Document]):
         that is no positive integer.
         """
         positive("k", k)
-        if is_bypassed():
+        if bypassed.get():
             return None
         reader, counts = KeyReader(self._framework.rules), None
         try:
