@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import RLock
 
 from filelock import FileLock, Timeout
 
@@ -81,32 +80,25 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._mutex = RLock()
-        self._file = FileLock(path, mode=0o600, thread_local=False, poll_interval=_LOCK_POLL)
+        # Each thread has a file of its own, so that the lock keeps other threads out as it does processes.
+        self._file = FileLock(path, mode=0o600, poll_interval=_LOCK_POLL)
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
         """Keep other threads and processes out; LockFailed, ``busy`` after ``seconds``."""
-        busy = LockFailed(
-            f"others have held {self._path} for {seconds:g} s; is a process stopped?", busy=True
-        )
-        if not self._mutex.acquire(timeout=seconds):
-            raise busy
         try:
-            try:
-                if not os.path.isdir(self._path.parent):  # filelock would make it as the umask allows
-                    make_folder(self._path.parent)
-                self._file.acquire(timeout=seconds)
-            except Timeout as error:
-                raise busy from error
-            except OSError as error:
-                raise LockFailed(f"cannot lock {self._path}: {error}") from error
-            try:
-                yield
-            finally:
-                self._file.release()
+            if not os.path.isdir(self._path.parent):  # filelock would make it as the umask allows
+                make_folder(self._path.parent)
+            self._file.acquire(timeout=seconds)
+        except Timeout as error:
+            why = f"others have held {self._path} for {seconds:g} s; is a process stopped?"
+            raise LockFailed(why, busy=True) from error
+        except OSError as error:
+            raise LockFailed(f"cannot lock {self._path}: {error}") from error
+        try:
+            yield
         finally:
-            self._mutex.release()
+            self._file.release()
 
 
 class EntryFolder:
