@@ -14,10 +14,9 @@ from langchain_core.runnables import Runnable, RunnableConfig, RunnablePassthrou
 from langchain_core.runnables.base import coerce_to_runnable
 
 from langchain_ragcachekit.chat import ChatRagCache
-from langchain_ragcachekit.llm import together
 from langchain_ragcachekit.messages import format_docs as joined_texts
 from langchain_ragcachekit.retriever import ON_STAGE, RagCacheRetriever
-from ragcachekit import CancelScope, SpeculativePipeline
+from ragcachekit import SpeculativePipeline
 from ragcachekit.frameworks import check_pair
 
 
@@ -82,13 +81,6 @@ class SpeculativeRag(Runnable[Any, AIMessage]):
         with self._asking(input, config, kwargs) as (chain, values):
             async for chunk in chain.astream(values, config):
                 yield chunk
-
-    def batch(
-        self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
-    ) -> list[AIMessage]:
-        """Answer several questions together; Ctrl-C ends those that run and those that wait."""
-        options = {"return_exceptions": return_exceptions, **kwargs}
-        return CancelScope().run(super().batch, inputs, together(config, len(inputs)), **options)
 
     @contextmanager
     def _asking(
