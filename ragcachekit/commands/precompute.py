@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
@@ -123,12 +122,6 @@ class PrecomputeSettings(OwnFiles):
         """The tier that is written: the shared one, or the cache folder."""
         if self.shared is None:
             return StoreConfig(host_bytes=0, disk_path=self.folder.kv, disk_bytes=self.disk_bytes)
-        if not os.environ.get(self.shared_key):
-            raise RagCacheError(
-                f"--shared signs entries with the key in the environment variable {self.shared_key}, which "
-                "is not set: put one there (openssl rand -hex 32), the same on every machine, or name "
-                "another variable with --shared-key"
-            )
         return shared_tier(self.shared, self.shared_key)
 
     @property

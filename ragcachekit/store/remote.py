@@ -134,7 +134,8 @@ class Seal:
         if isinstance(key, str):
             if key not in os.environ:
                 raise ValueError(
-                    f"remote_key= is the name of an environment variable, and that one is not set: {_HOW}"
+                    "remote_key= (--shared-key) is the name of an environment variable, and that one is not "
+                    f"set: {_HOW}"
                 )
             key = os.environ[key].encode()
         if len(key) < _SHORTEST:

@@ -111,7 +111,7 @@ def test_they_end_before_torch_is_imported(places):
             "precompute",
             "--shared",
             "file:///x",
-            "environment variable RAGCACHEKIT_KEY, which is not set: put one there",
+            "(--shared-key) is the name of an environment variable, and that one is not set: make one",
         ),
     ],
 )
