@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ragcachekit.engine.rag_cache import RagCache
     from ragcachekit.reports import Answer
     from ragcachekit.retrieval.cached_retrieval import Retrieved
-    from ragcachekit.retrieval.index import VectorIndex
+    from ragcachekit.retrieval.documents import DocumentIndex
     from ragcachekit.retrieval.saved import ResultId
 
 CAPACITY = 1000
@@ -90,7 +91,8 @@ class CorpusSearch:
         vector = self._embedder.embed([question])[0]
 
         def search() -> list[tuple[ResultId, CorpusChunk]]:
-            return [(id, self._chunks[str(id)]) for id in self._index.search(vector, self._k).ids]
+            found = [hit.record.id for hit in self._index.search(vector, self._k)]
+            return [(id, self._chunks[str(id)]) for id in found]
 
         return self._cache.get(vector, "corpus", search)
 
@@ -142,32 +144,26 @@ def open_session(settings: OwnFiles) -> Iterator[AskSession]:
         yield AskSession(rag, CorpusSearch(settings, corpus), settings.max_new_tokens)
 
 
-def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: Any) -> VectorIndex:
+def corpus_index(settings: OwnFiles, corpus: Corpus, embedder: Any) -> DocumentIndex:
     """Vector index of a corpus, stored in the cache folder; only new chunks are embedded."""
-    from ragcachekit.commands.embedding import DIM
     from ragcachekit.errors import RetrievalError
-    from ragcachekit.files import make_folder
-    from ragcachekit.retrieval.index import load_index, open_index
+    from ragcachekit.retrieval.documents import DocumentIndex
 
     folder = os.fsencode(Path(settings.corpus).expanduser().resolve())
-    path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}.index"
-    index, held = open_index("faiss-flat", DIM), frozenset[str]()
-    if path.exists():
-        try:
-            index = load_index(path)
-            held = frozenset(map(str, index.ids))
-        except RetrievalError as error:
-            note(f"the stored index is rebuilt: {error}")
-    gone = [id for id in held if id not in corpus.by_id]
-    new = [chunk for id, chunk in corpus.by_id.items() if id not in held]
-    if gone:
-        index.remove(gone)
+    path = settings.folder.indexes / f"minilm-{hashlib.sha256(folder).hexdigest()[:16]}"
+    try:
+        index = DocumentIndex(path=path)
+    except RetrievalError as error:
+        note(f"the stored index is rebuilt: {error}")
+        shutil.rmtree(path)
+        index = DocumentIndex(path=path)
+    held = frozenset(index.ids)
+    index.delete([id for id in held if id not in corpus.by_id])
+    new = {id: chunk.text for id, chunk in corpus.by_id.items() if id not in held}
     if new:
         note(f"embedding {len(new)} of {len(corpus.by_id)} chunks")
-        index.add([chunk.id for chunk in new], embedder.embed([c.text for c in new], progress=len(new) > 100))
-    if gone or new:
-        make_folder(path.parent)
-        index.save(path)
+        texts = list(new.values())
+        index.add(list(new), embedder.embed(texts, progress=len(new) > 100), texts)
     return index
 
 

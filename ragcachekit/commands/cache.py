@@ -21,8 +21,8 @@ from ragcachekit.errors import RagCacheError
 
 DAMAGED = "(damaged)"
 
-_INDEXES = ("minilm-*.index", "minilm-*.index.*.data", ".minilm-*.index.*.tmp")
-"""Manifest, data, and temporary files of either."""
+_INDEXES = tuple(f"minilm-*/{name}" for name in ("lock", "index-*", ".index-*", "documents/cache.db*"))
+"""Lock, vectors, what a killed writer left of them, and documents."""
 
 ContentDir = Annotated[
     str | None,

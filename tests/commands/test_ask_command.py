@@ -96,8 +96,8 @@ def test_only_changed_texts_are_embedded_again(ask, question, corpus, tmp_path):
 
 def test_a_damaged_index_is_built_anew(ask, question, tmp_path):
     ask(question[0])
-    (manifest,) = (tmp_path / "cache" / "indexes").glob("*.index")
-    manifest.write_bytes(manifest.read_bytes()[:-3])
+    (database,) = (tmp_path / "cache" / "indexes").glob("*/documents/cache.db")
+    database.write_bytes(b"no database")
     result = ask(question[0])
     assert result.exit_code == 0
     assert "rebuilt" in result.output

@@ -17,7 +17,7 @@ from ragcachekit.prefix_tree.nodes import Root, Step
 from ragcachekit.store.disk import DiskStore
 from ragcachekit.types import KVKey
 
-INDEX = "minilm-0123456789abcdef.index"
+INDEX = "minilm-0123456789abcdef/index-1"
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def folder(tmp_path):
     for namespace, chunk in (("acme", "a"), ("acme", "b"), ("other", "a")):
         assert store.put(KVKey("f", namespace, chunk), ChunkKV(tensors, tensors))
     store.close()
-    (tmp_path / "indexes").mkdir()
+    (tmp_path / "indexes" / INDEX).parent.mkdir(parents=True)
     (tmp_path / "indexes" / INDEX).write_bytes(b"x" * 10)
     return tmp_path
 
@@ -87,25 +87,26 @@ def test_clear_of_one_namespace_leaves_the_others(command, folder):
     assert held(folder) == {"other": 1}
     assert (folder / "indexes" / INDEX).stat().st_size == 10
     command("cache", "clear", "--cache", folder, "--yes")
-    assert not list((folder / "indexes").iterdir())
+    assert not (folder / "indexes" / INDEX).exists()
 
 
 def test_clear_deletes_what_the_commands_wrote(command, prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "cache")
-    (index,) = (folder / "indexes").glob("*.index")
-    (folder / "indexes" / f".{index.name}.a1_b2c3d.tmp").write_text("its writer was killed")
+    (index,) = (folder / "indexes").glob("minilm-*")
+    (index / ".index-2.a1_b2c3d").write_text("its writer was killed")
     listed = Manifest(folder / "precomputed", {"namespace": "acme"})
     listed.replace({"a": 1}, keep_gone=False)
     listed.write()
     result = command("cache", "clear", "--cache", folder, "--yes")
     assert "left" not in result.stdout
-    assert [list((folder / name).iterdir()) for name in ("indexes", "precomputed")] == [[], []]
+    left = [path for name in ("indexes", "precomputed") for path in (folder / name).rglob("*")]
+    assert not any(path.is_file() for path in left)
 
 
 def test_clear_leaves_what_others_wrote(command, folder):
     strangers = [
-        *("indexes/my_faiss.index", "indexes/sub/my.index", f"indexes/x{INDEX}", f"indexes/{INDEX}.mine"),
-        *("indexes/minilm-1111111111111111.index/file", "precomputed/mine.json", "kv/mine.safetensors"),
+        *("indexes/my_faiss.index", "indexes/sub/my.index", f"indexes/x{INDEX}", "indexes/index-1"),
+        *("indexes/minilm-1111111111111111/file", "precomputed/mine.json", "kv/mine.safetensors"),
     ]
     for name in strangers:
         (folder / name).parent.mkdir(exist_ok=True)
