@@ -182,7 +182,8 @@ class RagCacheRetriever(BaseRetriever):
             search = partial(asyncio.to_thread, inner.retrieve)
         return Call(
             self._namespace,
-            asked_by(bundle),
+            # Near questions are compared by the strings that are embedded instead of the question, and by it.
+            "\n".join(dict.fromkeys([*(bundle.custom_embedding_strs or ()), bundle.query_str])),
             lambda: self._partition(bundle, own),
             lambda: embed(bundle.embedding_strs) if bundle.embedding is None else bundle.embedding,
             lambda embedding: search(self._inner_bundle(bundle, embedding)),
@@ -227,11 +228,6 @@ def _handed_out(
 
 def _others(bundle: QueryBundle) -> dict[str, object]:
     return {name: one for name, one in vars(bundle).items() if name not in QUESTION_FIELDS}
-
-
-def asked_by(bundle: QueryBundle) -> str:
-    """What near questions are compared by: the strings that are embedded instead of the question, and it."""
-    return "\n".join(dict.fromkeys([*(bundle.custom_embedding_strs or ()), bundle.query_str]))
 
 
 def copied(item: NodeWithScore) -> NodeWithScore:

@@ -66,6 +66,9 @@ class Candidate:
         return "within" if self.upper <= budget else "not sure"
 
 
+_bootstrap = cache(Bootstrap)
+
+
 def upper_bound(losses: ArrayLike, worst: float, seed: int = 0) -> float:
     """90 % upper bound of the mean loss over questions, where one more question is lost by ``worst``.
 
@@ -73,11 +76,6 @@ def upper_bound(losses: ArrayLike, worst: float, seed: int = 0) -> float:
     """
     sample = np.append(losses, worst)
     return _bootstrap(len(sample), seed).quantile_of_mean(sample, CONFIDENCE)
-
-
-@cache
-def _bootstrap(n: int, seed: int) -> Bootstrap:
-    return Bootstrap(n, seed)
 
 
 def is_settled(found: Iterable[Candidate], budget: float) -> bool:

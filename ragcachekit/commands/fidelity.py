@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,6 @@ BASELINES = (FULL, REUSE)
 """Always measured."""
 
 ALL, QUALITY = "all", "quality"
-_MEANS = (
-    *("exact_match", "f1", "agreement", "answer_tokens"),
-    *("kl", "answer_kl", "answer_loss", "gold_loss"),
-    *("ratio_spent", "prompt_tokens", "recomputed_tokens", "reused_tokens"),
-)
 _AGAINST_FULL = (
     *("policy", "encoder", "ratio_spent", "agreement"),
     *("kl", "answer_kl", "answer_loss", "gold_loss", "prompt_tokens", "recomputed_tokens"),
@@ -237,7 +232,7 @@ def _row(kind: str, way: PolicyAndEncoder, found: Sequence[Measurement], bootstr
         "question_type": kind,
         "ratio_asked": ratio_asked(way.policy),
     }
-    for name in _MEANS:
+    for name in [field.name for field in fields(Measurement) if field.name != "text"]:
         values = np.array([getattr(one, name) for one in found], np.float64)
         low, high = bootstrap.of_mean(values)
         row |= {name: float(values.mean()), f"{name}_low": low, f"{name}_high": high}
