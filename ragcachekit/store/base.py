@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV, TensorShape
 from ragcachekit.reports import Report
 from ragcachekit.types import KVKey, whole_id
@@ -104,11 +105,22 @@ class KVStore:
     remote = False
 
     def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        """The entry under ``key``, or None.
+        """The entry under ``key``, or None; a store has this method or :meth:`open`.
 
         ``weight`` is for eviction policies that weigh uses; 0 counts no use (a prefetch).
         """
-        raise NotImplementedError
+        opened = self.open(key, weight)
+        if not isinstance(opened, LayerSource):
+            return opened
+        try:
+            keys, values = zip(*map(opened.layer, range(opened.layers)), strict=True)
+        except (StoreError, OSError):
+            return None
+        finally:
+            opened.close()
+        kv = ChunkKV.checked(keys, values, opened.start, opened.sums, opened.quantised)
+        opened.finished(kv)
+        return Found(kv, opened.tier)
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`, without waiting for layers that have to be read; by default it is :meth:`get`."""

@@ -12,7 +12,7 @@ from ragcachekit.config import DEFAULT_DISK_BYTES
 from ragcachekit.errors import StoreError
 from ragcachekit.files import sync_folder
 from ragcachekit.model.kv import ChunkKV
-from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, StoreStats, concerns
+from ragcachekit.store.base import KVStore, LayerSource, Pair, StoreStats, concerns
 from ragcachekit.store.disk_folder import (
     SECONDS_TO_LOCK,
     SECONDS_TO_OPEN,
@@ -83,21 +83,6 @@ class DiskStore(KVStore):
             if isinstance(error, LockFailed) and error.busy:
                 raise
             self._counters.warn_once("open", "cannot be written to for now, only read: %s", error)
-
-    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        """The verified entry under ``key``, now the most recently used one, or None."""
-        source = self.open(key)
-        if source is None:
-            return None
-        try:
-            keys, values = zip(*map(source.layer, range(source.layers)), strict=True)
-        except (EntryDamaged, OSError):
-            return None
-        finally:
-            source.close()
-        kv = ChunkKV.checked(keys, values, source.start, source.sums, source.quantised)
-        source.finished(kv)
-        return Found(kv, "disk")
 
     def open(self, key: KVKey, weight: float = 1.0) -> LayerSource | None:
         """The entry under ``key`` with its header verified, layers to be read one by one; or None.

@@ -96,10 +96,6 @@ class QuantisedStore(KVStore):
         self._tier, self._kind, self.tiers = tier, kind, (tier,)
         self.shared, self.remote = tier.shared, tier.remote
 
-    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        found = self._tier.get(self._key(key), weight)
-        return found if found is None or _exact(key) else self._unpacked(found)
-
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         opened = self._tier.open(self._key(key), weight)
         if opened is None or _exact(key):

@@ -87,15 +87,6 @@ class TieredStore(KVStore):
         self._is_forgetting = False
         self._forgets = 0
 
-    def get(self, key: KVKey, weight: float = 1.0) -> Found | None:
-        since = self._forgets
-        for place, tier in enumerate(self.tiers):
-            found = tier.get(key, weight)
-            if found is not None:
-                self._promote(key, found.kv, place, since)
-                return found
-        return None
-
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`; a slow tier's entry is copied into the faster ones after reading."""
         since = self._forgets
