@@ -98,7 +98,10 @@ class Search:
         self._callbacks = callbacks
         self._asked, self._kwargs = _with_arguments(retriever, overrides)
         self.store, self.arguments = _by_vector(retriever, embeddings, overrides)
-        self.own = None if self.store is None else _in_own_index(self.store, self.arguments)
+        self.own: OwnSearch | None = None  # unless there are arguments that it ignores
+        if isinstance(self.store, RagCacheVectorStore) and not self.arguments.keys() - {"k", "filter"}:
+            k, where = self.arguments.get("k", DEFAULT_K), self.arguments.get("filter")
+            self.own = OwnSearch(self.store.index, k, as_where(where))
 
     def run(self, embedding: Any, is_async: bool = False) -> Any:
         """Documents, or an awaitable of them; found by text without an embedding."""
@@ -129,14 +132,6 @@ def _by_vector(
     if f"{kind.__module__}.{kind.__qualname__}" not in BY_VECTOR or store.embeddings is not embeddings:
         return None, {}
     return store, {**retriever.search_kwargs, **overrides}
-
-
-def _in_own_index(store: VectorStore, arguments: Mapping[str, Any]) -> OwnSearch | None:
-    """The search in an embedded store; None for another store, or arguments that it ignores."""
-    if not isinstance(store, RagCacheVectorStore) or arguments.keys() - {"k", "filter"}:
-        return None
-    k, where = arguments.get("k", DEFAULT_K), arguments.get("filter")
-    return OwnSearch(store.index, k, as_where(where))
 
 
 def _with_arguments(

@@ -41,14 +41,6 @@ def _digest(chunk_id: str) -> bytes:
     return hashlib.sha256(chunk_id.encode()).digest()[:8]
 
 
-def _reported(stats: Mapping[str, object]) -> frozenset[bytes]:
-    """Digests of the chunks in a report; none in one of another form."""
-    raw = stats.get(CHUNKS)
-    return (
-        frozenset(raw[at : at + 8] for at in range(0, len(raw), 8)) if isinstance(raw, bytes) else frozenset()
-    )
-
-
 @dataclass
 class _Replica:
     """What is known of one replica: its last report, what it was sent since, and its recent load."""
@@ -87,7 +79,10 @@ class Balancer:
         self._replicas = {name: one or _Replica(load=least) for name, one in kept.items()}
         for name, replica in self._replicas.items():
             if replica.stats is not stats[name] and replica.stats != stats[name]:
-                replica.stats, replica.reported = stats[name], _reported(stats[name])
+                raw = stats[name].get(CHUNKS)
+                known = raw if isinstance(raw, bytes) else b""  # a report of another form has none
+                replica.reported = frozenset(known[at : at + 8] for at in range(0, len(known), 8))
+                replica.stats = stats[name]
                 replica.sent_before, replica.sent = replica.sent, set()
 
     def rank(self, chunks: Mapping[str, int], queued: Mapping[str, int]) -> list[list[str]]:

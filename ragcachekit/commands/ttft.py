@@ -360,7 +360,9 @@ def _timings(
 
     ids = [[i for segment in prompt.segments for i in segment.token_ids or ()]]
     question = len(prompt.segments[-1].token_ids or ())
-    prefix = _prefix_cache(model, ids, question)
+    # All but the question, as transformers keeps a prompt for others; None where generate takes none.
+    ran = run_model(model, torch.tensor(ids, device=model.device)[:, :-question])
+    prefix = ran.cache if ran.argument == PAST else None
     uncached = policies[0] if policies else "reuse"
     return [
         Timings("generate", NO_TIER, lambda: _time_generate(model, ids)),
@@ -373,12 +375,6 @@ def _timings(
             for p in policies
         ),
     ]
-
-
-def _prefix_cache(model: Any, ids: list[list[int]], question: int) -> Any:
-    """All but the question, as transformers keeps a prompt for others; None where generate takes none."""
-    ran = run_model(model, torch.tensor(ids, device=model.device)[:, :-question])
-    return ran.cache if ran.argument == PAST else None
 
 
 def _turned(prompt: Prompt, by: int) -> Prompt:
