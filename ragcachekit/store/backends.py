@@ -12,7 +12,7 @@ from typing import Any
 
 from ragcachekit.errors import StoreError, missing_extra
 from ragcachekit.store.entry import hashed
-from ragcachekit.store.remote import RemoteStore, Usage, is_dropped
+from ragcachekit.store.remote import RemoteStore, is_dropped
 from ragcachekit.types import KVKey
 
 log = logging.getLogger(__name__)
@@ -100,13 +100,13 @@ class RedisStore(RemoteStore):
                 self._client.unlink(*names)
                 dropped.update(map(_digest_of, names))
 
-    def usage(self) -> Usage:
+    def usage(self) -> tuple[int, int, int]:
         asked = self._client.pipeline(transaction=False)
         asked.dbsize()
         asked.exists(_TOKENS)
         asked.info("memory")
         names, tokens, memory = asked.execute()
-        return Usage(names - tokens, int(memory["used_memory"]), int(memory.get("maxmemory", 0)))
+        return names - tokens, int(memory["used_memory"]), int(memory.get("maxmemory", 0))
 
     def disconnect(self) -> None:
         self._client.close()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -249,14 +249,6 @@ class Forgetting:
             self.count += 1  # last: a put that reads the new count finds the entry hidden
 
 
-class Usage(NamedTuple):
-    """Entries, their bytes, and the bytes that they may take."""
-
-    entries: int = 0
-    nbytes: int = 0
-    budget: int = 0
-
-
 class RemoteStore(KVStore):
     """Sealed chunk KV on a service, with deadlines.
 
@@ -311,9 +303,9 @@ class RemoteStore(KVStore):
         """As :meth:`drop`, adding digests to ``dropped``."""
         raise NotImplementedError
 
-    def usage(self) -> Usage:
-        """Return the present content, if it can be counted."""
-        return Usage()
+    def usage(self) -> tuple[int, int, int]:
+        """Return entries, their bytes and the bytes that they may take, each 0 if it cannot be counted."""
+        return 0, 0, 0
 
     def disconnect(self) -> None:
         """Close connections; does not wait."""
@@ -364,8 +356,9 @@ class RemoteStore(KVStore):
 
     def stats(self) -> tuple[StoreStats, ...]:
         """One record; sizes come from the service, 0 if it does not answer or cannot count."""
-        usage = Usage() if self._closed else self._executor.run(self.usage, Usage())
-        return (replace(self._counters.stats(**usage._asdict()), failures=self._executor.failures),)
+        entries, nbytes, budget = (0, 0, 0) if self._closed else self._executor.run(self.usage, (0, 0, 0))
+        record = self._counters.stats(entries=entries, nbytes=nbytes, budget=budget)
+        return (replace(record, failures=self._executor.failures),)
 
     def close(self) -> None:
         """Close connections; further calls are misses."""
