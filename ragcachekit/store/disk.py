@@ -66,10 +66,6 @@ class DiskStore(KVStore):
     shared = True
 
     def __init__(self, path: Path, budget: int, *, quotas: Mapping[str, int] | None = None) -> None:
-        if budget <= 0:
-            raise ValueError(
-                f"the disk tier's budget must be > 0 bytes, got {budget}; leave the tier out instead"
-            )
         self.folder = Path(path)
         self._budget = budget
         self._counters = Counters("disk")
