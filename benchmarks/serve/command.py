@@ -15,7 +15,7 @@ def serve(
     shape: Annotated[
         str | None, typer.Option(help="Random weights: smollm2-135m (default); tiny, to try it out.")
     ] = None,
-    model: opt.OptionalModel = None,
+    model: Annotated[str | None, typer.Option(help="A folder, a hub id or 'sample', instead.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Cut documents from squad:FILE, musique:FILE, ...; needs --model.")
     ] = None,

@@ -17,7 +17,6 @@ from ragcachekit.commands.ask import ask
 from ragcachekit.commands.cache import clear, stats
 from ragcachekit.commands.check_model import check_model
 from ragcachekit.commands.console import Commands, quiet_loading
-from ragcachekit.commands.doctor import doctor
 from ragcachekit.commands.estimate import estimate
 from ragcachekit.commands.measure import calibrate, fidelity, ttft
 from ragcachekit.commands.precompute import precompute
@@ -63,7 +62,7 @@ app = typer.Typer(
     help="Retrieval-augmented generation on your own model without paying twice for retrieval and prefill.",
 )
 app.callback()(root)
-for command in (ask, precompute, estimate, calibrate, check_model, serve, doctor, sample_model):
+for command in (ask, precompute, estimate, calibrate, check_model, serve, sample_model):
     app.command()(command)
 app.add_typer(_group("Measure on this machine; tables, JSON and plots.", ttft, fidelity), name="bench")
 app.add_typer(_group("What a cache folder holds; empty it.", stats, clear), name="cache")

@@ -37,14 +37,10 @@ def _model(name: str) -> str:
             f"cannot load the model: {name} is no model folder; give the folder of a Hugging Face model or a "
             "hub id"
         )
-    return _known_model(name) or name
-
-
-def _known_model(name: str | None) -> str | None:
     from ragcachekit.model.loading import check_at_hand
     from ragcachekit.model.sample_model import SAMPLE
 
-    if name not in (None, SAMPLE):
+    if name != SAMPLE:
         with explained(name):
             check_at_hand(name)
     return name
@@ -166,7 +162,6 @@ Runs = Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")]
 _MODEL = "Folder of a Hugging Face model, a hub id, or 'sample' (SmolLM2-135M-Instruct)."
 Model = Annotated[str, typer.Option(callback=_model, help=_MODEL)]
 ModelArgument = Annotated[str, typer.Argument(callback=_model, help=_MODEL)]
-OptionalModel = Annotated[str | None, typer.Option(callback=_known_model, help=_MODEL)]
 CorpusDir = Annotated[
     str, typer.Option(callback=check_corpus, help="Folder with your .txt, .md, .rst and .py files.")
 ]

@@ -218,16 +218,16 @@ class Diagnosis(Report):
 
 
 def diagnose(
-    parser: PromptParser, prompt: PromptLike, documents: Iterable[object], namespace: str | None = None
+    parser: PromptParser, prompt: PromptLike, documents: Iterable[object], namespace: str
 ) -> Diagnosis:
-    """Diagnose a prompt; ``namespace`` None takes all documents for registered.
+    """Diagnose a prompt.
 
     ``documents`` are strings, or objects with ``page_content`` or ``get_content()``; TypeError for others.
     """
     texts = [text_of(document, number) for number, document in enumerate(documents, 1)]
-    ideal = _as_registered(parser, prompt, texts, namespace or "")
-    real = ideal if namespace is None else parser.segment(prompt, namespace)
-    known = {text.strip() for text in (texts if namespace is None else parser.registry.texts(namespace))}
+    ideal = _as_registered(parser, prompt, texts, namespace)
+    real = parser.segment(prompt, namespace)
+    known = {text.strip() for text in parser.registry.texts(namespace)}
     found, possible, whole = _chunks(real), _chunks(ideal), _text(real)
     chunks = []
     for number, text in enumerate(texts, 1):

@@ -28,7 +28,6 @@ USES = {
     "ttft": ("bench", "ttft"),
     "serve": ("serve",),
     "check-model": ("check-model",),
-    "doctor": ("doctor", "LOG", "-d", "LOG"),
 }
 NO_MODEL = "cannot load the model: nope is neither a folder nor a model at hand"
 FASTEST, ALONE = "unknown policy 'fastest'; known: full", "unknown encoder 'alone'; known: standalone"
@@ -65,8 +64,6 @@ LIGHT = [
     ("serve", "--model", READER, "--host", "1.2.3.4", "--no-keys", "choose another --port"),
     (*USES["fidelity"], "--encoders", "standalone+int3", "unknown roundings int3; known: int8, fp8"),
     (*USES["fidelity"], "--encoders", ",", "give at least one encoder"),
-    ("doctor", "LOG", "there are no documents; give"),
-    ("doctor", "EMPTY/prompt", "EMPTY/prompt cannot be read as text"),
     ("cache", "stats", "--cache", "EMPTY/none", "does not exist"),
 ]  # fmt: skip
 

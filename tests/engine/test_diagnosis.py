@@ -69,7 +69,8 @@ def test_all_are_found(rag, prompt, documents) -> None:
     ],
 )
 def test_reasons(prompts, context, documents, why) -> None:
-    found = diagnose(prompts, messages(context), documents)
+    prompts.register(context, documents)
+    found = diagnose(prompts, messages(context), documents, context)
     assert reasons(found) == why
     for chunk in found.chunks:
         assert chunk.advice == ADVICE.get(chunk.why, "")
@@ -90,7 +91,9 @@ def test_a_template_that_alters_contents_is_named() -> None:
         "{% for m in messages %}{{ m['content'] | replace('Where', 'Whence') | truncate(2000) }}"
         "{% if 'Berlin' in m['content'] %}!{% endif %}{% endfor %}"
     )
-    found = diagnose(PromptParser(tokenizer), messages(PARTS), [ONE])
+    parser = PromptParser(tokenizer)
+    parser.register("acme", [ONE])
+    found = diagnose(parser, messages(PARTS), [ONE], "acme")
     assert reasons(found) == ["template"]
     assert "computed in full" in found.notes[0]
     assert "leaves contents as they are" in str(found)
