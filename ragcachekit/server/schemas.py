@@ -230,6 +230,8 @@ class ResponsesRequest(ChatRequest):
     n: Annotated[Any, only(None, 1)] = None
     tools: Annotated[Any, only(None, [])] = None
     logprobs: Annotated[Any, only(None, False)] = None
+    top_logprobs: Annotated[Any, only(None, 0)] = None
+    parallel_tool_calls: Any = None  # without effect
 
     @model_validator(mode="after")
     def _complete(self) -> ResponsesRequest:

@@ -1,4 +1,4 @@
-"""litellm, ``llm`` and the newest ``openai``, unchanged, in processes of their own.
+"""litellm, ``llm``, ``google-genai`` and the newest ``openai``, unchanged, in processes of their own.
 
 They need other releases of packages than the tests' environment has. ``make test`` installs them beside it.
 """
@@ -40,6 +40,7 @@ def run(*command, **environment):
 def test_openai_and_litellm(url, rag, want):
     given = json.loads(run(HERE / "user_program.py", url, MODEL, QUESTION, DOCUMENTS[0]).splitlines()[-1])
     assert int(given["openai"].partition(".")[0]) > 2
+    assert given["genai"] == [True, True, 404]
     answers = given["answers"]
     cached = [answers.pop(f"cached by litellm {provider}") for provider in ("openai", "anthropic")]
     assert min(cached) >= rag.count_tokens(DOCUMENTS[0]) - 1

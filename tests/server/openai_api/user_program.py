@@ -7,6 +7,7 @@ from typing import Any
 
 import litellm
 import openai
+from google import genai
 
 litellm.suppress_debug_info = True  # which it prints
 URL, MODEL, QUESTION, DOCUMENT = sys.argv[1:]
@@ -50,7 +51,22 @@ async def by_async_openai():
     return {"async": whole.choices[0].message.content, "async streamed": streamed}
 
 
+def context_by_genai():
+    options = {"base_url": URL, "api_version": "v1beta"}
+    with genai.Client(api_key="any", http_options=options) as client:
+        config = {"contents": [DOCUMENT], "system_instruction": "Be short.", "ttl": "300s"}
+        made = client.caches.create(model=MODEL, config=config)
+        later = client.caches.update(name=made.name, config={"ttl": "600s"})
+        listed = [one.name for one in client.caches.list()]
+        client.caches.delete(name=made.name)
+        try:
+            client.caches.get(name=made.name)
+        except genai.errors.ClientError as error:
+            return [listed == [made.name], later.expire_time > made.expire_time, error.code]
+
+
 answers = dict(by_openai(openai.OpenAI(base_url=f"{URL}/v1", api_key="any")))
 answers |= asyncio.run(by_async_openai())
 answers |= dict([*by_litellm("openai", f"{URL}/v1"), *by_litellm("anthropic", URL)])
-sys.stdout.write(json.dumps({"openai": openai.__version__, "answers": answers}))
+given = {"openai": openai.__version__, "genai": context_by_genai(), "answers": answers}
+sys.stdout.write(json.dumps(given))
