@@ -188,54 +188,43 @@ async def test_the_anthropic_client(address, own):
 
 
 TOOL = {"name": "born", "description": "Where?", "input_schema": {"type": "object", "properties": {}}}
-CALL = '<tool_call>{"name": "born", "arguments": {"name": "Ada"}}</tool_call>'
+ADA = {"name": "Ada"}
+CALL = f'<tool_call>{{"name": "born", "arguments": {json.dumps(ADA)}}}</tool_call>'
 
 
 def test_tools(url, client, saying):
     """The exchange has the tokens of the same one in OpenAI's form."""
     anthropic = pytest.importorskip("anthropic")
-    asked = {**BY_CLIENT, "tools": [TOOL]}
-    counted = {"model": MODEL, "tools": [TOOL]}
+    asked, one_call = {**BY_CLIENT, "tools": [TOOL]}, {"type": "auto", "disable_parallel_tool_use": True}
     with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=LONG) as own:
-        for more, calls in (
-            ({}, 2),
-            ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, 1),
-        ):
+        for more, calls in (({}, 2), ({"tool_choice": one_call}, 1)):
             saying(f"I look. {CALL} {CALL} Soon.")
             message = own.messages.create(**asked, **more)
             said, *used = message.content
             assert (message.stop_reason, said.text) == ("tool_use", "I look. Soon.")
-            assert [(one.type, one.name, one.input) for one in used] == [
-                ("tool_use", "born", {"name": "Ada"})
-            ] * calls
+            assert [(one.type, one.name, one.input) for one in used] == [("tool_use", "born", ADA)] * calls
             with own.messages.stream(**asked, **more) as stream:
                 final = stream.get_final_message()
-            kinds = ["text", *["tool_use"] * calls, "text"]
-            assert [block.type for block in final.content] == kinds, "calls come when they are complete"
-            assert final.content[1].input == {"name": "Ada"}
+            kinds = [block.type for block in final.content]
+            assert kinds == ["text", *["tool_use"] * calls, "text"], "calls come when they are complete"
+            assert final.content[1].input == ADA
             assert (final.stop_reason, final.usage) == (message.stop_reason, message.usage)
         result = {"type": "tool_result", "tool_use_id": used[0].id, "content": [text("Bern")]}
-        turns = [
-            *ASKED["messages"],
-            {"role": "assistant", "content": message.content},
-            {"role": "user", "content": [result, text("So?")]},
-        ]
+        said_so = {"role": "assistant", "content": message.content}
+        turns = [*ASKED["messages"], said_so, {"role": "user", "content": [result, text("So?")]}]
         saying("In Bern.")
         answer = own.messages.create(**{**asked, "messages": turns})
-        assert answer.content[0].text == "In Bern."
-        called = {
-            "id": used[0].id,
-            "type": "function",
-            "function": {"name": "born", "arguments": '{"name": "Ada"}'},
-        }
-        chat = [
-            *ASKED["messages"],
-            {"role": "assistant", "content": said.text, "tool_calls": [called]},
-            {"role": "tool", "tool_call_id": used[0].id, "content": "Bern"},
-            {"role": "user", "content": "So?"},
-        ]
-        function = {"name": "born", "description": "Where?", "parameters": TOOL["input_schema"]}
-        tools = [{"type": "function", "function": function}]
-        want = client.chat.completions.create(model=MODEL, messages=chat, tools=tools).usage.prompt_tokens
-        assert own.messages.count_tokens(**counted, messages=turns).input_tokens == want
-        assert answer.usage.input_tokens == want
+        counted = own.messages.count_tokens(model=MODEL, tools=[TOOL], messages=turns)
+    assert answer.content[0].text == "In Bern."
+    function = {"name": "born", "arguments": json.dumps(ADA)}
+    called = {"id": used[0].id, "type": "function", "function": function}
+    chat = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": said.text, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": used[0].id, "content": "Bern"},
+        {"role": "user", "content": "So?"},
+    ]
+    function = {"name": "born", "description": "Where?", "parameters": TOOL["input_schema"]}
+    tools = [{"type": "function", "function": function}]
+    want = client.chat.completions.create(model=MODEL, messages=chat, tools=tools).usage.prompt_tokens
+    assert counted.input_tokens == answer.usage.input_tokens == want

@@ -6,10 +6,8 @@ import json
 import httpx
 import pytest
 
-from ragcachekit import Chunk
 from ragcachekit.errors import DeadlineExceeded, EngineError, PromptTooLong, QueueFull
 from ragcachekit.server.errors import ApiError, api_error
-from ragcachekit.server.schemas import Message, chat_prompt, text_prompt
 from server_kit import DOCUMENTS, MODEL, QUESTION
 
 USER = {"role": "user", "content": QUESTION}
@@ -55,7 +53,6 @@ REFUSED = {  # what is changed; then of the error: a part of its message, param,
     "top": ({"top_logprobs": 2}, "needs 'logprobs'", "top_logprobs", INVALID),
     "partition of ids": ({"chunk_ids": ["a"], "cache_salt": "b"}, "partition", "cache_salt", UNSUPPORTED),
     "no place": ({"messages": [NO_PLACE], "documents": ["a"]}, "need a user", "documents", INVALID),
-    "long": ({"messages": [{**USER, "content": "Berlin " * 9000}]}, "context is", "messages", TOO_LONG),
     "partition": (
         {"cached_content": "cachedContents/0", "prompt_cache_key": "a"}, "partition", "prompt_cache_key",
         UNSUPPORTED,
@@ -230,24 +227,15 @@ def test_partitions_share_nothing(http, names):
     assert cached(f"{value}2") == 0
 
 
-def placed(messages, *documents):
-    out = chat_prompt([Message(**message) for message in messages], documents)
-    return [
-        [("CHUNK " if "chunk" in block else "") + block["text"] for block in message["content"]]
-        if isinstance(message["content"], list)
-        else message["content"]
-        for message in out
-    ]
-
-
-def test_documents_stand_before_the_question():
-    assert placed([SYSTEM, USER], "a", "b") == ["Use them.", ["CHUNK a", "\n\n", "CHUNK b", "\n\n", QUESTION]]
-    segments = text_prompt("x", ["a", "b"]).segments
-    assert [s.text for s in segments] == ["a", "\n\n", "b", "\n\n", "x"]
-    assert [isinstance(s, Chunk) for s in segments] == [True, False, True, False, False]
-    by_ids = text_prompt([1, 2], ["a"]).segments
-    assert [s.text for s in by_ids] == ["a", "\n\n", None]
-    assert by_ids[-1].token_ids == (1, 2)
+def test_documents_stand_before_the_question(http):
+    parts = [{"type": "text", "text": f"{text}\n\n"} for text in DOCUMENTS[:2]]
+    written = [SYSTEM, {**USER, "content": [*parts, {"type": "text", "text": QUESTION}]}]
+    by_text, by_field = (
+        ask(http, messages=messages, documents=documents, policy="full").json()
+        for messages, documents in ((written, []), ([SYSTEM, USER], DOCUMENTS[:2]))
+    )
+    assert by_text["usage"]["prompt_tokens"] == by_field["usage"]["prompt_tokens"]
+    assert by_text["choices"] == by_field["choices"]
 
 
 def test_titles_are_the_first_line(http):
