@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 
 from ragcachekit import Answer, ToolCallReader
 from ragcachekit.generate.tool_calls import ToolCall
-from ragcachekit.server.errors import ApiError, stopping
+from ragcachekit.server.errors import stopping
 
 CACHE_HEADER = "x-ragcachekit-cache"
 
@@ -158,10 +158,6 @@ class Form:
         """The event after all answers if the request asks for its usage."""
         return self._body([], usage_of(prompts), chunk=True)
 
-    def error(self, error: ApiError) -> Event:
-        """The last event of a stream that failed."""
-        return error.body()
-
     def whole(self, choices: Sequence[Choice], prompts: Prompts) -> Event:
         """A response that is not streamed."""
         shown = map(self._whole, choices, chain.from_iterable(prompts))
@@ -203,6 +199,7 @@ class ResponseForm(Form):
         self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
     def line(self, event: Event) -> bytes:
+        event = {**event["error"], "type": "error"} if "error" in event else event
         return super().line({**event, "sequence_number": next(self._numbers)})
 
     def start(self, choice: Choice, tokens: int) -> list[Event]:
@@ -227,9 +224,6 @@ class ResponseForm(Form):
             {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
             {"type": f"response.{response['status']}", "response": response},
         ]
-
-    def error(self, error: ApiError) -> Event:
-        return {**error.body()["error"], "type": "error"}
 
     def whole(self, choices: Sequence[Choice], prompts: Prompts) -> Event:
         text, *_ = choices[0].end(prompts[0][0])

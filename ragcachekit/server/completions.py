@@ -20,7 +20,7 @@ from ragcachekit.prompt.segments import token_count
 from ragcachekit.server.answers import Choice, Form, Logprobs, Penalties, ResponseForm, cache_header
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore, texts_of
-from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
+from ragcachekit.server.errors import ApiError, api_error, body_of, invalid, parsed, unsupported
 from ragcachekit.server.keys import Grant, Tenant
 from ragcachekit.server.messages import CountRequest, MessageForm, MessagesRequest
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
@@ -352,7 +352,7 @@ class EventStream(StreamingResponse):
                 yield form.line(form.usage(job.by_prompt([stream.answer for stream in streams])))
             yield form.done
         except Exception as error:
-            yield form.line(form.error(api_error(error, self._scope)))
+            yield form.line(body_of(api_error(error, self._scope), self._scope))
         finally:
             for pump in pumps:
                 pump.cancel()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from ragcachekit import Answer
 from ragcachekit.generate.tool_calls import ToolCall
 from ragcachekit.server.answers import Choice, Event, Form, Prompts
-from ragcachekit.server.errors import ApiError, invalid
+from ragcachekit.server.errors import invalid
 from ragcachekit.server.schemas import (
     CacheControl,
     CacheOptions,
@@ -128,6 +128,7 @@ class MessagesRequest(BaseModel):
         if self.system:
             turns.insert(0, Turn.model_construct(role="system", content=self.system))
         others = [block for turn in turns for block in turn.content if not isinstance(block, TextPart)]
+        ttl = None if self.cache_control is None else self.cache_control.ttl
         keeps_all = any(one.cache_control for one in (self, *self.tools, *others, *last.content[-1:]))
         return ChatRequest.model_construct(
             **self.model_dump(include={"model", "max_tokens", "stream", "temperature", "top_p", "top_k"}),
@@ -136,10 +137,7 @@ class MessagesRequest(BaseModel):
             tools=[Tool(type="function", function=tool) for tool in self.tools],
             tool_choice=self.tool_choice.type,
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
-            prompt_cache_options=CacheOptions(
-                mode="implicit" if keeps_all else "explicit",
-                ttl=None if self.cache_control is None else self.cache_control.ttl,
-            ),
+            prompt_cache_options=CacheOptions(mode="implicit" if keeps_all else "explicit", ttl=ttl),
         )
 
 
@@ -191,9 +189,6 @@ class MessageForm(Form):
         blocks = [{"type": "text", "text": text}] if text else []
         message = self._message([*blocks, *map(_tool_use, calls)], message_usage(answer))
         return message | self._ended(answer, reason)
-
-    def error(self, error: ApiError) -> Event:
-        return error.anthropic_body()
 
     def _block(self, what: str, **more: Event) -> Event:
         return {"type": f"content_block_{what}", "index": self._index, **more}
