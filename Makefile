@@ -7,6 +7,7 @@ RESULTS := benchmarks/results
 DEMO := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed-dev
 SAMPLE := $(VENV)/.sample-model
+export CLIENTS ?= $(VENV)/clients
 export HF_HUB_OFFLINE := 1
 # Compiled modules are kept whatever the environment says: without them each process imports twice as long.
 export PYTHONDONTWRITEBYTECODE :=
@@ -17,7 +18,7 @@ demo: $(DEMO)
 	$(BIN)/python -m benchmarks demo --out demo-out $(if $(FULL),--full)
 
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
-test: $(SAMPLE)
+test: $(SAMPLE) $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What computes with floats, by the instructions and the orders of summing of other x86 processors.
@@ -99,6 +100,11 @@ $(STAMP): requirements/dev.txt $(DEMO)
 	$(call install,dev)
 	sh tests/kits/get_redis.sh $(VENV)/redis
 	@touch $(STAMP)
+
+# Clients of the server's tests that need other releases than $(VENV) has.
+$(CLIENTS)/.installed: requirements/clients.txt | $(STAMP)
+	$(PIP) --quiet --no-deps --upgrade --target $(CLIENTS) --requirement requirements/clients.txt
+	@touch $@
 
 # After a change to what the notebooks show.
 notebooks: $(SAMPLE)

@@ -32,7 +32,7 @@ from ragcachekit.server.errors import ApiError, api_path, overloaded, response
 from ragcachekit.server.keys import ApiKeys, Tenant
 from ragcachekit.server.messages import MessagesRequest
 from ragcachekit.server.middleware import BodyLimit, disconnected
-from ragcachekit.server.schemas import ChatRequest, Completion, TextPart, TextRequest, document_text
+from ragcachekit.server.schemas import ChatRequest, Completion, ResponsesRequest, TextRequest, document_text
 from ragcachekit.types import DEFAULT_ENCODER, DEFAULT_POLICY, chunk_id
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ _BODIES: dict[str, type[Completion | MessagesRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": TextRequest,
     "/v1/messages": MessagesRequest,
+    "/v1/responses": ResponsesRequest,
 }
 _FIELDS = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path"),
@@ -237,13 +238,8 @@ class ChunkReader:
         named = [*fields.chunk_ids, *([fields.cached_content] if fields.cached_content else [])]
         texts = list(map(document_text, fields.documents))
         if isinstance(fields, ChatRequest):
-            parts = [
-                part
-                for message in fields.messages
-                for part in message.content or ()
-                if not isinstance(part, str)
-            ]
-            texts += [part.text for part in parts if isinstance(part, TextPart) and part.is_chunk]
+            parts = [part for m in fields.messages for part in m.content or () if not isinstance(part, str)]
+            texts += [part.text for part in parts if part.is_chunk]
         namespace = tenant.partition(fields.cache_salt, fields.prompt_cache_key)
         found = dict.fromkeys(named[:MAX_CHUNKS], _USUAL_TOKENS)
         for ids in map(self._parser.chunk_ids, texts[: MAX_CHUNKS - len(found)]):

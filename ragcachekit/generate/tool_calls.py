@@ -38,54 +38,54 @@ class ToolCallReader:
     Attributes
     ----------
     calls, invalid : list of ToolCall
-        What was read, and what looks like a call and cannot be read; complete after :meth:`rest`.
+        What was read up to now, and what looks like a call and cannot be read.
     """
 
     def __init__(self, tools: Iterable[Mapping[str, Any]] = ()) -> None:
         self._names = frozenset(tool["function"]["name"] for tool in tools)
-        self._answer, self._shown = "", 0
+        self._answer, self._at = "", 0
         self.calls: list[ToolCall] = []
         self.invalid: list[ToolCall] = []
 
     def push(self, piece: str) -> str:
-        """The text that is known now to be no part of a call."""
+        """The text that is known now to be no part of a call; ``calls`` has those that are complete."""
         self._answer += piece
-        return self._new(self._answer[: self._certain()])
+        return self._read(ended=False)
 
     def rest(self, answer: str | None = None) -> str:
-        """The text that is left at the end of the answer; fills ``calls`` and ``invalid``."""
+        """The text that is left at the end of the answer; completes ``calls`` and ``invalid``."""
         self._answer = self._answer if answer is None else answer
-        return self._new(self._read() if self._names else self._answer)
+        return self._read(ended=True)
 
-    def _new(self, text: str) -> str:
-        shown, self._shown = self._shown, max(self._shown, len(text))
-        return text[shown:]
-
-    def _certain(self) -> int:
-        text = self._answer
+    def _read(self, ended: bool) -> str:
+        text, answer, end = "", self._answer, len(self._answer)
         if not self._names:
-            return len(text)
-        if text.lstrip()[:1] in ("", "{", "["):
-            return 0
-        end = text.find(OPEN)
-        if end < 0:
-            begun = range(min(len(OPEN) - 1, len(text)), 0, -1)
-            end = len(text) - next((size for size in begun if text.endswith(OPEN[:size])), 0)
-        return len(text[:end].rstrip())
+            text, self._at = answer[self._at :], end
+            return text
+        if not self._at and answer.lstrip()[:1] in ("", "{", "[") and not (ended and OPEN in answer):
+            return self._read_plain() if ended else ""
+        while (start := answer.find(OPEN, self._at)) >= 0:
+            text += answer[self._at : start].rstrip()
+            self._at, begin = start, start + len(OPEN)
+            ends = [at for tag in (CLOSE, OPEN) if (at := answer.find(tag, begin)) >= 0]
+            if not (ends or ended):
+                return text
+            stop = min(ends, default=end)
+            self._read_block(answer[begin:stop])
+            self._at = stop + len(CLOSE) * answer.startswith(CLOSE, stop)
+        if not ended:
+            end -= next((size for size in range(len(OPEN) - 1, 0, -1) if answer.endswith(OPEN[:size])), 0)
+        left = answer[self._at : end]
+        if self.calls or self.invalid or not ended:
+            left = left.rstrip()
+        self._at += len(left)
+        return text + left
 
-    def _read(self) -> str:
-        text, *blocks = self._answer.split(OPEN)
-        if not blocks:
-            return self._read_plain()
-        text = text.rstrip()
-        for block in blocks:
-            body, _, after = block.partition(CLOSE)
-            try:
-                self.calls += [_call(value) for value in _values(body)]
-            except (ValueError, RecursionError) as error:
-                self.invalid.append(ToolCall(text=f"{OPEN}{body}", error=str(error)))
-            text += after.rstrip()
-        return text
+    def _read_block(self, body: str) -> None:
+        try:
+            self.calls += [_call(value) for value in _values(body)]
+        except (ValueError, RecursionError) as error:
+            self.invalid.append(ToolCall(text=f"{OPEN}{body}", error=str(error)))
 
     def _read_plain(self) -> str:
         if self._answer.lstrip()[:1] in ("{", "["):

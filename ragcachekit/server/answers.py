@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from itertools import chain, count
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -14,9 +14,15 @@ from transformers import LogitsProcessor
 
 from ragcachekit import Answer, ToolCallReader
 from ragcachekit.generate.tool_calls import ToolCall
-from ragcachekit.server.errors import ApiError, stopping
+from ragcachekit.server.errors import stopping
 
 CACHE_HEADER = "x-ragcachekit-cache"
+
+Event = dict[str, Any]
+"""Of a stream, or a part of a response."""
+
+Prompts = Sequence[Sequence[Answer]]
+"""The answers to each prompt."""
 
 
 class Logprobs(LogitsProcessor):  # type: ignore[misc]
@@ -88,98 +94,20 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode()) if whole else None}
 
 
-@dataclass(frozen=True)
-class Form:
-    """The form of one response: that of chat or of text completions."""
-
-    chat: bool
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
-    id: str = field(default_factory=lambda: uuid4().hex)
-    heartbeat: ClassVar[bytes] = b": heartbeat\n\n"
-    done: ClassVar[bytes] = b"data: [DONE]\n\n"
-
-    def choice(self, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> Choice:
-        """One answer in this form."""
-        return Choice(self, index, tools, parallel)
-
-    def whole(self, choices: list[dict[str, Any]], prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-        """A response that is not streamed."""
-        return self.body(choices, usage_of(prompts))
-
-    def line(self, event: dict[str, Any]) -> bytes:
-        """An event of a stream as it is sent."""
-        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-    def usage_events(self, prompts: Sequence[Sequence[Answer]], wanted: bool) -> list[dict[str, Any]]:
-        """The events after all answers; ``wanted``: the request asks for its usage."""
-        return [self.body([], usage_of(prompts), chunk=True)] if wanted else []
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        """The last event of a stream that failed."""
-        return error.body()
-
-    def body(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, chunk: bool = False
-    ) -> dict[str, Any]:
-        """A whole response, or with ``chunk`` an event of a stream."""
-        kind, id = "text_completion", f"cmpl-{self.id}"
-        if self.chat:
-            kind, id = "chat.completion.chunk" if chunk else "chat.completion", f"chatcmpl-{self.id}"
-        body = {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-        return body if usage is None else {**body, "usage": usage}
-
-
-@dataclass(frozen=True)
-class OneAnswerForm(Form):
-    """The form of a response that is its one choice, in events under their types' names, with its usage."""
-
-    done: ClassVar[bytes] = b""
-
-    def whole(self, choices: list[dict[str, Any]], prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-        return choices[0]
-
-    def line(self, event: dict[str, Any]) -> bytes:
-        return f"event: {event['type']}\n".encode() + super().line(event)
-
-    def usage_events(self, prompts: Sequence[Sequence[Answer]], wanted: bool) -> list[dict[str, Any]]:
-        return []
-
-
 class Choice:
-    """One answer of a response: its text, calls and log probabilities."""
+    """One answer of a response: its text, its tool calls, and its tokens' log probabilities."""
 
-    def __init__(self, form: Form, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> None:
-        self._form, self.index, self._parallel = form, index, parallel
-        self._reader = ToolCallReader(tools)
+    def __init__(self, index: int, tools: Sequence[dict[str, Any]], parallel: bool) -> None:
+        self.index, self._reader, self._most = index, ToolCallReader(tools), None if parallel else 1
+        self.called = 0  # calls that were given
         self.logprobs: Logprobs | None = None
 
-    def start(self, tokens: int) -> list[dict[str, Any]]:
-        """The first event of a streamed chat answer to a prompt of so many tokens."""
-        return [self._event({"role": "assistant", "content": ""})] if self._form.chat else []
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """What a new piece completes: text that is no part of a call, and calls."""
+        return self._reader.push(text), self._calls()
 
-    def push(self, text: str) -> list[dict[str, Any]]:
-        """The event of a new piece of text, unless it may belong to a tool call."""
-        text = self._reader.push(text)
-        return [self._event({"content": text})] if text else []
-
-    def end(self, answer: Answer) -> list[dict[str, Any]]:
-        """The last events of a stream: what is left, and why it ended."""
-        text, calls, reason = self._rest(answer)
-        events = [self._event({"content": text})] if text else []
-        if calls:
-            events.append(self._event({"tool_calls": [{"index": n, **c} for n, c in enumerate(calls)]}))
-        return [*events, self._event({}, reason)]
-
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The choice of a response that is not streamed."""
-        text, calls, reason = self._rest(answer)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            message |= {"content": text or None, "tool_calls": calls}
-        return self._shown({"message": message} if self._form.chat else {"text": text}, reason)
-
-    def _rest(self, answer: Answer) -> tuple[str, list[dict[str, Any]], str]:
+    def end(self, answer: Answer) -> tuple[str, list[ToolCall], str]:
+        """The text and calls that are left, and why the answer ended."""
         reason = answer.report.finish_reason
         if reason == "cancelled":  # by the engine: a client that went away gets no answer
             raise stopping()
@@ -187,20 +115,146 @@ class Choice:
             self.logprobs.end(answer.token_ids, answer.text)
         text = self._reader.rest(answer.text)
         text += "".join(call.text for call in self._reader.invalid)
-        calls = self._reader.calls if self._parallel else self._reader.calls[:1]
-        return text, [_called(call) for call in calls], "tool_calls" if calls else reason
+        return text, self._calls(), "tool_calls" if self.called else reason
 
-    def _event(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        shown = {"delta": delta} if self._form.chat else {"text": delta.get("content", "")}
-        return self._form.body([self._shown(shown, reason)], chunk=True)
+    def _calls(self) -> list[ToolCall]:
+        calls = self._reader.calls[: self._most][self.called :]
+        self.called += len(calls)
+        return calls
 
-    def _shown(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        entries = self.logprobs.take() if self.logprobs is not None else []
+
+class Form:
+    """The form of one response, of its events if it is streamed: here OpenAI's, of chats and of texts.
+
+    Without ``done`` after them, an answer's last event ends the stream, and has its usage.
+    """
+
+    heartbeat, done = b": heartbeat\n\n", b"data: [DONE]\n\n"
+
+    def __init__(self, model: str, chat: bool = True) -> None:
+        self.model, self._chat, self.created, self.id = model, chat, int(time.time()), uuid4().hex
+
+    def line(self, event: Event) -> bytes:
+        """An event of a stream as it is sent, under its type's name."""
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+    def start(self, choice: Choice, tokens: int) -> list[Event]:
+        """The first events of an answer to a prompt of so many tokens."""
+        return [self._event(choice, {"role": "assistant", "content": ""})] if self._chat else []
+
+    def push(self, choice: Choice, text: str, calls: Sequence[ToolCall]) -> list[Event]:
+        """The events of new text and of new calls."""
+        first = choice.called - len(calls)
+        deltas: list[Event] = [{"content": text}] if text else []
+        deltas += [{"tool_calls": [{"index": n, **_called(call)}]} for n, call in enumerate(calls, first)]
+        return [self._event(choice, delta) for delta in deltas]
+
+    def end(self, choice: Choice, answer: Answer, reason: str) -> list[Event]:
+        """The last events of an answer, after all of its text and calls."""
+        return [self._event(choice, {}, reason)]
+
+    def usage(self, prompts: Prompts) -> Event:
+        """The event after all answers if the request asks for its usage."""
+        return self._body([], usage_of(prompts), chunk=True)
+
+    def whole(self, choices: Sequence[Choice], prompts: Prompts) -> Event:
+        """A response that is not streamed."""
+        shown = map(self._whole, choices, chain.from_iterable(prompts))
+        return self._body(list(shown), usage_of(prompts))
+
+    def _whole(self, choice: Choice, answer: Answer) -> Event:
+        text, calls, reason = choice.end(answer)
+        message: Event = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": list(map(_called, calls))}
+        return self._shown(choice, {"message": message} if self._chat else {"text": text}, reason)
+
+    def _event(self, choice: Choice, delta: Event, reason: str | None = None) -> Event:
+        shown = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
+        return self._body([self._shown(choice, shown, reason)], chunk=True)
+
+    def _shown(self, choice: Choice, shown: Event, reason: str | None) -> Event:
+        entries = choice.logprobs.take() if choice.logprobs is not None else []
         logprobs = {"content": entries, "refusal": None} if entries else None
-        return {"index": self.index, **shown, "finish_reason": reason, "logprobs": logprobs}
+        return {"index": choice.index, **shown, "finish_reason": reason, "logprobs": logprobs}
+
+    def _body(self, choices: list[Event], usage: Event | None = None, chunk: bool = False) -> Event:
+        kind, id = "text_completion", f"cmpl-{self.id}"
+        if self._chat:
+            kind, id = "chat.completion.chunk" if chunk else "chat.completion", f"chatcmpl-{self.id}"
+        body = {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return body if usage is None else {**body, "usage": usage}
 
 
-def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+class ResponseForm(Form):
+    """``/v1/responses``: a response is one message of text, and its events are numbered."""
+
+    done = b""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self._numbers, self._text = count(), ""
+        self._item_id = f"msg_{self.id}"
+        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def line(self, event: Event) -> bytes:
+        event = {**event["error"], "type": "error"} if "error" in event else event
+        return super().line({**event, "sequence_number": next(self._numbers)})
+
+    def start(self, choice: Choice, tokens: int) -> list[Event]:
+        response = self._response("in_progress", [])
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+            {"type": "response.output_item.added", "output_index": 0, "item": self._item("in_progress", [])},
+            {"type": "response.content_part.added", **self._place, "part": _part("")},
+        ]
+
+    def push(self, choice: Choice, text: str, calls: Sequence[ToolCall]) -> list[Event]:
+        self._text += text
+        named = {"type": "response.output_text.delta", **self._place, "logprobs": []}
+        return [{**named, "delta": text}] if text else []
+
+    def end(self, choice: Choice, answer: Answer, reason: str) -> list[Event]:
+        response = self._ended(answer, self._text)
+        return [
+            {"type": "response.output_text.done", **self._place, "text": self._text, "logprobs": []},
+            {"type": "response.content_part.done", **self._place, "part": _part(self._text)},
+            {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
+            {"type": f"response.{response['status']}", "response": response},
+        ]
+
+    def whole(self, choices: Sequence[Choice], prompts: Prompts) -> Event:
+        text, *_ = choices[0].end(prompts[0][0])
+        return self._ended(prompts[0][0], text)
+
+    def _ended(self, answer: Answer, text: str) -> Event:
+        usage = {
+            name.replace("prompt", "input").replace("completion", "output"): value
+            for name, value in usage_of([[answer]]).items()
+        }
+        ended: Event = {"usage": {**usage, "output_tokens_details": {"reasoning_tokens": 0}}}
+        status = "completed"
+        if answer.report.finish_reason == "length":
+            status, ended["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
+        return self._response(status, [self._item(status, [_part(text)])]) | ended
+
+    def _item(self, status: str, content: list[Event]) -> Event:
+        named = {"type": "message", "id": self._item_id, "role": "assistant"}
+        return {**named, "status": status, "content": content}
+
+    def _response(self, status: str, output: list[Event]) -> Event:
+        named = {"id": f"resp_{self.id}", "object": "response", "model": self.model}
+        known = {"created_at": self.created, "status": status, "error": None, "output": output}
+        return {**named, **known, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+
+
+def _part(text: str) -> Event:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def usage_of(prompts: Prompts) -> dict[str, Any]:
     """Token counts of the answers to each prompt; a prompt counts once, as its first answer found it."""
     links = [answers[0].report.link for answers in prompts]
     first = prompts[0][0].report
@@ -227,7 +281,7 @@ def usage_of(prompts: Sequence[Sequence[Answer]]) -> dict[str, Any]:
     }
 
 
-def cache_header(prompts: Sequence[Sequence[Answer]]) -> dict[str, str]:
+def cache_header(prompts: Prompts) -> dict[str, str]:
     """What the first prompt reused, or why nothing, as a response header."""
     link = prompts[0][0].report.link
     if link.reused_tokens:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from ragcachekit import RagCache, to_thread
-from ragcachekit.server import completions, context_routes, messages, responses
+from ragcachekit.server import completions, context_routes
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import ContextStore
 from ragcachekit.server.errors import ApiError, add_handlers
@@ -83,8 +83,6 @@ def create_app(
 
     add_handlers(app)
     app.include_router(completions.router(model, contexts))
-    app.include_router(messages.router(model, contexts))
-    app.include_router(responses.router(model, contexts))
     app.include_router(context_routes.router(contexts, model.name))
     app.add_middleware(BodyLimit, config.max_body_bytes, keys.tenant, Usage())
     app.add_middleware(Gate, 4 * config.heartbeat)

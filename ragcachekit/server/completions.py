@@ -1,4 +1,4 @@
-"""Chat and text completions, whole or streamed, and the list of models."""
+"""The routes of the model: OpenAI's and Anthropic's requests are answered, whole or streamed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from starlette.types import Receive, Scope, Send
 from ragcachekit import Answer, RagCache, agenerate, astream
 from ragcachekit.engine.request import AsyncAnswerStream
 from ragcachekit.errors import PromptTooLong
-from ragcachekit.server.answers import Form, Logprobs, Penalties, cache_header
+from ragcachekit.prompt.segments import token_count
+from ragcachekit.server.answers import Choice, Form, Logprobs, Penalties, ResponseForm, cache_header
 from ragcachekit.server.config import ServerConfig
 from ragcachekit.server.contexts import Context, ContextStore, texts_of
-from ragcachekit.server.errors import ApiError, api_error, invalid, parsed, unsupported
+from ragcachekit.server.errors import ApiError, api_error, body_of, invalid, parsed, unsupported
 from ragcachekit.server.keys import Grant, Tenant
+from ragcachekit.server.messages import CountRequest, MessageForm, MessagesRequest
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
 from ragcachekit.server.schemas import (
     ChatRequest,
     Completion,
+    ResponsesRequest,
     TextRequest,
     chat_prompt,
     document_text,
@@ -79,12 +82,30 @@ def router(model: ServedModel, contexts: ContextStore) -> APIRouter:
     @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
         body = await parsed(request, ChatRequest)
-        return await complete(model, contexts, request, body, Form(True, body.model))
+        return await complete(model, contexts, request, body, Form(body.model))
 
     @routes.post("/completions")
     async def text(request: Request) -> Response:
         body = await parsed(request, TextRequest)
-        return await complete(model, contexts, request, body, Form(False, body.model))
+        return await complete(model, contexts, request, body, Form(body.model, chat=False))
+
+    @routes.post("/responses")
+    async def responses(request: Request) -> Response:
+        body = await parsed(request, ResponsesRequest)
+        return await complete(model, contexts, request, body, ResponseForm(body.model))
+
+    @routes.post("/messages")
+    async def messages(request: Request) -> Response:
+        asked = await parsed(request, MessagesRequest)
+        form = MessageForm(asked, model.rag.components.parser.decode)
+        return await complete(model, contexts, request, asked.as_chat(), form)
+
+    @routes.post("/messages/count_tokens")
+    async def count_tokens(request: Request) -> Mapping[str, int]:
+        asked = await parsed(request, CountRequest)
+        model.check(asked.model)
+        job = CompletionJob(model, request.state.tenant, asked.as_chat())
+        return {"input_tokens": await asyncio.to_thread(job.count_tokens)}
 
     return routes
 
@@ -101,18 +122,17 @@ async def complete(
         if body.chunk_ids and not names:
             names = await asyncio.to_thread(contexts.holding, tenant, body.chunk_ids)
         used = [await stack.enter_async_context(contexts.using(tenant, name)) for name in names]
-        job = CompletionJob(model, tenant, body, form, used)
+        job = CompletionJob(model, tenant, body, used)
         grant.expect(job.expected_tokens)
         if body.stream:
             streams = [await stack.enter_async_context(stream) for stream in job.streams()]
-            return EventStream(job, streams, stack.pop_all(), grant, model.config.heartbeat)
+            return EventStream(job, form, streams, stack.pop_all(), grant, model.config.heartbeat)
         answers = await while_connected(request.receive, job.answers())
         if answers is None:
             return Response(status_code=CLIENT_GONE)
         grant.charge(sum(a.report.link.prompt_tokens + a.report.output_tokens for a in answers))
-        choices = [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)]
         prompts = job.by_prompt(answers)
-        return JSONResponse(form.whole(choices, prompts), headers=cache_header(prompts))
+        return JSONResponse(form.whole(job.choices, prompts), headers=cache_header(prompts))
 
 
 def _check_partition(body: Completion) -> None:
@@ -127,9 +147,9 @@ class CompletionJob:
     """A checked request: what is submitted for each of its choices; ApiError where it cannot be."""
 
     def __init__(
-        self, model: ServedModel, tenant: Tenant, body: Completion, form: Form, contexts: list[Context]
+        self, model: ServedModel, tenant: Tenant, body: Completion, contexts: Sequence[Context] = ()
     ) -> None:
-        self._model, self.body, self.form, self.copies = model, body, form, body.n or 1
+        self._model, self.body, self.copies = model, body, body.n or 1
         self._tools: list[dict[str, Any]] = []
         documents, system = list(map(document_text, body.documents)), None
         if body.chunk_ids:
@@ -149,7 +169,7 @@ class CompletionJob:
             raise invalid(f"Invalid 'n': at most {most} answers.", "n")
         self._options = self._shared_options(tenant)
         parallel = not isinstance(body, ChatRequest) or body.parallel_tool_calls is not False
-        self.choices = [form.choice(n, self._tools, parallel) for n in range(count)]
+        self.choices = [Choice(n, self._tools, parallel) for n in range(count)]
         self.expected_tokens = self.copies * sum(map(self._size, self._prompts))
 
     async def answers(self) -> list[Answer]:
@@ -165,6 +185,12 @@ class CompletionJob:
     def streams(self) -> list[AsyncAnswerStream]:
         """The answers as they are generated, by choice; entering one submits it."""
         return [astream(self._model.rag, prompt, **own) for prompt, own in self._submissions()]
+
+    def count_tokens(self) -> int:
+        """Tokens of the prompts."""
+        parse, options = self._model.rag.components.parser.parse, self._options
+        parsed = [parse(one, options["namespace"], options["tools"]) for one in self._prompts]
+        return sum(token_count(prompt.segments) for prompt in parsed)
 
     def by_prompt(self, answers: Sequence[Answer]) -> list[Sequence[Answer]]:
         """The answers to each prompt."""
@@ -227,14 +253,12 @@ class CompletionJob:
             "deadline": config.timeout,
             "wait": False,
             "stop": body.stop,
+            "tools": self._tools or None,
+            "policy": body.policy,
             "max_new_tokens": most or config.default_tokens,
         }
         if self._model.max_tokens is not None:
             options["max_length"] = self._model.max_tokens
-        if self._tools:
-            options["tools"] = self._tools
-        if body.policy is not None:
-            options["policy"] = body.policy
         if isinstance(body, ChatRequest) and (cache := body.prompt_cache_options):
             options |= {"keep": "marked" if cache.mode == "explicit" else "all", "retain": cache.seconds}
         if isinstance(body, ChatRequest) and body.response_format is not None:
@@ -267,6 +291,9 @@ def _top_logprobs(body: Completion) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+_Pieces = asyncio.Queue[tuple[int, str | Exception | None]]  # of the answer with that number; None: its end
+
+
 class EventStream(StreamingResponse):
     """The answers of ``streams``, which were entered, as server-sent events.
 
@@ -277,12 +304,13 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         job: CompletionJob,
+        form: Form,
         streams: list[AsyncAnswerStream],
         stack: AsyncExitStack,
         grant: Grant,
         heartbeat: float,
     ) -> None:
-        self._job, self._streams, self._stack, self._grant = job, streams, stack, grant
+        self._job, self._form, self._streams, self._stack, self._grant = job, form, streams, stack, grant
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(self._lines(heartbeat), headers=headers, media_type="text/event-stream")
 
@@ -295,41 +323,42 @@ class EventStream(StreamingResponse):
                 self._grant.charge(sum(stream.tokens for stream in self._streams))
 
     async def _lines(self, heartbeat: float) -> AsyncIterator[bytes]:
-        job, streams, queue = self._job, self._streams, asyncio.Queue[tuple[int, str | Exception | None]]()
-        line = job.form.line
+        job, form, streams, queue = self._job, self._form, self._streams, _Pieces()
         pumps = [asyncio.create_task(_pump(n, stream, queue)) for n, stream in enumerate(streams)]
         try:
             for choice, stream in zip(job.choices, streams, strict=True):
-                for event in choice.start(stream.tokens):
-                    yield line(event)
+                for event in form.start(choice, stream.tokens):
+                    yield form.line(event)
             going = len(pumps)
             while going:
                 try:
                     async with asyncio.timeout(heartbeat):
                         number, piece = await queue.get()
                 except TimeoutError:
-                    yield job.form.heartbeat
+                    yield form.heartbeat
                     continue
                 if isinstance(piece, Exception):
                     raise piece
                 going -= piece is None
                 choice = job.choices[number]
-                for event in choice.end(streams[number].answer) if piece is None else choice.push(piece):
-                    yield line(event)
-            prompts = job.by_prompt([stream.answer for stream in streams])
-            for event in job.form.usage_events(prompts, job.body.includes_usage):
-                yield line(event)
-            yield job.form.done
+                if piece is not None:
+                    events = form.push(choice, *choice.push(piece))
+                else:
+                    text, calls, reason = choice.end(answer := streams[number].answer)
+                    events = [*form.push(choice, text, calls), *form.end(choice, answer, reason)]
+                for event in events:
+                    yield form.line(event)
+            if form.done and (job.body.stream_options or {}).get("include_usage"):
+                yield form.line(form.usage(job.by_prompt([stream.answer for stream in streams])))
+            yield form.done
         except Exception as error:
-            yield line(job.form.error(api_error(error, self._scope)))
+            yield form.line(body_of(api_error(error, self._scope), self._scope))
         finally:
             for pump in pumps:
                 pump.cancel()
 
 
-async def _pump(
-    number: int, stream: AsyncAnswerStream, queue: asyncio.Queue[tuple[int, str | Exception | None]]
-) -> None:
+async def _pump(number: int, stream: AsyncAnswerStream, queue: _Pieces) -> None:
     end: Exception | None = None
     try:
         async for piece in stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
@@ -15,12 +15,10 @@ from starlette.responses import JSONResponse, Response
 from ragcachekit.server.contexts import PREFIX, Context, ContextStore
 from ragcachekit.server.errors import ApiError, invalid, parsed
 from ragcachekit.server.middleware import CLIENT_GONE, while_connected
+from ragcachekit.server.schemas import Some
 
 HOUR = 3600.0
 MAX_LIFETIME = 10 * 365 * 24 * HOUR
-
-_Item = TypeVar("_Item")
-_List = Annotated[list[_Item], Field(fail_fast=True, max_length=4096)]
 
 
 class _Body(BaseModel):
@@ -33,7 +31,7 @@ class _Part(_Body):
 
 class _Content(_Body):
     role: str | None = None
-    parts: _List[_Part]
+    parts: Some[_Part]
 
     def texts(self) -> list[str]:
         return [part.text for part in self.parts if part.text.strip()]
@@ -63,7 +61,7 @@ class NewContext(Lifetime):
     """Body of a request that makes a context; each part is a chunk, whatever its content's role."""
 
     model: str
-    contents: _List[_Content]
+    contents: Some[_Content]
     system_instruction: _Content | None = None
     display_name: str = Field("", max_length=128)
 

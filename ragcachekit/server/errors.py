@@ -152,14 +152,17 @@ def _is_full(error: BaseException | None) -> bool:
     return error is not None
 
 
-def response(error: ApiError, scope: Scope) -> JSONResponse:
-    """The response of an error: in Google's form for ``/v1beta``, Anthropic's for messages, else OpenAI's."""
-    path, body = api_path(scope) or "", error.body()
+def body_of(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """The JSON of an error: in Google's form for ``/v1beta``, Anthropic's for messages, else OpenAI's."""
+    path = api_path(scope) or ""
     if path.startswith("/v1beta"):
-        body = error.google_body()
-    elif path.startswith("/v1/messages"):
-        body = error.anthropic_body()
-    return JSONResponse(body, error.status, error.headers)
+        return error.google_body()
+    return error.anthropic_body() if path.startswith("/v1/messages") else error.body()
+
+
+def response(error: ApiError, scope: Scope) -> JSONResponse:
+    """The response of an error."""
+    return JSONResponse(body_of(error, scope), error.status, error.headers)
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of requests for completions, and the engine's prompts out of them."""
+"""Bodies of OpenAI's requests, and the engine's prompts out of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     Json,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -24,8 +25,6 @@ BETWEEN = "\n\n"
 """After each document."""
 
 Block = dict[str, Any]
-
-# -- bodies -----------------------------------------------------------------------------------------------
 
 
 def only(*allowed: object) -> AfterValidator:
@@ -79,18 +78,15 @@ class CacheOptions(BaseModel):
     @property
     def seconds(self) -> float | None:
         """The lifetime in seconds."""
-        return (
-            None
-            if self.ttl is None
-            else int(self.ttl[:-1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[self.ttl[-1]]
-        )
+        units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+        return None if self.ttl is None else int(self.ttl[:-1]) * units[self.ttl[-1]]
 
 
 class TextPart(BaseModel):
-    """A text; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
+    """A text, or an earlier refusal; with ``cache_control`` or ``prompt_cache_breakpoint`` it is a chunk."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: str
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
     cache_control: CacheControl | None = None
     prompt_cache_breakpoint: bool | Breakpoint | None = None
 
@@ -98,16 +94,6 @@ class TextPart(BaseModel):
     def is_chunk(self) -> bool:
         """Whether it is marked."""
         return bool(self.cache_control or self.prompt_cache_breakpoint)
-
-
-class RefusalPart(BaseModel):
-    """A refusal of an earlier answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class Called(BaseModel):
@@ -126,7 +112,7 @@ class Message(BaseModel):
     """A message of the conversation; other fields, as answers have them, are not read."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
-    content: str | Some[Part] | None = None
+    content: str | Some[TextPart] | None = None
     name: str | None = None
     tool_calls: Some[Called] | None = None
     tool_call_id: str | None = None
@@ -199,11 +185,6 @@ class Completion(BaseModel):
     # Without effect
     user: Any = None
 
-    @property
-    def includes_usage(self) -> bool:
-        """Whether the usage is the last event of a stream."""
-        return bool(self.stream_options and self.stream_options.get("include_usage"))
-
 
 class ChatRequest(Completion):
     """The body of ``/v1/chat/completions``."""
@@ -225,6 +206,38 @@ class ChatRequest(Completion):
     modalities: Annotated[Any, only(None, ["text"])] = None
     store: Annotated[Any, only(None, False)] = None
     service_tier: Annotated[Any, only(None, "auto", "default")] = None
+
+
+def _as_messages(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _as_response_format(text: Any) -> Any:
+    wanted = text.get("format") if isinstance(text, dict) else text
+    return {**wanted, "json_schema": wanted} if isinstance(wanted, dict) else wanted
+
+
+class ResponsesRequest(ChatRequest):
+    """The body of ``/v1/responses``."""
+
+    messages: Annotated[Some[Message], BeforeValidator(_as_messages), Field(alias="input", min_length=1)]
+    instructions: str | None = None
+    max_completion_tokens: Annotated[Positive | None, Field(alias="max_output_tokens")] = None
+    response_format: Annotated[
+        ResponseFormat | None, BeforeValidator(_as_response_format), Field(alias="text")
+    ] = None
+    # Refused, but for the value that changes nothing
+    n: Annotated[Any, only(None, 1)] = None
+    tools: Annotated[Any, only(None, [])] = None
+    logprobs: Annotated[Any, only(None, False)] = None
+    top_logprobs: Annotated[Any, only(None, 0)] = None
+    parallel_tool_calls: Any = None  # without effect
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponsesRequest:
+        if self.instructions:
+            self.messages.insert(0, Message(role="system", content=self.instructions))
+        return self
 
 
 class TextRequest(Completion):
@@ -294,9 +307,7 @@ def _message(number: int, message: Message) -> dict[str, Any]:
     return {**message.model_dump(exclude_none=True), "role": role, "content": content}
 
 
-def _block(part: TextPart | RefusalPart) -> Block:
-    if isinstance(part, RefusalPart):
-        return _text(part.refusal)
+def _block(part: TextPart) -> Block:
     return marked(part.text) if part.is_chunk else _text(part.text)
 
 

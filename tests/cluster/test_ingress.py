@@ -53,6 +53,7 @@ def test_marked_parts_are_chunks(reader, engine):
     ]
     messages = [{"role": "system", "content": "Nor this."}, {"role": "user", "content": parts}]
     assert list(read(reader, CHAT, messages=messages)) == ids
+    assert list(read(reader, "/v1/responses", input=messages)) == ids
     system, user = [parts[0]], [{"role": "user", "content": [parts[1]]}]
     assert list(read(reader, "/v1/messages", max_tokens=1, system=system, messages=user)) == ids[:1]
 

@@ -36,15 +36,8 @@ class ForgettingEngine(FakeEngine):
 
 class LangChainOwn:
     def __init__(self, engine, tolerance, path):
-        self.retriever = RagCacheRetriever.from_documents(
-            [],
-            WordEmbeddings(),
-            path=path,
-            k=K,
-            rag=engine,
-            tolerance=tolerance,
-            guard=False,
-        )
+        own = {"path": path, "k": K, "rag": engine, "tolerance": tolerance, "guard": False}
+        self.retriever = RagCacheRetriever.from_documents([], WordEmbeddings(), **own)
         self.store = self.retriever.vectorstore
 
     def put(self, name, text):
@@ -68,15 +61,8 @@ class LangChainWrapped(LangChainOwn):
 
 class LlamaOwn:
     def __init__(self, engine, tolerance, path):
-        self.retriever = LlamaRetriever.from_nodes(
-            [],
-            Embedder(asked=[]),
-            path=path,
-            k=K,
-            rag=engine,
-            tolerance=tolerance,
-            guard=False,
-        )
+        own = {"path": path, "k": K, "rag": engine, "tolerance": tolerance, "guard": False}
+        self.retriever = LlamaRetriever.from_nodes([], Embedder(asked=[]), **own)
         self.index = self.retriever.index
 
     def put(self, name, text):
@@ -101,10 +87,8 @@ class LlamaWrapped(LlamaOwn):
 
 
 KINDS = {
-    "own": LangChainOwn,
-    "wrapped": LangChainWrapped,
-    "llama-own": LlamaOwn,
-    "llama-wrapped": LlamaWrapped,
+    **{"own": LangChainOwn, "wrapped": LangChainWrapped},
+    **{"llama-own": LlamaOwn, "llama-wrapped": LlamaWrapped},
 }
 
 

@@ -37,19 +37,6 @@ def test_stuff_documents_and_retrieval_chain_reuse_on_the_second_question(retrie
     assert isinstance(second["answer"], str)
 
 
-def test_tenants_do_not_share_chunks(store, embeddings, rag):
-    def chain(namespace):
-        inner = RagCacheRetriever.wrap(store, rag=rag, namespace=namespace, k=3)
-        model = ChatRagCache(rag=rag, max_tokens=2, namespace=namespace)
-        return create_retrieval_chain(inner, create_stuff_documents_chain(model, PROMPT))
-
-    asked(chain("a"), {"input": FIRST})
-    _, other = asked(chain("b"), {"input": FIRST})
-    _, same = asked(chain("a"), {"input": FIRST})
-    assert other["input_token_details"]["cache_read"] == 0
-    assert same["input_token_details"]["cache_read"] > 0
-
-
 def test_the_report_says_that_the_chain_altered_the_chunks(retriever, rag):
     inputs = {"context": retriever | _joined | str.lower, "input": RunnablePassthrough()}
     message = (inputs | PROMPT | ChatRagCache(rag=rag, max_tokens=2)).invoke(FIRST)

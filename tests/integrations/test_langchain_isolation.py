@@ -250,16 +250,3 @@ def test_forgetting_by_id_and_whole_namespaces_reaches_the_cache(store, rag):
     retriever.invoke(QUESTION)
     rag.forget(namespace="other")
     assert [r.query_cache.stats().entries for r in (retriever, other)] == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("says", "metric"),
-    [("EUCLIDEAN_DISTANCE", "l2"), ("MAX_INNER_PRODUCT", "ip"), ("COSINE", "cosine"), ("JACCARD", "cosine")],
-)
-def test_a_tolerance_is_in_the_metric_that_the_store_says(says, metric):
-    class Store(InMemoryVectorStore):
-        distance_strategy = says
-
-    store = Store(WordEmbeddings())
-    assert RagCacheRetriever.wrap(store).query_cache.metric == metric
-    assert RagCacheRetriever.wrap(store, metric="ip").query_cache.metric == "ip"

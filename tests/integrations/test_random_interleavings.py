@@ -2,7 +2,6 @@
 
 import contextvars
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -355,23 +354,3 @@ def check(world, rag, caplog, steps, seed):
     assert len(said) == len(set(said)), "what is not cached is said once"
     assert all("pass partition=" in message for message in said)
     caplog.clear()
-
-
-def test_threads_of_several_users_get_their_own(rag):
-    world = LangChainWorld(rag)
-    for number in range(30):
-        world.add(f"doc{number}", f"the {WORDS[number % 8]} of number {number}", USERS[number % 3])
-    retriever = world.wrapped["alternatives"]
-    config = {"configurable": {"who": "context"}}
-
-    def ask(job):
-        user, question = job
-        NOW.set(user)
-        return all(d.metadata["user"] == user for d in retriever.invoke(question, config))
-
-    jobs = [(user, question) for _ in range(10) for question in QUESTIONS[:5] for user in USERS]
-    random.Random(0).shuffle(jobs)
-    with ThreadPoolExecutor(8) as pool:
-        right = list(pool.map(lambda job: contextvars.copy_context().run(ask, job), jobs))
-    assert all(right)
-    assert retriever.query_cache.stats().hits > len(jobs) / 2

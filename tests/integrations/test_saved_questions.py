@@ -223,7 +223,13 @@ def in_llama_index(kind):
     return VectorStoreIndex(NODES, storage_context=context, embed_model=Embedder(asked=[])).as_retriever()
 
 
+def saying(strategy):
+    kind = type("Store", (InMemoryVectorStore,), {"distance_strategy": strategy})
+    return kind(WordEmbeddings())
+
+
 METRICS = {
+    "named": (saying, [("EUCLIDEAN_DISTANCE", "l2"), ("MAX_INNER_PRODUCT", "ip"), ("JACCARD", "cosine")]),
     "chroma": (in_chroma, [(None, "l2"), ("cosine", "cosine"), ("ip", "ip")]),
     "qdrant": (in_qdrant, [(Distance.COSINE, "cosine"), (Distance.DOT, "ip"), (Distance.EUCLID, "l2")]),
     "llama": (in_llama_index, [(faiss.IndexFlatL2, "l2"), (faiss.IndexFlatIP, "ip"), (None, "cosine")]),

@@ -1,12 +1,14 @@
 """``make`` installs what ``requirements/`` names and resolves nothing: it must be all, and nothing else."""
 
+import os
 import re
 import shutil
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from compile_requirements import EXTRAS, ROOT, compiled
+from compile_requirements import EXTRAS, ROOT, compiled, wanted
+from packaging.utils import canonicalize_name
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -22,6 +24,23 @@ def test_the_demo_needs_no_gpu_and_no_tests() -> None:
     assert [one for one in demo if re.match(r"triton|nvidia|cuda|pytest|ray", one)] == []
     assert [one for one in dev if one.startswith("triton==")] != []
     assert f"torch=={metadata.version('torch').partition('+')[0]}" in demo
+
+
+def test_clients_have_what_they_need_beside_the_tests_own() -> None:
+    pins: list[dict[str, str]] = []
+    for name in ("dev", "clients"):
+        lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()[1:]
+        assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+        pins.append({canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines})
+    dev, clients = pins
+    assert {name: pin for name, pin in clients.items() if dev.get(name) == pin} == {}, "needed twice"
+    folder, all_pins = os.environ.get("CLIENTS") or str(ROOT / ".venv/clients"), {**dev, **clients}
+    for package in metadata.distributions(path=[folder]):
+        assert clients[canonicalize_name(package.name)] == package.version, "run `make test`"
+        for needed in wanted(package.requires or ()):
+            pin = all_pins.get(canonicalize_name(needed.name), "0")
+            unused = needed.marker or needed.name == "boto3"  # of litellm, for one cloud
+            assert unused or needed.specifier.contains(pin, True), (package.name, str(needed))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from ragcachekit.server import ServerConfig, create_app
 from server_kit import LONG, MODEL, engine, served
 from speaking import byte_level
-from tool_kit import with_tools
+from tool_kit import scripted, with_tools
 
 
 @pytest.fixture(scope="package")
@@ -23,3 +23,16 @@ def url(rag):
 def client(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=LONG) as client:
         yield client
+
+
+@pytest.fixture
+def saying(rag, monkeypatch):
+    """Makes the model say a text."""
+    submit = rag.submit
+
+    def say(text):
+        allowed = scripted(rag.tokenizer, lambda _: text)
+        own = {"prefix_allowed_tokens_fn": allowed, "policy": "full", "max_new_tokens": 240}
+        monkeypatch.setattr(rag, "submit", lambda *a, **o: submit(*a, **{**o, **own}))
+
+    return say

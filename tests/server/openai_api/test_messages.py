@@ -130,7 +130,9 @@ IMAGE = {"role": "user", "content": [{"type": "image"}]}
 REFUSED = {
     "max_tokens": ({"max_tokens": None}, 400, "max_tokens"),
     "role": ({"messages": [*ASKED["messages"], SAID]}, 400, "must end with a user"),
-    "tools": ({"tools": [{"name": "a", "input_schema": {}}]}, 400, "'tools'"),
+    "tools": ({"tools": [{"name": "a", "input_schema": {}}]}, 400, "does not render tools"),
+    "tool": ({"tools": [{"name": "a", "type": "bash_20250124", "input_schema": {}}]}, 400, "'tools[0].type'"),
+    "choice": ({"tool_choice": {"type": "any"}}, 400, "'tool_choice.type'"),
     "image": ({"messages": [IMAGE]}, 400, "content"),
     "ttl": ({"cache_control": {"type": "ephemeral", "ttl": "long"}}, 400, "ttl"),
     "unknown": ({"prompt": "a"}, 400, "prompt"),
@@ -183,3 +185,46 @@ async def test_the_anthropic_client(address, own):
         client.messages.stream(**BY_CLIENT) as stream,
     ):
         assert "".join([piece async for piece in stream.text_stream]) == want.text
+
+
+TOOL = {"name": "born", "description": "Where?", "input_schema": {"type": "object", "properties": {}}}
+ADA = {"name": "Ada"}
+CALL = f'<tool_call>{{"name": "born", "arguments": {json.dumps(ADA)}}}</tool_call>'
+
+
+def test_tools(url, client, saying):
+    """The exchange has the tokens of the same one in OpenAI's form."""
+    anthropic = pytest.importorskip("anthropic")
+    asked, one_call = {**BY_CLIENT, "tools": [TOOL]}, {"type": "auto", "disable_parallel_tool_use": True}
+    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=LONG) as own:
+        for more, calls in (({}, 2), ({"tool_choice": one_call}, 1)):
+            saying(f"I look. {CALL} {CALL} Soon.")
+            message = own.messages.create(**asked, **more)
+            said, *used = message.content
+            assert (message.stop_reason, said.text) == ("tool_use", "I look. Soon.")
+            assert [(one.type, one.name, one.input) for one in used] == [("tool_use", "born", ADA)] * calls
+            with own.messages.stream(**asked, **more) as stream:
+                final = stream.get_final_message()
+            kinds = [block.type for block in final.content]
+            assert kinds == ["text", *["tool_use"] * calls, "text"], "calls come when they are complete"
+            assert final.content[1].input == ADA
+            assert (final.stop_reason, final.usage) == (message.stop_reason, message.usage)
+        result = {"type": "tool_result", "tool_use_id": used[0].id, "content": [text("Bern")]}
+        said_so = {"role": "assistant", "content": message.content}
+        turns = [*ASKED["messages"], said_so, {"role": "user", "content": [result, text("So?")]}]
+        saying("In Bern.")
+        answer = own.messages.create(**{**asked, "messages": turns})
+        counted = own.messages.count_tokens(model=MODEL, tools=[TOOL], messages=turns)
+    assert answer.content[0].text == "In Bern."
+    function = {"name": "born", "arguments": json.dumps(ADA)}
+    called = {"id": used[0].id, "type": "function", "function": function}
+    chat = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": said.text, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": used[0].id, "content": "Bern"},
+        {"role": "user", "content": "So?"},
+    ]
+    function = {"name": "born", "description": "Where?", "parameters": TOOL["input_schema"]}
+    tools = [{"type": "function", "function": function}]
+    want = client.chat.completions.create(model=MODEL, messages=chat, tools=tools).usage.prompt_tokens
+    assert counted.input_tokens == answer.usage.input_tokens == want

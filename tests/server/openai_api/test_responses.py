@@ -37,8 +37,9 @@ def test_a_stream_has_the_same_text_and_response(client):
         events = list(stream)
     names = [event.type for event in events if event.type != "response.output_text.delta"]
     assert names == [
-        "response.created", "response.output_item.added", "response.content_part.added",
-        "response.output_text.done", "response.output_item.done", "response.incomplete",
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.incomplete",
     ]  # fmt: skip
     assert [event.sequence_number for event in events] == list(range(len(events)))
     *first, last = [event.delta for event in events if event.type == "response.output_text.delta"]
