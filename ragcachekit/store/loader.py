@@ -15,6 +15,7 @@ from ragcachekit.errors import Closed
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, concerns
 from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.remote import vain_waits
 from ragcachekit.threads import Condition, DaemonPool, Job, refuse_after_fork
 from ragcachekit.types import KVKey
 
@@ -120,7 +121,7 @@ class LoadingKV:
 
     def start_deadline(self) -> None:
         """Count the seconds that a request may wait from now on."""
-        self._until = time.monotonic() + self._seconds
+        self._until = time.monotonic() + self._seconds - sum(vain_waits())
 
     def layer(self, number: int) -> Pair:
         """Keys and values of one layer, ``[kv_heads, tokens, head_dim]`` each.
@@ -140,6 +141,7 @@ class LoadingKV:
         )
         self.waited += time.perf_counter() - started_at
         if number >= len(load.pairs):
+            vain_waits().append(self.waited)
             raise LoadFailed(frozenset([self.key]), load.error or self._late)
         return load.pairs[number]
 
