@@ -75,7 +75,8 @@ def waits_of(waits: list[float]) -> Iterator[None]:
 class DeadlineExecutor:
     """Runs operations in threads and waits for each until ``deadline`` seconds have passed. Thread safe.
 
-    What a request has waited in vain comes off its later deadlines: in all it waits for one. After :data:`FAILURES` in a row operations are refused for :data:`COOLDOWN` seconds, and while all
+    What a request has waited in vain comes off its later deadlines: in all it waits for one. After
+    :data:`FAILURES` in a row operations are refused for :data:`COOLDOWN` seconds, and while all
     :data:`THREADS` hang. ``failures`` are those that raised or were late.
     """
 
