@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Event, Lock
 from time import monotonic, perf_counter
 from typing import Any
@@ -117,8 +117,8 @@ class Runner:
         ahead = links_ahead(request.options, self._parts.model.generation_config)  # which captures no rows
         observes = self._after_answer.observes and not ahead
         prompt, streamer = replace(request.prompt, observes=observes), request.streamer
-        ends = CancelScope(request.ended, deadline=request.deadline)
-        with request.scope, CancelScope(closed), ends, waits_of(run.waits):
+        own = partial(CancelScope, request.ended, deadline=request.deadline)  # made inside the others
+        with request.scope, CancelScope(closed), own(), waits_of(run.waits):
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
             why = self.decoder.why_alone(request.options, request.rows) if unchanged else "the model changed"
