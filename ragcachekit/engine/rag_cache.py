@@ -61,6 +61,7 @@ from ragcachekit.quality.records import TuneReport
 from ragcachekit.reports import Answer, EncodingStats, GenerateReport, ShadowReport, pairs_html
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats
+from ragcachekit.store.remote import waits_of
 from ragcachekit.threads import OPENED_BEFORE_FORK
 from ragcachekit.types import (
     SECONDS_OR_NONE,
@@ -317,10 +318,11 @@ class RagCache:
         >>> linked = rag.link(prompt)                              # doctest: +SKIP
         >>> output = model.generate(**linked.inputs)               # doctest: +SKIP
         """
-        linked, plan = self._linked(self.prepare(prompt, **options))
-        if (loads := self.components.loads) is not None:
-            loads.follow(plan.skipped, plan.report.loaded_bytes)
-        self.after_answer.encode_missing(plan.missing)
+        with waits_of([]):
+            linked, plan = self._linked(self.prepare(prompt, **options))
+            if (loads := self.components.loads) is not None:
+                loads.follow(plan.skipped, plan.report.loaded_bytes)
+            self.after_answer.encode_missing(plan.missing)
         return linked
 
     def inspect(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from threading import Event, Lock
 from time import monotonic, perf_counter
 from typing import Any
@@ -26,6 +26,7 @@ from ragcachekit.generate.run import Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
 from ragcachekit.plan.variants import VariantPool
 from ragcachekit.reports import Answer, GenerateReport
+from ragcachekit.store.remote import waits_of
 from ragcachekit.threads import Condition, attempt
 from ragcachekit.types import Ids, KVKey
 
@@ -52,6 +53,7 @@ class _Run:
     alone: Generated | None = None  # of a request that was not decoded in the batch
     kept: Kept | None = None
     batch: int = 1
+    waits: list[float] = field(default_factory=list)  # for stores, in vain
 
 
 class Runner:
@@ -115,7 +117,8 @@ class Runner:
         ahead = links_ahead(request.options, self._parts.model.generation_config)  # which captures no rows
         observes = self._after_answer.observes and not ahead
         prompt, streamer = replace(request.prompt, observes=observes), request.streamer
-        with request.scope, CancelScope(closed), CancelScope(request.ended, deadline=request.deadline):
+        own = partial(CancelScope, request.ended, deadline=request.deadline)  # made inside the others
+        with request.scope, CancelScope(closed), own(), waits_of(run.waits):
             # A changed model may attend by other code than the batch's.
             unchanged = self._parts.planner.unchanged()
             why = self.decoder.why_alone(request.options, request.rows) if unchanged else "the model changed"
@@ -142,7 +145,11 @@ class Runner:
         self.decoded += len(active)
         for run in self.runs.values():
             run.batch = max(run.batch, len(active))
-        ended = self.decoder.step()
+        try:
+            ended = self.decoder.step()
+        except Exception:  # each goes on from the KV that it has (RAGCache section 6)
+            log.warning("a decoding step failed, and is tried once more", exc_info=True)
+            ended = self.decoder.step()
         return [request for request, run in self.runs.items() if run.decoding in ended]
 
     def answer(self, request: Request) -> Answer:
@@ -151,7 +158,8 @@ class Runner:
         generated = run.decoding.generated() if run.decoding is not None else run.alone
         assert generated is not None, "begun"
         answer = answer_of(generated, run.begun, request.stop, request.options, self._parts.parser.decode)
-        written = self._after_answer.submit(generated, request, run.kept, run.begun)
+        with waits_of(run.waits):
+            written = self._after_answer.submit(generated, request, run.kept, run.begun)
         queued, report = (run.begun - request.submitted_at) * 1e3, answer.report
         report = replace(
             report,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.store.base import Found, KVStore, LayerSource, Pair, concerns
 from ragcachekit.store.entry import EntryDamaged
+from ragcachekit.store.remote import vain_waits
 from ragcachekit.threads import Condition, DaemonPool, Job
 from ragcachekit.types import KVKey
 
@@ -118,7 +119,7 @@ class LoadingKV:
 
     def start_deadline(self) -> None:
         """Count the seconds that a request may wait from now on."""
-        self._until = time.monotonic() + self._seconds
+        self._until = time.monotonic() + self._seconds - sum(vain_waits())
 
     def layer(self, number: int) -> Pair:
         """Keys and values of one layer, ``[kv_heads, tokens, head_dim]`` each.
@@ -138,6 +139,7 @@ class LoadingKV:
         )
         self.waited += time.perf_counter() - started_at
         if number >= len(load.pairs):
+            vain_waits().append(self.waited)
             raise LoadFailed(frozenset([self.key]), load.error or self._late)
         return load.pairs[number]
 

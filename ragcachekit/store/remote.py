@@ -53,10 +53,30 @@ def reported(failures: list[str]) -> Iterator[None]:
         _REPORTED.reset(token)
 
 
+_WAITS: ContextVar[list[float] | None] = ContextVar("ragcachekit_vain_waits", default=None)
+
+
+def vain_waits() -> list[float]:
+    """Seconds of each wait for a store that failed, of the request around the caller; a new list else."""
+    waits = _WAITS.get()
+    return [] if waits is None else waits
+
+
+@contextmanager
+def waits_of(waits: list[float]) -> Iterator[None]:
+    """Of what one request asks of stores inside: :func:`vain_waits`, which shorten its later waits."""
+    token = _WAITS.set(waits)
+    try:
+        yield
+    finally:
+        _WAITS.reset(token)
+
+
 class DeadlineExecutor:
     """Runs operations in threads and waits for each until ``deadline`` seconds have passed. Thread safe.
 
-    After :data:`FAILURES` in a row operations are refused for :data:`COOLDOWN` seconds, and while all
+    What a request has waited in vain comes off its later deadlines: in all it waits for one. After
+    :data:`FAILURES` in a row operations are refused for :data:`COOLDOWN` seconds, and while all
     :data:`THREADS` hang. ``failures`` are those that raised or were late.
     """
 
@@ -70,11 +90,15 @@ class DeadlineExecutor:
 
     def run(self, operation: Callable[[], T] | Job, default: T, deadline: float | None = None) -> T:
         """What ``operation`` returns, or ``default`` if it raises, is late or is refused."""
-        deadline = deadline or self.deadline
+        waits, started_at = vain_waits(), time.monotonic()
+        deadline = (deadline or self.deadline) - sum(waits)
         if self._pool.closed.is_set():
             return default
         if self._failed >= FAILURES and time.monotonic() < self._retry_at:
             self._report("not asked after too many failures")
+            return default
+        if deadline <= 0:
+            self._report("not asked again by this request")
             return default
         job, failure = operation if isinstance(operation, Job) else Job(operation), "interrupted"
         try:
@@ -87,6 +111,8 @@ class DeadlineExecutor:
         finally:
             self._pool.give_up(job)  # also if interrupted: then it must not start later
             self._record(failure)
+            if failure:
+                waits.append(time.monotonic() - started_at)
         return default if failure else job.result
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from langchain_ragcachekit import RagCacheLLM as LangChainLLM
 from llama_index_ragcachekit import RagCacheLLM as LlamaIndexLLM
 from queue_kit import LONG, until
-from ragcachekit import LoadConfig, RagCache, TreeConfig, agenerate
+from ragcachekit import Chunk, LoadConfig, Prompt, RagCache, Text, TreeConfig, agenerate
 from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import ChunkKV
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
@@ -175,6 +175,32 @@ def test_every_way_in(way, fault, mine, expected):
         assert all(link.reused_tokens == 0 and "mine" in str(link.notes).lower() for link in links)
         assert {link.retries for link in links} <= {int(fault == "has NaN")}
         assert (rag.stats()[0].failures > 0) == (fault != "has NaN")
+
+
+FIVE = [ONE, TWO, ONE.upper(), TWO.upper(), ONE[::-1]]
+
+
+@pytest.mark.parametrize("hangs", ["get put", "put"])
+def test_a_request_waits_for_one_deadline_in_all(hangs, mine):
+    """The third look-up hangs, and whatever comes after it; of ``put`` there is nothing to look up."""
+    hung = Counter[str]()
+
+    def act(method: str) -> None:
+        if method in hangs.split() and (method != "get" or mine.calls["get"] > 2):
+            hung[method] += 1
+            mine.hang(method)
+
+    prompt = Prompt([Text(SYSTEM), *map(Chunk, FIVE), Text("\n\nWhere does the river flow?")])
+    with opened(mine, 2 * SHORT) as rag:
+        if hangs != "put":
+            rag.encode(FIVE, system=SYSTEM)
+        expected = rag.generate(prompt, policy="full", **ASKED).text
+        mine.calls.clear()
+        mine.act = act
+        answer = rag.generate(prompt, **ASKED)
+        assert (hung["get"], hung["put"]) == ((0, 1) if hangs == "put" else (1, 0))
+        assert answer.report.link.wait_ms < 3.5e3 * SHORT  # look-ups and layers together
+        assert hangs == "get put" or answer.text == expected
 
 
 def altered(key, entries):

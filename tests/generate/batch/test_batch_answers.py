@@ -8,7 +8,7 @@ import pytest
 from batch_kit import Asked, begin, decoder_for, finish, held, serve
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import ALWAYS, FAMILIES, VOCAB, greedy, plain
-from ragcachekit import Prompt
+from ragcachekit import Prompt, QueueConfig
 from soak_kit import soaked
 
 SHORT = Prompt([text(9, 1), chunk(25, 3), text(3, 7)])
@@ -108,3 +108,17 @@ def test_requests_over_the_same_chunks_share_memory(name, policy):
     finish(decoder)
     assert [one.generated().token_ids for one in running[1:4]] == alone[1:4]
     assert held(decoder) == 0
+
+
+@pytest.mark.parametrize(("same", "together"), [(True, 4), (False, 2)])
+def test_in_the_memory_of_two_requests_four_run_that_begin_with_the_same_chunks(same, together):
+    common = [text(9, 1), chunk(33, 2), chunk(40, 3), chunk(35, 5)]
+    prompts = [Prompt([*(common if same else [text(117, n)]), text(4, 20 + n)]) for n in range(4)]
+    asked = {"max_new_tokens": 30, "eos_token_id": NEVER, "do_sample": False}
+    config = plain("llama").config
+    row = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    with rag_for("llama", policy="sensitive:0.2", queue=QueueConfig(batch_bytes=400 * row)) as rag:
+        expected = [rag.generate(prompt, **asked).token_ids for prompt in [*prompts, *prompts]][4:]
+        answers = rag.generate_batch(prompts, **asked)
+    assert [answer.token_ids for answer in answers] == expected
+    assert max(answer.report.batch for answer in answers) == together
