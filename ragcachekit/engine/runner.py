@@ -145,11 +145,7 @@ class Runner:
         self.decoded += len(active)
         for run in self.runs.values():
             run.batch = max(run.batch, len(active))
-        try:
-            ended = self.decoder.step()
-        except Exception:  # each goes on from the KV that it has (RAGCache section 6)
-            log.warning("a decoding step failed, and is tried once more", exc_info=True)
-            ended = self.decoder.step()
+        ended = self.decoder.step()
         return [request for request, run in self.runs.items() if run.decoding in ended]
 
     def answer(self, request: Request) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from ragcachekit.model.kv import KVLayout
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan
 from ragcachekit.prompt.tokenizer import common_length
+
+log = logging.getLogger(__name__)
 
 _OF_GENERATE = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
 _OF_GENERATE |= {"generation_config", "seed"}
@@ -249,7 +252,12 @@ class BatchDecoder:
         going = [decoding for decoding in self._active if not decoding.end_if_cancelled()]
         if going:
             kvs = [decoding.kv for decoding in going if decoding.kv is not None]
-            logits = decode(self._model, kvs, [decoding.token_ids[-1] for decoding in going])
+            tokens = [decoding.token_ids[-1] for decoding in going]
+            try:
+                logits = decode(self._model, kvs, tokens)
+            except Exception:  # each goes on from the KV that it has (RAGCache section 6)
+                log.warning("a decoding step failed, and is tried once more", exc_info=True)
+                logits = decode(self._model, kvs, tokens)
             # A copy as generate makes it: processors write to their scores.
             chosen = [
                 decoding.choose(row[None])

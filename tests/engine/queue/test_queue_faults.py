@@ -78,19 +78,18 @@ def test_what_fails_twice_is_the_error_of_that_request_alone(rag):
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_step_that_fails_is_done_again_and_then_the_error_of_all_in_the_batch(rag, times):
     """RAGCache, section 6: what failed after its first token goes on from the KV that it has."""
-    with held(rag):
-        requests = [rag.submit(PROMPT, **ASKED) for _ in range(6)]
-        decoder, step = rag.queue.runner.decoder, rag.queue.runner.decoder.step
-        failed = []
+    failed = []
 
-        def fails():
-            if len(decoder.active) == 3 and len(failed) < times:
-                failed.append(RuntimeError("out of memory"))
-                raise failed[-1]
-            return step()
+    def fails(model, given, output):
+        """After all rows of the step were written."""
+        if len(output.logits) == 3 and len(failed) < times:
+            failed.append(RuntimeError("out of memory"))
+            raise failed[-1]
 
-        decoder.step = fails
-    found = [outcome(request) for request in requests]
+    with rag.model.register_forward_hook(fails):
+        with held(rag):
+            requests = [rag.submit(PROMPT, **ASKED) for _ in range(6)]
+        found = [outcome(request) for request in requests]
     assert [error.__cause__ for error in found if isinstance(error, EngineError)] == failed[1:] * 3
     assert found.count(rag.generate(PROMPT, **ASKED).token_ids) == (6 if times == 1 else 3)
     usable(rag)
