@@ -41,8 +41,7 @@ def _model(name: str) -> str:
 
 
 def _known_model(name: str | None) -> str | None:
-    from ragcachekit.model.loading import check_at_hand
-    from ragcachekit.model.sample_model import SAMPLE
+    from ragcachekit.model.loading import SAMPLE, check_at_hand
 
     if name not in (None, SAMPLE):
         with explained(name):

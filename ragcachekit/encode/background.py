@@ -11,8 +11,7 @@ from threading import Lock
 import torch
 
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, with_ingredients
-from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
-from ragcachekit.encode.mean import RunningMean
+from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, RunningMean, takes_along
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import CONTEXTS, ChunkKV, context_number, contexts_of, token_ids_of, with_token_ids
 from ragcachekit.plan.link_plan import Missing

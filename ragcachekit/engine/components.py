@@ -27,12 +27,11 @@ from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.engine.grade import check_generates, grade_of
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
-from ragcachekit.model.identity import fingerprint
+from ragcachekit.model.identity import default_cache_dir, fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import guard_rotary
 from ragcachekit.model.snapshots import SnapshotLayout
-from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
 from ragcachekit.plan.encodings import Fetch
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
