@@ -20,7 +20,6 @@ from ragcachekit.plan.variants import IN_PROMPT
 from ragcachekit.policies.base import PolicyAndEncoder, SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.segments import token_count
-from ragcachekit.quality.budget import ResolvedPolicy
 from ragcachekit.quality.check import (
     MAX_PROMPTS,
     MAX_SECONDS,
@@ -31,7 +30,14 @@ from ragcachekit.quality.check import (
     choice,
     means,
 )
-from ragcachekit.quality.records import TuneReport, TuneRow, choice_path, read_choice, write_record
+from ragcachekit.quality.records import (
+    ResolvedPolicy,
+    TuneReport,
+    TuneRow,
+    choice_path,
+    read_choice,
+    write_record,
+)
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.threads import BackgroundWorker
 from ragcachekit.types import Ids

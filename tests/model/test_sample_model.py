@@ -8,7 +8,7 @@ import pytest
 from ragcachekit import RagCache
 from ragcachekit.commands.workspace import load_tokenizer
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model import sample_model as module
+from ragcachekit.model import loading as module
 from ragcachekit.model.identity import hash_file
 from ragcachekit.model.loading import resolve_model, sample_model
 
