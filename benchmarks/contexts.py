@@ -43,8 +43,7 @@ from ragcachekit.commands.report import BenchReport, Bootstrap, table
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.encode.background import BackgroundEncoder
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder
-from ragcachekit.encode.in_prompt import InPromptEncoder
-from ragcachekit.encode.mean import RunningMean
+from ragcachekit.encode.in_prompt import InPromptEncoder, RunningMean
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.errors import RagCacheError
 from ragcachekit.forward.prefill import link_ahead

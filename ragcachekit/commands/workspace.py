@@ -32,7 +32,7 @@ class CacheFolder:
         """The folder named, or the user's own cache folder, not created yet."""
         if path is not None:
             return cls(Path(path).expanduser())
-        from ragcachekit.model.weights import default_cache_dir
+        from ragcachekit.model.identity import default_cache_dir
 
         return cls(default_cache_dir())
 

@@ -11,8 +11,7 @@ from threading import Lock
 import torch
 
 from ragcachekit.encode.encoders import ChunkEncoder, NeighbourEncoder, with_ingredients
-from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, takes_along
-from ragcachekit.encode.mean import RunningMean
+from ragcachekit.encode.in_prompt import AverageEncoder, InPromptEncoder, RunningMean, takes_along
 from ragcachekit.model.encoding import AverageEncoding, Encoding, InPromptEncoding, NeighbourEncoding
 from ragcachekit.model.kv import CONTEXTS, ChunkKV, context_number, contexts_of, token_ids_of, with_token_ids
 from ragcachekit.plan.link_plan import Missing
@@ -48,15 +47,15 @@ class BackgroundEncoder:
         still_valid: Callable[[], bool],
         neighbours: NeighbourEncoder,
         in_prompts: InPromptEncoder,
-        stored: Callable[[KVKey, ChunkKV], object],
-        forgets: ForgetEpochs,
+        stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
+        forgets: ForgetEpochs | None = None,
         after: int = 1,
         worker: BackgroundWorker | None = None,
         pause: Pause | None = None,
         known_mean: Callable[[KVKey], KVKey | None] = lambda _: None,
         question: Ids = (),
     ) -> None:
-        self.forgets, self._store, self._stored = forgets, store, stored
+        self.forgets, self._store, self._stored = forgets or ForgetEpochs(), store, stored
         self._encoder, self._neighbours, self._in_prompts = encoder, neighbours, in_prompts
         self._averages = AverageEncoder(in_prompts, question)
         self.still_valid = still_valid
@@ -181,11 +180,10 @@ class BackgroundEncoder:
             log.warning("%d missing chunks are not encoded: %d requests wait", len(todo), MAX_WAITING)
 
     def _encode_queued(self, missing: Iterable[Missing]) -> None:
-        self.now([item for item in missing if item.key not in self._store and self._is_due(item)])
-
-    def _is_due(self, item: Missing) -> bool:
+        absent = [item for item in missing if item.key not in self._store]
         with self.forgets.storing:
-            return self._is_current(item) and self.misses.is_due(item, self._after)
+            due = [i for i in absent if self._is_current(i) and self.misses.is_due(i, self._after)]
+        self.now(due)
 
 
 def _joins_mean(item: Missing) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +27,11 @@ from ragcachekit.encode.in_prompt import InPromptEncoder
 from ragcachekit.engine.grade import check_generates, grade_of
 from ragcachekit.errors import ModelNotSupported
 from ragcachekit.forward.prefill import LinkedPrompt, link_ahead
-from ragcachekit.model.identity import fingerprint
+from ragcachekit.model.identity import default_cache_dir, fingerprint
 from ragcachekit.model.kv import ChunkKV, KVLayout
 from ragcachekit.model.prefill_profile import PrefillCost
 from ragcachekit.model.rope import guard_rotary
 from ragcachekit.model.snapshots import SnapshotLayout
-from ragcachekit.model.weights import default_cache_dir
 from ragcachekit.plan.companions import Neighbours
 from ragcachekit.plan.encodings import Fetch
 from ragcachekit.plan.link_plan import LinkPlan, PromptRequest
@@ -44,8 +43,8 @@ from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree, open_tree
 from ragcachekit.prompt.parser import PromptParser
 from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets, ResolvedPolicy
 from ragcachekit.quality.check import PolicyCheck
+from ragcachekit.quality.records import Budgets, ResolvedPolicy
 from ragcachekit.quality.shadow import Shadow
 from ragcachekit.store.base import KVStore, NullStore, StoreStats
 from ragcachekit.store.eviction import weighs_cost
@@ -53,7 +52,7 @@ from ragcachekit.store.forgets import ForgetEpochs
 from ragcachekit.store.guarded import guarded
 from ragcachekit.store.tiered import open_store
 from ragcachekit.threads import BackgroundWorker, flush_all
-from ragcachekit.types import DEFAULT_POLICY, KVKey, check_type, encoder_name
+from ragcachekit.types import DEFAULT_POLICY, check_type, encoder_name
 
 log = logging.getLogger(__name__)
 
@@ -210,20 +209,18 @@ class EngineComponents:
         question = self.parser.question
         encoder, backoff = ChunkEncoder(model, rope, self.deterministic), partial(Backoff, self.active)
 
-        def encoder_over(
-            store: KVStore,
-            stored: Callable[[KVKey, ChunkKV], object] = lambda *_: None,
-            forgets: ForgetEpochs | None = None,
-            worker: BackgroundWorker | None = None,  # by default one that goes with the encoder
-            known_mean: Callable[[KVKey], KVKey | None] = lambda _: None,
-        ) -> BackgroundEncoder:
+        def encoder_over(store: KVStore, **how: Any) -> BackgroundEncoder:
             near = NeighbourEncoder(model, rope, encoder, store, layout)
-            parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope), stored
-            since = forgets or ForgetEpochs(), settings.encode_after
-            return BackgroundEncoder(*parts, *since, worker, backoff, known_mean, question)
+            parts = encoder, store, planner.unchanged, near, InPromptEncoder(model, rope)
+            return BackgroundEncoder(*parts, **how, pause=backoff, question=question)
 
         self.background_encoder = encoder_over(
-            self.store, planner.note_stored, self.forgets, self.background, planner.variants.average
+            self.store,
+            stored=planner.note_stored,
+            forgets=self.forgets,
+            after=settings.encode_after,
+            worker=self.background,
+            known_mean=planner.variants.average,
         )
 
         def link(request: PromptRequest) -> tuple[LinkedPrompt, LinkPlan]:

@@ -21,7 +21,7 @@ from ragcachekit.plots import COLOURS, MeasuredPolicy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, PromptParser
 from ragcachekit.prompt.segments import Segmentation, is_inside_word
 from ragcachekit.quality.auto import AutoPolicies
-from ragcachekit.quality.budget import Budgets
+from ragcachekit.quality.records import Budgets
 from ragcachekit.reports import LinkReport, Report, shorten
 from ragcachekit.types import Chunk, Prompt
 

@@ -56,8 +56,7 @@ from ragcachekit.plots import Plots
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import NO_TEMPLATE, PromptLike, Tools
-from ragcachekit.quality.budget import ResolvedPolicy
-from ragcachekit.quality.records import TuneReport
+from ragcachekit.quality.records import ResolvedPolicy, TuneReport
 from ragcachekit.reports import Answer, EncodingStats, GenerateReport, ShadowReport, pairs_html
 from ragcachekit.retrieval.cached_retrieval import CachedRetrieval
 from ragcachekit.store.base import NullStore, StoreStats

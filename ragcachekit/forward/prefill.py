@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from ragcachekit.errors import LinkedPromptUsed, ModelNotSupported
-from ragcachekit.forward.continuation import continue_snapshot
 from ragcachekit.forward.linker import (
     LinkedCache,
     LinkedLayer,
@@ -26,7 +25,7 @@ from ragcachekit.forward.linker import (
     link,
     own_entries,
 )
-from ragcachekit.forward.rows import OwnRows
+from ragcachekit.forward.rows import OwnRows, continue_snapshot
 from ragcachekit.model.kv import ChunkKV, decoder_of
 from ragcachekit.model.rope import Rope
 from ragcachekit.model.snapshots import CACHE_ARGUMENTS, PAST

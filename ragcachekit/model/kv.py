@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ragcachekit.model.rope import Rope
+from ragcachekit.model.rope import Rope, lone_kv
 from ragcachekit.types import ENCODING_PREFIX, KVKey
 
 TensorShape = tuple[torch.dtype, tuple[int, ...]]
@@ -170,13 +170,11 @@ class KVLayout:
 
     def __init__(self, one_token: Shapes) -> None:
         self._one_token = one_token
-        self._of = lru_cache(1024)(self._shapes)
 
     @classmethod
     def of(cls, model: Any) -> KVLayout:
         """Layout of a model, measured by one forward: configurations name these sizes differently."""
-        layers = one_token_cache(model).layers
-        keys, values = (tuple(getattr(layer, side)[0] for layer in layers) for side in ("keys", "values"))
+        keys, values = zip(*lone_kv(model), strict=True)
         return cls(ChunkKV(keys, values).shapes)
 
     @property
@@ -190,7 +188,7 @@ class KVLayout:
 
     def misfit(self, kv: Any, tokens: int) -> str | None:
         """Why ``kv`` cannot be this model's KV of so many tokens, or None."""
-        own = self._of(tokens)
+        own = self._shapes(tokens)
         return None if kv.shapes == own else f"it is {_summary(kv.shapes)}, the model's is {_summary(own)}"
 
     def _shapes(self, tokens: int) -> Shapes:
@@ -228,17 +226,6 @@ def decoder_of(model: Any) -> Any:
     return base if base is not model else getattr(model, "model", model)
 
 
-@torch.no_grad()
-def one_token_cache(model: Any) -> Any:
-    """Cache of one token, which has every layer's shape."""
-    from transformers import DynamicCache  # slow, and not needed by those that only import the types
-
-    cache = DynamicCache()
-    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    decoder_of(model)(input_ids=ids, past_key_values=cache, use_cache=True)
-    return cache
-
-
 def _summary(shapes: Shapes) -> str:
     (dtype, shape), _ = shapes[0]
     return f"{len(shapes)} layers of {list(shape)} {dtype}"
@@ -255,11 +242,8 @@ class Stretch(NamedTuple):
     stop: int
 
 
-class Sides(NamedTuple):
-    """Keys and values of one stretch, ``[kv_heads, tokens, head_dim]`` per layer."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+Sides = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Keys and values of one stretch, ``[kv_heads, tokens, head_dim]`` per layer."""
 
 
 def extract(
@@ -288,5 +272,5 @@ def extract(
             # Copies: views would keep the whole cache alive.
             keys.append(kv[0].to(to, copy=True))
             values.append(kv[1].to(to, copy=True))
-        out.append(Sides(tuple(keys), tuple(values)))
+        out.append((tuple(keys), tuple(values)))
     return out

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from ragcachekit.model.kv import decoder_of, one_token_cache
+from ragcachekit.model.kv import decoder_of
+from ragcachekit.model.rope import lone_kv
 from ragcachekit.model.snapshots import SnapshotLayout, run
 from ragcachekit.threads import BackgroundWorker, JobQueue
 
@@ -84,12 +85,12 @@ def measure_profile(
 
 def _after_one_token(model: Any) -> Callable[[int, int], Point]:
     """Times one forward of new tokens after copies of one, until the device is done."""
-    sample = one_token_cache(model)
+    sample = lone_kv(model)
 
     def timed(cached: int, new: int) -> Point:
         cache = DynamicCache()
-        for number, layer in enumerate(sample.layers if cached else ()):
-            kv = (t[:, :, :1].expand(-1, -1, cached, -1).contiguous() for t in (layer.keys, layer.values))
+        for number, layer in enumerate(sample if cached else ()):
+            kv = (side[None].expand(-1, -1, cached, -1).contiguous().to(model.device) for side in layer)
             cache.update(*kv, number)
         ids = torch.zeros(1, new, dtype=torch.long, device=model.device)
         started = time.perf_counter()

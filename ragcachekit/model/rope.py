@@ -162,20 +162,14 @@ class Rope:
         """Name of the frequencies for prompts of ``length`` tokens, over all tables."""
         return "-".join(table.regime(length) for table in self.tables)
 
+    def strip(self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles]) -> _KV:
+        """The inverse of :meth:`place`."""
+        return self.place(layer, keys, values, angles, inverse=True)
+
     def place(
-        self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles]
-    ) -> tuple[Tensor, Tensor]:
+        self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles], *, inverse: bool = False
+    ) -> _KV:
         """Keys and values ``[..., tokens, head_dim]`` without RoPE, at the positions of ``angles``."""
-        return self._turned(layer, keys, values, angles, inverse=False)
-
-    def strip(
-        self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles]
-    ) -> tuple[Tensor, Tensor]:
-        return self._turned(layer, keys, values, angles, inverse=True)
-
-    def _turned(
-        self, layer: int, keys: Tensor, values: Tensor, angles: Sequence[Angles], *, inverse: bool
-    ) -> tuple[Tensor, Tensor]:
         rope = self.layers[layer]
         if rope.table is None:
             return keys, values
@@ -241,7 +235,7 @@ def describe_rope(model: Any) -> Rope:
     """
     with _recorded_rotary_calls(model) as calls:
         try:
-            at_zero, *others = [_lone_kv(model, p) for p in (0, *PROBE_POSITIONS)]
+            at_zero, *others = [lone_kv(model, p) for p in (0, *PROBE_POSITIONS)]
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise _no_plain_cache(model, error) from error
     if not calls:
@@ -327,7 +321,7 @@ def _no_plain_cache(model: Any, error: Exception | None = None) -> ModelNotSuppo
 
 
 @torch.no_grad()
-def _lone_kv(model: Any, position: int) -> list[_KV]:
+def lone_kv(model: Any, position: int = 0) -> list[_KV]:
     """Keys and values of every layer, each ``[kv_heads, 1, head_dim]``, of one token at ``position``."""
     from transformers import DynamicCache  # slow, and not needed by those that only import the types
 

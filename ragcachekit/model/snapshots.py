@@ -168,10 +168,6 @@ class SnapshotLayout:
         rows = (leaves[one.name].shape[one.axis] for one in self.grown if one.name in leaves)
         return min(rows, default=0)
 
-    def can_go_on(self, kv: ChunkKV) -> bool:
-        """Whether a prompt can go on after a step."""
-        return not self.has_state or kv.has_state
-
     def misfit(self, kv: Any, tokens: int) -> str | None:
         """Why ``kv`` cannot be a step of so many tokens of this model, or None."""
         sides = [side for pair in zip(kv.keys, kv.values, strict=True) for side in pair]

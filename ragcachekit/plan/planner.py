@@ -26,7 +26,7 @@ from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
 from ragcachekit.prefix_tree.nodes import Root
 from ragcachekit.prompt.parser import ParsedPrompt, PromptParser
 from ragcachekit.prompt.segments import TokenSegment, token_count
-from ragcachekit.prompt.tokenizer import common_length
+from ragcachekit.prompt.tokenizer import common_prefix
 from ragcachekit.store.base import KVStore
 from ragcachekit.store.forgets import ForgottenTexts
 from ragcachekit.store.remote import reported
@@ -51,45 +51,42 @@ MODEL_CHANGED = (
 
 
 class LastPrompts:
-    """The last system text of each namespace, for the most recent :data:`MAX_NAMESPACES`. Thread safe."""
+    """The last :data:`WINDOW` system texts of each namespace, for the most recent :data:`MAX_NAMESPACES`.
+
+    Thread safe.
+    """
 
     def __init__(self) -> None:
-        # The text; hashes of the last ones, whether each was new then, and its tokens shared with the one
-        # before it.
-        self._known: dict[str, tuple[Ids, deque[tuple[int, bool, int]]]] = {}
+        self._known: dict[str, deque[Ids]] = {}
         self._lock = threading.Lock()
 
     def observe(self, namespace: str, system: Ids) -> None:
         """Record the system text of a prompt with chunks."""
         with self._lock:
-            last, seen = self._known.pop(namespace, (system, deque(maxlen=WINDOW)))
-            is_new = all(hash(system) != known for known, *_ in seen)
-            seen.append((hash(system), is_new, common_length(last, system)))
-            self._known[namespace] = system, seen
+            self._known[namespace] = seen = self._known.pop(namespace, deque(maxlen=WINDOW))
+            seen.append(system)
             if len(self._known) > MAX_NAMESPACES:
                 del self._known[next(iter(self._known))]
 
     def suggest(self, namespace: str, system: Ids) -> None:
         """Take a system text for the last one where no prompt was observed."""
         with self._lock:
-            self._known.setdefault(namespace, (system, deque(maxlen=WINDOW)))
+            self._known.setdefault(namespace, deque([system], WINDOW))
 
     def last(self, namespace: str) -> Ids | None:
         """Token ids of the system text; None before any prompt."""
         known = self._known.get(namespace)
-        return None if known is None else known[0]
+        return None if known is None else known[-1]
 
     def changing(self, namespace: str) -> bool:
-        """Whether more than half of the last :data:`WINDOW` prompts had a text that none before them had."""
+        """Whether more than half of the last :data:`WINDOW` prompts had a text of their own."""
         with self._lock:
-            _, seen = self._known.get(namespace, ((), ()))
-            return sum(new for _, new, _ in seen) > WINDOW // 2
+            return len(set(self._known.get(namespace, ()))) > WINDOW // 2
 
     def common(self, namespace: str) -> Ids:
         """Tokens that the last :data:`WINDOW` system texts begin with; others may be a chunk's metadata."""
         with self._lock:
-            system, seen = self._known.get(namespace, ((), ()))
-            return system[: min((shared for *_, shared in seen), default=len(system))]
+            return common_prefix(*self._known.get(namespace, ((),)))
 
     def forget(self, namespace: str) -> None:
         with self._lock:

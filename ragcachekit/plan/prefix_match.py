@@ -88,7 +88,9 @@ def match_prefix(
     root, match = place[0], _match(tree, *place, layout)
     if isinstance(layout, SnapshotLayout):
         ms, known = (time.perf_counter() - started_at) * 1e3, match.found
-        last = max((n for n, node in enumerate(known, 1) if layout.can_go_on(node.kv)), default=0)
+        last = max(
+            (n for n, node in enumerate(known, 1) if node.kv.has_state or not layout.has_state), default=0
+        )
         usable = replace(match, found=known[:last])
         return PrefixMatch(usable, ms, (), ids, epoch, layout, match.tokens, match)
     found = tree.turns.longest(root, token_ids) if not root.regime else None

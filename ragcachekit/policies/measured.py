@@ -51,7 +51,7 @@ class Budget(_Replaced):
     """``budget:0.05``: the cheapest calibrated policy that loses at most 0.05 on average against ``full``.
 
     The unit is that of the calibration: nats per token of the answer (KL divergence), unless another quality
-    was asked for. The engine replaces it by that policy (:class:`~ragcachekit.quality.budget.Budgets`).
+    was asked for. The engine replaces it by that policy (:class:`~ragcachekit.quality.records.Budgets`).
     """
 
     loss: float

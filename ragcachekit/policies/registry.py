@@ -23,7 +23,7 @@ _POLICIES: dict[str, tuple[Callable[[str], SelectionPolicy], str]] = {
     "reuse": (lambda _: _of("baselines", "Reuse")(), ""),
     "prefix": (lambda _: _of("baselines", "Prefix")(), ""),
     "lego0": (lambda _: _of("baselines", "Reuse")("lego0", encoder="sinks:4"), ""),
-    "lego": (lambda k: _of("lego", "Lego")(int(k)), "lego:16"),
+    "lego": (lambda k: _of("baselines", "Lego")(int(k)), "lego:16"),
     "cacheblend": (lambda r: _of("cacheblend", "CacheBlend")(float(r)), "cacheblend:0.15"),
     "cacheblend-gradual": (
         lambda r: _of("cacheblend", "CacheBlend")(float(r), gradual=True),

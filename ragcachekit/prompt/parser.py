@@ -159,7 +159,7 @@ class PromptParser:
         self.registry.forget(namespace, texts)
         self.special_tokens.forget(namespace, texts)
         if self._tokens is not None:
-            self._tokens.forget()
+            self._tokens.chunk.cache_clear()
 
     def parse(self, prompt: PromptLike, namespace: str, tools: Tools | None = None) -> ParsedPrompt:
         """Render, segment and tokenise one prompt.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ragcachekit.errors import UnknownChunk
-from ragcachekit.prompt.tokenizer import SpecialTokenTexts, common_length, is_read_apart, plain_count
+from ragcachekit.prompt.tokenizer import Span, SpecialTokenTexts, common_length, is_read_apart, plain_count
 from ragcachekit.types import Chunk, Ids, Segment, Text, chunk_id, part_id
 
 MARK = "chunk"
@@ -274,17 +274,13 @@ _BASE_BUDGET, _BUDGET_PER_CHAR = 100_000, 8
 _JOINER = "\u200d"
 
 
-class Match(NamedTuple):
-    """One occurrence of a registered chunk: ``text[start:end]`` is the chunk's text."""
-
-    start: int
-    end: int
-
-
 class Matches(NamedTuple):
-    """Occurrences from left to right; ``searched`` is how many characters were, if not the whole text."""
+    """Occurrences ``text[start:end]`` of registered chunks from left to right, as ``(start, end)``.
 
-    found: tuple[Match, ...]
+    ``searched`` is how many characters were, if not the whole text.
+    """
+
+    found: tuple[Span, ...]
     searched: int | None = None
 
 
@@ -432,7 +428,7 @@ class _AnchorIndex:
 
     def find(self, text: str) -> Matches:
         """The leftmost, longest occurrences, in about ``8 len(text) + 100,000`` short comparisons at most."""
-        found, end, budget = list[Match](), 0, _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
+        found, end, budget = list[Span](), 0, _BASE_BUDGET + _BUDGET_PER_CHAR * len(text)
         edges = [at for at, char in enumerate(text) if not char.isalnum()]
         for start in sorted({0, *edges, *(at + 1 for at in edges)}):  # all others are inside a word
             anchor = text[start : start + self._chars]
@@ -443,7 +439,7 @@ class _AnchorIndex:
                 return Matches(tuple(found), start)
             if length:
                 end = start + length
-                found.append(Match(start, end))
+                found.append((start, end))
         return Matches(tuple(found))
 
     def _match(self, prompt: str, start: int, anchor: str, budget: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._copies = {plain: (copy.deepcopy(tokenizer), threading.Lock()) for plain in (False, True)}
-        self._known_chunk = lru_cache(MAX_KNOWN)(self._chunk)
+        self.chunk = lru_cache(MAX_KNOWN)(self._chunk)
         self._gives_offsets = bool(getattr(tokenizer, "is_fast", False))
         newline, a = self._encode("\n").ids, self._encode("a").ids
         spaced = self._encode("\na").ids != newline + a
@@ -85,14 +85,8 @@ class PromptTokenizer:
         pieces = [text[start:stop] for start, stop in pairwise(cuts)]
         return tuple(i for piece in pieces for i in self._continued(piece).ids)
 
-    def chunk(self, text: str) -> Ids:
-        """Ids of a chunk in a prompt, without last tokens that would run into a blank line after it."""
-        return self._known_chunk(text)
-
-    def forget(self) -> None:
-        self._known_chunk.cache_clear()
-
     def _chunk(self, text: str) -> Ids:
+        """Ids of a chunk in a prompt, without last tokens that would run into a blank line after it."""
         alone = self.plain(text)
         stable = common_prefix(alone, self.plain(text + "\n\nA"))
         return stable if 2 * len(stable) >= len(alone) else alone

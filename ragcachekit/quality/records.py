@@ -1,4 +1,4 @@
-"""What was measured, as it is stored in the cache folder: the choice of ``auto``, and calibrations."""
+"""What was measured, as stored in the cache folder: the choice of ``auto``, and calibrations for budgets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import json
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ragcachekit.files import parse_json, read_regular, replace_file
-from ragcachekit.policies.base import PolicyAndEncoder
+from ragcachekit.policies.base import PolicyAndEncoder, SelectionPolicy
 from ragcachekit.policies.measured import Auto, Budget
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.reports import Report
@@ -184,3 +185,48 @@ def _read(path: Path, fingerprint: str, namespace: str, parse: Callable[[dict[st
         log.warning("the record %s is not used: %s", path, error)
         return None
     return record
+
+
+# -- what quality budgets stand for ----------------------------------------------------------------------
+
+_TODO = "every prompt is computed in full; `ragcachekit calibrate` finds what it stands for"
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedPolicy:
+    """The concrete policy of a request, with its name in the report (``budget:0.05 -> lego:4``).
+
+    ``fallback`` is the reason for a prefill in full, if any.
+    """
+
+    policy: SelectionPolicy
+    label: str
+    notes: tuple[str, ...] = ()
+    fallback: str | None = None
+
+
+class Budgets:
+    """Calibrated policies of one model and encoder, from records in the cache ``folder``. Thread safe.
+
+    ``record`` reads that of a namespace, ``resolve`` gives the concrete policy of a budget and a
+    namespace, once each: a new calibration applies to objects made afterwards.
+    """
+
+    def __init__(self, folder: Path, fingerprint: str, encoder: str) -> None:
+        self._encoder = encoder
+        self.record = cache(partial(read_calibration, folder, fingerprint))
+        self.resolve = cache(self._resolve)
+
+    def _resolve(self, budget: Budget, namespace: str) -> ResolvedPolicy:
+        """The concrete policy: that of the record, or ``full`` with one logged warning per budget."""
+        record, found, why = self.record(namespace), FULL, None
+        if record is None:
+            why = f"it is not calibrated for this model and namespace {namespace!r}"
+        elif record.encoder != self._encoder:
+            why = f"it was calibrated for the encoder {record.encoder}, and this one is {self._encoder}"
+        elif (found := record.cheapest(budget.loss).policy) == FULL:
+            why = f"no candidate calibrated on {record.n} questions ({record.quality}) is surely within it"
+        if why is not None:
+            log.warning("%s: %s; %s", budget.name, why, _TODO)
+        notes = (f"{budget.name}: {why}",) if why is not None else ()
+        return ResolvedPolicy(open_policy(found), f"{budget.name} -> {found}", notes)

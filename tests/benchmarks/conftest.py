@@ -13,7 +13,7 @@ from command_fixtures import (  # noqa: F401
     reader_copy,
     world,
 )
-from ragcachekit.model.sample_model import sample_model
+from ragcachekit.model.loading import sample_model
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.demo import tour, tour_report
 from benchmarks.demo.answers import PART
-from ragcachekit.model.sample_model import sample_model
+from ragcachekit.model.loading import sample_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from families import build
 from ragcachekit import PrecedingChunks, RagCache, StoreConfig, TreeConfig
 from ragcachekit.engine import components as stock
 from ragcachekit.prefix_tree.knowledge_tree import KnowledgeTree
-from ragcachekit.quality.budget import Budgets
+from ragcachekit.quality import records
 from ragcachekit.store.memory import HostStore
 
 
@@ -48,7 +48,7 @@ def test_a_refused_engine_closes_what_it_opened(monkeypatch, tmp_path, wrong):
     monkeypatch.setattr(stock, "open_tree", open_tree)
     monkeypatch.setattr(KnowledgeTree, "close", lambda tree: closed_trees.append(tree))
     if "policy" in wrong:
-        monkeypatch.setattr(Budgets, "resolve", refuse)
+        monkeypatch.setattr(records, "read_calibration", refuse)
     with pytest.raises(ValueError, match=r"encoder|neighbours|share|refused"):
         RagCache(build("llama"), cache_dir=tmp_path, store=StoreConfig(), tree=TreeConfig(), **wrong)
     if wrong == {"encoder": "nonsense"}:

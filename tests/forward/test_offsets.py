@@ -6,9 +6,8 @@ import torch
 from families import BY_POSITION, FAMILIES, THRESHOLD, build, off, oracle, prefill, tokens, wrapped
 from link_kit import described
 from ragcachekit.encode.encoders import ChunkEncoder
-from ragcachekit.engine.grade import admit
+from ragcachekit.engine.grade import admit, tolerance_for
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.forward.check import tolerance_for
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.rope import LayerRope, Rope
 

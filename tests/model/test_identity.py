@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragcachekit.errors import ModelNotSupported
-from ragcachekit.model import weights as weights_digest
+from ragcachekit.model import identity as weights_digest
 from ragcachekit.model.identity import ModelGuard, fingerprint
 
 

@@ -8,9 +8,9 @@ import pytest
 from ragcachekit import RagCache
 from ragcachekit.commands.workspace import load_tokenizer
 from ragcachekit.errors import RagCacheError
-from ragcachekit.model import sample_model as module
-from ragcachekit.model.sample_model import resolve_model, sample_model
-from ragcachekit.model.weights import hash_file
+from ragcachekit.model import loading as module
+from ragcachekit.model.identity import hash_file
+from ragcachekit.model.loading import resolve_model, sample_model
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import transformers
 
 from families import build, greedy, plain, tokens
 from ragcachekit import RagCache
+from ragcachekit.model.identity import default_cache_dir
 from ragcachekit.model.loading import load_model
-from ragcachekit.model.weights import default_cache_dir
 from speaking import byte_level, speaker
 
 

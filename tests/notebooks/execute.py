@@ -9,7 +9,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from ragcachekit.model.sample_model import sample_model
+from ragcachekit.model.loading import sample_model
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("tour", "choose_for_your_data", "debug_no_reuse")

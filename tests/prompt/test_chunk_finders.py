@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ragcachekit.prompt import segments as registry_module
-from ragcachekit.prompt.segments import ChunkRegistry, Match, forms
+from ragcachekit.prompt.segments import ChunkRegistry, forms
 
 # Few letters and a low minimum: overlaps, nesting and shared beginnings everywhere.
 dense = st.text(alphabet="ab .\n", min_size=1, max_size=90)
@@ -33,9 +33,9 @@ def splits_a_word(text: str, edge: int) -> bool:
     return in_word or mark(right) or "\u200d" in (left, right)
 
 
-def occurrences(chunks: Iterable[str], text: str) -> tuple[Match, ...]:
+def occurrences(chunks: Iterable[str], text: str) -> tuple[tuple[int, int], ...]:
     """The leftmost, of these the longest that split no word, one chunk after the other."""
-    found: list[Match] = []
+    found: list[tuple[int, int]] = []
     at = 0
     while at < len(text):
         fits = [
@@ -45,7 +45,7 @@ def occurrences(chunks: Iterable[str], text: str) -> tuple[Match, ...]:
             and not (splits_a_word(text, at) or splits_a_word(text, at + len(chunk)))
         ]
         if fits:
-            found.append(Match(at, max(fits)))
+            found.append((at, max(fits)))
         at = max(fits, default=at + 1)
     return tuple(found)
 
@@ -125,7 +125,7 @@ def test_nested_chunks_are_found_in_a_linear_number_of_steps(repeats) -> None:
     ends = [9 + 3 * 699 * n for n in range(1, whole + 1)]
     if rest >= 6:
         ends.append(9 + 3 * repeats)
-    assert [match.end for match in result.found] == ends
+    assert [end for _, end in result.found] == ends
 
 
 repeated = st.tuples(

@@ -15,8 +15,7 @@ from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError,
 from ragcachekit.cancellation import ActiveRequests
 from ragcachekit.engine.runner import Kept
 from ragcachekit.policies.base import PolicyAndEncoder
-from ragcachekit.policies.baselines import Reuse
-from ragcachekit.policies.lego import Lego
+from ragcachekit.policies.baselines import Lego, Reuse
 from ragcachekit.policies.measured import Auto
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.prompt.segments import TokenSegment, token_count
@@ -354,7 +353,7 @@ def test_waiting_for_requests_is_not_counted(make, monkeypatch):
 
 def test_a_namespace_is_checked_behind_its_requests_once(make, tmp_path, monkeypatch):
     monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 3)
-    monkeypatch.setattr("ragcachekit.quality.savings.CHECK_PREFILLS", 0)
+    monkeypatch.setattr("ragcachekit.quality.auto.CHECK_PREFILLS", 0)
     rag = make(cold="background")
     for number in range(2):
         rag.generate(prompt(number), **ONE)
@@ -375,14 +374,14 @@ def test_a_namespace_is_checked_behind_its_requests_once(make, tmp_path, monkeyp
 
 def test_no_check_before_reuse_has_saved_its_time(make, tmp_path, monkeypatch):
     monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 2)
-    monkeypatch.setattr("ragcachekit.quality.savings.CHECK_PREFILLS", 1e9)
-    monkeypatch.setattr("ragcachekit.quality.savings.MAX_SECONDS", 1e9)
+    monkeypatch.setattr("ragcachekit.quality.auto.CHECK_PREFILLS", 1e9)
+    monkeypatch.setattr("ragcachekit.quality.auto.MAX_SECONDS", 1e9)
     rag = make(cold="background")
     for number in (0, 1, 2, 0, 1, 2):
         rag.generate(prompt(number), **ONE)
     assert rag.flush(60)
     assert records(tmp_path) == []
-    monkeypatch.setattr("ragcachekit.quality.savings.CHECK_PREFILLS", 0)
+    monkeypatch.setattr("ragcachekit.quality.auto.CHECK_PREFILLS", 0)
     rag.generate(prompt(0), **ONE)
     assert rag.flush(120)
     assert len(records(tmp_path)) == 1
@@ -390,7 +389,7 @@ def test_no_check_before_reuse_has_saved_its_time(make, tmp_path, monkeypatch):
 
 def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeypatch):
     monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 1)
-    monkeypatch.setattr("ragcachekit.quality.savings.CHECK_PREFILLS", 0)
+    monkeypatch.setattr("ragcachekit.quality.auto.CHECK_PREFILLS", 0)
     waiting = threading.Event()
     wait = ActiveRequests.wait_for_none
 
@@ -412,7 +411,7 @@ def test_it_waits_while_a_request_runs_and_close_ends_it(make, tmp_path, monkeyp
 
 def test_its_errors_do_not_reach_an_answer(make, monkeypatch, caplog):
     monkeypatch.setattr("ragcachekit.quality.auto.MAX_PROMPTS", 1)
-    monkeypatch.setattr("ragcachekit.quality.savings.CHECK_PREFILLS", 0)
+    monkeypatch.setattr("ragcachekit.quality.auto.CHECK_PREFILLS", 0)
     rag = make(cold="background")
 
     def fail(*_, **__):

@@ -12,8 +12,8 @@ from ragcachekit import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.policies.measured import Budget
 from ragcachekit.policies.registry import known_policies, open_policy
-from ragcachekit.quality.budget import Budgets
 from ragcachekit.quality.records import (
+    Budgets,
     Calibration,
     CurvePoint,
     calibration_path,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ragcachekit.quality.savings import CHECK_PREFILLS, MIN_SAVED, Savings
+from ragcachekit.quality.auto import CHECK_PREFILLS, MIN_SAVED, Savings
 
 
 def after(*prompts):

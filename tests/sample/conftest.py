@@ -3,7 +3,7 @@
 import pytest
 
 from ragcachekit import RagCache
-from ragcachekit.model.sample_model import sample_model
+from ragcachekit.model.loading import sample_model
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from batch_kit import begin, decoder_for, finish, plan_for
 from engine_kit import EXACT, PROMPT, chunk, ids, rag_for, text, warmed
 from families import VOCAB, build, greedy, plain, wrapped
 from ragcachekit import Prompt, RagCache, TreeConfig
-from ragcachekit.forward.check import why_not_together
+from ragcachekit.engine.grade import why_not_together
 from ragcachekit.generate.run import run_generate
 
 OTHER = Prompt([text(14, 8), chunk(33, 2), text(2, 9)])
