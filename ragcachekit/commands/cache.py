@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from ragcachekit.commands.console import show
-from ragcachekit.commands.manifest import manifests
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.errors import RagCacheError
 
@@ -64,7 +63,7 @@ def clear(
     namespaces = {name for tier in tiers for name in usage(tier)} if namespace is None else {namespace}
     for tier in tiers:
         typer.echo(f"{_name(tier)}: deleted {_forget(tier, namespaces)} entries")
-    for path in (*(_indexes(folder) if namespace is None else ()), *manifests(folder.manifests, namespace)):
+    for path in _indexes(folder) if namespace is None else ():
         path.unlink(missing_ok=True)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,6 @@ from ragcachekit.cluster.shared_tier import KEY, shared_tier
 from ragcachekit.commands import options as opt
 from ragcachekit.commands.ask import corpus_index
 from ragcachekit.commands.console import INTERRUPTED, counted, note, pairs, quiet_loading, show
-from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import OwnFiles
 from ragcachekit.config import StoreConfig
 from ragcachekit.errors import RagCacheError, StoreError
@@ -43,7 +41,6 @@ def precompute(
     namespace: opt.Namespace = "default",
     chunk_tokens: opt.ChunkTokens = 200,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show how much it is.")] = False,
-    keep_gone: Annotated[bool, typer.Option("--keep-gone", help="Leave KV of what is gone.")] = False,
     device: opt.Device = None,
     dtype: opt.Dtype = "auto",
     disk_gb: opt.DiskGb = None,
@@ -62,8 +59,9 @@ def precompute(
     """Encode and embed a corpus now, so that the first question about it is as quick as the others.
 
     What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
-    it again: what changed is encoded, what is gone is forgotten. Give `ask` the same model, cache,
-    namespace, chunk size, encoder and dtype. --encoder system is the quick one.
+    it again: what changed is encoded; what is gone stays until there is no room for it, or `cache clear`.
+    Give `ask` the same model, cache, namespace, chunk size, encoder and dtype. --encoder system is the quick
+    one.
     """
     settings = opt.settings_of(PrecomputeSettings, locals())
     quiet_loading()
@@ -89,7 +87,7 @@ def precompute(
 
 @dataclass(frozen=True)
 class PrecomputeSettings(OwnFiles):
-    """What ``ragcachekit precompute`` takes; with ``keep_gone`` no KV is forgotten.
+    """What ``ragcachekit precompute`` takes.
 
     ``policy`` counts for the encoder that it asks for (``lego0``: ``sinks:4``). All else must be as in
     :class:`OwnFiles` of ``ask`` for the KV to be found. ``shared`` is the url of a tier to store the KV in
@@ -97,7 +95,6 @@ class PrecomputeSettings(OwnFiles):
     ``actors`` models encode on the cluster that ``RAY_ADDRESS`` names, or else on this machine.
     """
 
-    keep_gone: bool = False
     shared: str | None = None
     shared_key: str = KEY
     ray: bool = False
@@ -123,13 +120,6 @@ class PrecomputeSettings(OwnFiles):
         if self.shared is None:
             return StoreConfig(host_bytes=0, disk_path=self.folder.kv, disk_bytes=self.disk_bytes)
         return shared_tier(self.shared, self.shared_key)
-
-    @property
-    def lists(self) -> Path:
-        """Folder of the manifests; those of each shared tier are apart."""
-        if self.shared is None:
-            return self.folder.manifests
-        return self.folder.path / "shared" / hashlib.sha256(self.shared.encode()).hexdigest()[:16]
 
 
 @contextmanager
@@ -171,8 +161,8 @@ def open_run(settings: PrecomputeSettings, *, dry: bool = False) -> Iterator[Pre
 class PrecomputeRun:
     """A corpus ready to be encoded.
 
-    ``chunks`` are all of it, ``todo`` those to encode, ``entries`` what is stored for these, ``gone`` the ids
-    of chunks to forget, with their tokens. ``token_bytes`` is the KV of one token over all layers.
+    ``chunks`` are all of it, ``todo`` those to encode, ``entries`` what is stored for these. ``token_bytes``
+    is the KV of one token over all layers.
     """
 
     def __init__(self, settings: PrecomputeSettings, rag: RagCache, corpus: Corpus, tier: KVStore) -> None:
@@ -186,11 +176,8 @@ class PrecomputeRun:
         self._means = VariantPool()
         self.chunks = self._missing()
         self.token_bytes = KVLayout.of(rag.model).token_bytes
-        self._manifest = Manifest.of(settings, rag, settings.lists, settings.chunk_encoder)
-        present = {chunk.key.chunk_id: len(chunk.token_ids) for chunk in self.chunks}
-        self.gone = self._manifest.replace(present, keep_gone=settings.keep_gone)
         self._means.recall(tier, rag.fingerprint, variants=False)
-        self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk, self.gone)]
+        self.todo = [chunk for chunk in self.chunks if not self._is_stored(chunk)]
         self.entries = with_ingredients(self.todo, tier)
 
     @property
@@ -229,36 +216,31 @@ class PrecomputeRun:
 
     @property
     def changes(self) -> str:
-        """The numbers of chunks to encode, stored and to forget, for people."""
+        """The numbers of chunks to encode and stored, for people."""
         new = len(self.todo)
-        return f"{new} new, {len(self.chunks) - new} kept, {len(self.gone)} forgotten"
+        return f"{new} new, {len(self.chunks) - new} kept"
 
     def check_room(self) -> None:
         """ValueError if the KV does not fit into the budget, if there is one."""
-        needed = self.todo_bytes - sum(self.gone.values()) * self.token_bytes
         rooms = [record.budget - record.nbytes for record in self._tier.stats() if record.budget]
         room = sum(rooms)
-        if rooms and needed > room:
+        if rooms and self.todo_bytes > room:
             raise ValueError(
-                f"the KV takes {needed / 1e9:.2f} GB more, the disk budget has {max(room, 0) / 1e9:.2f} GB "
-                "left; raise --disk-gb, here and in `ask`, or clear what is not needed (ragcachekit cache "
-                "clear)"
+                f"the KV takes {self.todo_bytes / 1e9:.2f} GB more, the disk budget has "
+                f"{max(room, 0) / 1e9:.2f} GB left; raise --disk-gb, here and in `ask`, or clear what is not "
+                "needed (ragcachekit cache clear)"
             )
 
     def run(self, *, progress: bool = False) -> float:
-        """Forget what is gone, encode what is missing, embed what the index of ``ask`` lacks.
+        """Encode what is missing, embed what the index of ``ask`` lacks.
 
         Returned are the seconds that the KV took. What was stored stays if this is interrupted.
 
-        Raises StoreError if some KV, or the list of what is encoded, could not be written.
+        Raises StoreError if some KV could not be written.
         """
         from ragcachekit.commands.embedding import MiniLM
 
         start = time.perf_counter()
-        if self.gone:
-            self._rag.forget(self.gone)
-        # Listed before anything is encoded: after an interruption a later run can forget all that is stored.
-        self._manifest.write()
         if self._settings.ray:
             self._encode_on_ray(progress)
         else:
@@ -299,10 +281,10 @@ class PrecomputeRun:
             progress=progress,
         )
 
-    def _is_stored(self, chunk: Missing, gone: Container[str] = ()) -> bool:
+    def _is_stored(self, chunk: Missing) -> bool:
         from ragcachekit.engine.chunks import is_stored
 
-        return is_stored(chunk, self._tier, self._means, gone)
+        return is_stored(chunk, self._tier, self._means)
 
 
 def _blocks(chunks: Sequence[Missing]) -> list[Sequence[Missing]]:

@@ -44,10 +44,6 @@ class CacheFolder:
     def indexes(self) -> Path:
         return self.path / "indexes"
 
-    @property
-    def manifests(self) -> Path:
-        return self.path / "precomputed"
-
     def check_writable(self) -> None:
         """RagCacheError if the folder cannot be written, or made where it does not exist.
 

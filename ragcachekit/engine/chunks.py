@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
@@ -303,11 +303,11 @@ class Chunks:
         return frozenset(found)
 
 
-def is_stored(item: Missing, store: KVStore, known: VariantPool, gone: Container[str] = ()) -> bool:
-    """Whether its entry is stored, or another mean of two contexts, of which none is ``gone``."""
+def is_stored(item: Missing, store: KVStore, known: VariantPool) -> bool:
+    """Whether its entry is stored, or another mean of two contexts."""
     mean = known.average(item.key) if isinstance(item.encoding, AverageEncoding) else None
     key = item.key if mean is None else mean
-    if key not in store or any(one in gone for one in key.context):
+    if key not in store:
         return False
     one = isinstance(item.encoding, AverageEncoding) and not item.encoding.neighbours
     return mean is None or one or SENSITIVITY in (store.sums(mean) or {})

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from ragcachekit.commands.cache import DAMAGED, tiers_in, usage
-from ragcachekit.commands.manifest import Manifest
 from ragcachekit.commands.workspace import CacheFolder
 from ragcachekit.config import TreeConfig
 from ragcachekit.errors import RagCacheError
@@ -94,19 +93,15 @@ def test_clear_deletes_what_the_commands_wrote(command, prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "cache")
     (index,) = (folder / "indexes").glob("minilm-*")
     (index / ".index-2.a1_b2c3d").write_text("its writer was killed")
-    listed = Manifest(folder / "precomputed", {"namespace": "acme"})
-    listed.replace({"a": 1}, keep_gone=False)
-    listed.write()
     result = command("cache", "clear", "--cache", folder, "--yes")
     assert "left" not in result.stdout
-    left = [path for name in ("indexes", "precomputed") for path in (folder / name).rglob("*")]
-    assert not any(path.is_file() for path in left)
+    assert not any(path.is_file() for path in (folder / "indexes").rglob("*"))
 
 
 def test_clear_leaves_what_others_wrote(command, folder):
     strangers = [
         *("indexes/my_faiss.index", "indexes/sub/my.index", f"indexes/x{INDEX}", "indexes/index-1"),
-        *("indexes/minilm-1111111111111111/file", "precomputed/mine.json", "kv/mine.safetensors"),
+        *("indexes/minilm-1111111111111111/file", "kv/mine.safetensors"),
     ]
     for name in strangers:
         (folder / name).parent.mkdir(exist_ok=True)
