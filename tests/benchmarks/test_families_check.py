@@ -45,7 +45,7 @@ def silent():
         yield
 
 
-@pytest.mark.parametrize("name", soaked(TEN, "llama", "gemma4_text (shared KV)", "jetmoe", "deepseek_v3"))
+@pytest.mark.parametrize("name", soaked(TEN, "gemma4_text (shared KV)", "jetmoe", "deepseek_v3"))
 def test_the_family_is_exact(name):
     checked = check_families.check_family(FAMILIES[name])
     assert (checked.status, checked.reason) == ("linked", "")
@@ -73,10 +73,12 @@ def test_not_linked_with_a_reason(name, reason, tmp_path):
     [
         ("qwen4_exp_text", "", "index", 1),  # caches integers, too
         pytest.param(*("bert", "uses no rotary module", "keys, values per token", 0), marks=pytest.mark.soak),
-        ("qwen3_next", "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
-        pytest.param(
-            *("bamba", "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
-            marks=pytest.mark.soak,
+        *(
+            pytest.param(
+                *(name, "linear_attention", "keys, values per token; conv states, recurrent states per", 1),
+                marks=pytest.mark.soak,
+            )
+            for name in ("qwen3_next", "bamba")
         ),
         pytest.param(  # asked by generate what it lacks
             *("xlstm", "plain key/value cache", "rnn state per state", 1), marks=pytest.mark.soak
@@ -103,7 +105,7 @@ def test_dialogues_on_grade_prefix(name, reason, stored, state, count, monkeypat
         ("prophetnet", "cannot run several tokens after its cache"),
     ],
 )
-@DIALOGUES
+@pytest.mark.parametrize("count", soaked((2, 20), 2))
 def test_nothing_to_reuse(name, reason, count, monkeypatch):
     monkeypatch.setattr(check_families, "converse", partial(converse, count=count))
     checked = check_families.check_family(FAMILIES[name])
@@ -147,7 +149,7 @@ def test_dialogues_notice_a_stale_state(monkeypatch, tmp_path):
     assert converse(open_engine, oracle, 200_000).wrong.startswith("dialogue")
 
 
-@pytest.mark.parametrize("name", ["llama", "glm4", "nanochat", "deepseek_v3"])
+@pytest.mark.parametrize("name", soaked(("llama", "glm4", "nanochat", "deepseek_v3"), "llama", "deepseek_v3"))
 def test_a_rotation_that_does_nothing_is_caught_by_both(name, monkeypatch):
     model, oracle = build(FAMILIES[name]), build(FAMILIES[name], oracle=True)
     rope = describe_rope(model)
@@ -184,6 +186,7 @@ def test_every_family_is_in_the_table_once():
 def test_the_command_writes_table_and_page(tmp_path, monkeypatch):
     few = (FAMILIES["llama"], FAMILIES["gpt2"])
     monkeypatch.setattr(check_families, "all_families", lambda: few)
+    monkeypatch.setattr(check_families, "converse", partial(converse, count=12))
     arguments = ["families", "--json", str(tmp_path / "f.json")]
     result = CliRunner().invoke(app, [*arguments, "--markdown", str(tmp_path / "models.md")])
     assert result.exit_code == 0

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.world.reader_folder import READER
 from command_fixtures import kv_of
+from engine_kit import checked
 from ragcachekit.commands.embedding import DIM
 from ragcachekit.commands.precompute import PrecomputeSettings, open_run
 from ragcachekit.commands.questions import PromptMaker
@@ -38,10 +39,10 @@ def quick_embedding(monkeypatch):
 
 
 @pytest.fixture
-def precompute(command, corpus, tmp_path):
-    def run(*arguments):
+def precompute(command, mine, tmp_path):
+    def run(*arguments, cache=tmp_path / "cache"):
         return command(
-            *("precompute", "--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache"),
+            *("precompute", "--corpus", mine, "--model", READER, "--cache", checked(cache)),
             *("--chunk-tokens", "34", *arguments),
         )
 
@@ -49,9 +50,9 @@ def precompute(command, corpus, tmp_path):
 
 
 @pytest.fixture
-def settings(corpus, tmp_path):
+def settings(mine, tmp_path):
     return PrecomputeSettings(
-        str(corpus), READER, cache=str(tmp_path / "cache"), chunk_tokens=34, encoder="system"
+        str(mine), READER, cache=str(tmp_path / "cache"), chunk_tokens=34, encoder="system"
     )
 
 
@@ -71,8 +72,8 @@ def test_the_second_run_has_nothing_to_do(precompute):
 
 
 def test_ask_finds_every_chunk(precompute, command, corpus, one_minilm, prepared, tmp_path):
-    shutil.copytree(prepared, tmp_path / "cache")
-    precompute()
+    shutil.copytree(prepared, tmp_path / "cache", symlinks=True)
+    precompute("--corpus", corpus)
     options = ("--corpus", corpus, "--model", READER, "--cache", tmp_path / "cache", "--chunk-tokens", "34")
     result = command("ask", *options, "--policy", "reuse", "Where was he born?")
     total, kept, computed = re.search(
@@ -92,11 +93,11 @@ def test_a_dry_run_writes_nothing(precompute, settings, tmp_path):
         before = len(tokenizer(PromptMaker(tokenizer).before, add_special_tokens=False).input_ids)
         ids = 4 * (tokens + len(run.chunks) * before)  # of all that an entry was computed from, for forget
         assert run.todo_bytes == tokens * per_token + ids
-    result = precompute("--dry-run", "--encoder", "system")
+    result = precompute("--dry-run", "--encoder", "system", "--cache", tmp_path / "none")
     assert result.exit_code == 0
     amount = f"{len(run.chunks)} chunks, {tokens} tokens, {run.todo_bytes / 1e6:.1f} MB of KV"
     assert amount in result.stdout
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_estimate_is_what_is_then_stored(settings):
@@ -129,13 +130,13 @@ def test_a_dry_run_sees_what_is_stored(precompute):
 
 def test_a_changed_document_leaves_the_means_of_others(precompute, mine):
     """Companions go with it: at most three for each of its chunks, though all later blocks are cut anew."""
-    encoded(precompute("--corpus", mine))
+    encoded(precompute())
     file = sorted(mine.iterdir())[0]
     first, *rest = file.read_text().split("\n\n")
     file.write_text("\n\n".join(["Something else is said here.", " ".join(reversed(first.split())), *rest]))
-    new, kept = encoded(precompute("--corpus", mine))
+    new, kept = encoded(precompute())
     assert 2 <= new <= 2 + 3
-    assert encoded(precompute("--corpus", mine)) == (0, new + kept)
+    assert encoded(precompute()) == (0, new + kept)
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_a_damaged_list_is_refused_and_forgets_nothing(rerun, precompute, mine, 
     (manifest,) = (tmp_path / "cache" / "precomputed").iterdir()
     manifest.write_text(text)
     sorted(mine.iterdir())[0].unlink()
-    result = precompute("--corpus", mine, "--encoder", "system")
+    result = precompute("--encoder", "system")
     assert (result.exit_code, "is damaged; delete it" in result.output) == (2, True)
     assert len(stored(tmp_path)) == count
 

@@ -247,7 +247,7 @@ def test_leaving_a_stream_early_cancels_the_generation(adapter):
 
 
 def test_calls_at_the_same_time_are_decoded_together_and_answer_as_alone(adapter, rag):
-    model, tokens = adapter(rag, max_tokens=24), 24
+    model, tokens = adapter(rag, max_tokens=10), 10
     expected = [model.ask(question) for question in QUESTIONS]
 
     def streamed(question):

@@ -160,7 +160,7 @@ def live(world, engine, owner, steps, seed, alone):
 def test_every_change_is_seen_by_the_next_question(kind, saved, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.0, tmp_path / "index" if saved else None)
-    live(world, engine, 0, 300 if saved else 400, seed=kind, alone=True)
+    live(world, engine, 0, 200 if saved else 300, seed=kind, alone=True)
     assert world.retriever.query_cache.stats().hits > 20
 
 
@@ -184,7 +184,7 @@ def test_popular_results_slide_under_max_idle_and_end_with_ttl(kind, monkeypatch
 def test_with_a_tolerance_nothing_that_is_gone_comes_back(kind, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.5, None)
-    live(world, engine, 0, 500, seed=kind, alone=False)
+    live(world, engine, 0, 300, seed=kind, alone=False)
     assert world.retriever.query_cache.stats().hits > 50
 
 
@@ -195,7 +195,7 @@ def test_threads_see_their_own_changes_at_once(kind):
 
     def run(owner):
         try:
-            live(world, engine, owner, 250, seed=f"{kind} {owner}", alone=False)
+            live(world, engine, owner, 120, seed=f"{kind} {owner}", alone=False)
         except Exception as error:
             failures.append(error)
 

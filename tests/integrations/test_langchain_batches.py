@@ -18,7 +18,7 @@ LAYERS = 8
 QUESTIONS = [f"{fact} Question {number}?" for number, fact in enumerate((*FACTS, *FACTS[:2]))]
 TEMPLATE = ChatPromptTemplate.from_messages([("system", "Answer from the context."), ("human", "{question}")])
 BATCHED = [{"question": question} for question in QUESTIONS]
-TOKENS = 24
+TOKENS = 10
 
 
 def chat_of(rag):

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import READER
+from engine_kit import checked
 from ragcachekit import RagCache
 from ragcachekit.commands import calibrate
 from ragcachekit.commands.app import app
@@ -23,14 +24,14 @@ from ragcachekit.commands.questions import OtherPrompts, PromptMaker, Sample, ma
 from ragcachekit.model.loading import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
 
-PER_TYPE = 3
+PER_TYPE = 2
 ASKED = {"max_new_tokens": 3, "do_sample": False}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder: the reader is admitted once."""
-    return tmp_path_factory.mktemp("cache")
+    return checked(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

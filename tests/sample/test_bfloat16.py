@@ -19,7 +19,7 @@ EPSILON = 2**-8  # greatest relative error of one rounding to bfloat16
 ROUNDINGS = 9  # per layer on the way of a row: two norms, values, attention, two products, the MLP, two sums
 
 
-@pytest.fixture(scope="module", params=[6, pytest.param(30, marks=pytest.mark.soak)], ids="{} layers".format)
+@pytest.fixture(scope="module", params=[3, pytest.param(30, marks=pytest.mark.soak)], ids="{} layers".format)
 def make(request, folder, tmp_path_factory):
     """Engines around one bfloat16 model, loaded as users load it; admission is checked at the first."""
     made, cache = [], tmp_path_factory.mktemp("bfloat16")
