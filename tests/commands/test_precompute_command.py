@@ -144,7 +144,7 @@ def mine(corpus, tmp_path):
     """Some of the corpus, to be changed."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    for file in sorted(corpus.iterdir())[:4]:
+    for file in sorted(corpus.iterdir())[:6]:
         shutil.copy(file, folder)
     return folder
 

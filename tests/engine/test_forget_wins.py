@@ -127,7 +127,6 @@ REQUESTS = {
             for name, grade in itertools.product(REQUESTS, GRADES)
             for cold, what in itertools.product(("now", "background"), ("texts", "namespace"))
         ],
-        *(("generate", "standalone", "linked", "now", what) for what in ("texts", "namespace")),
         *((name, "standalone", "linked", "background", "namespace") for name in REQUESTS),
         *((name, "standalone", "prefix", "now", "texts") for name in ("generate", "batch", "link")),
     )

@@ -51,8 +51,7 @@ class KeyedStore(SlowStore):
 @pytest.mark.parametrize(
     ("name", "policy"),
     soaked(
-        [("llama", policy) for policy in POLICIES]
-        + [(name, policy) for name in ("gemma3", "gpt-oss") for policy in ("lego:4", "cacheblend:0.3")],
+        [(name, policy) for name in ("llama", "gemma3", "gpt-oss") for policy in POLICIES],
         *(("llama", policy) for policy in ("reuse", "lego:4", "query:0.2")),
         *(("gemma3", "cacheblend:0.3"), ("gpt-oss", "lego:4")),
     ),

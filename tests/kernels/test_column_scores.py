@@ -165,8 +165,10 @@ def test_strides_of_a_projection_and_large_scores(path):
 @pytest.mark.parametrize(
     ("dtype", "lengths", "window"),
     soaked(
-        [(*LENGTHS[number], window) for number in range(3) for window in (None, 25)],
-        *((*LENGTHS[0], None), (*LENGTHS[1], 25), (*LENGTHS[2], None)),
+        [(*one, w) for one in LENGTHS for w in (None, 25)],
+        (*LENGTHS[0], None),
+        (*LENGTHS[1], 25),
+        (*LENGTHS[2], None),
     ),
 )
 def test_where_a_chunks_attention_goes(path, dtype, lengths, window):

@@ -21,7 +21,7 @@ def checked(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     shared = Path(FOLDER.name, "admitted")
     shared.mkdir(exist_ok=True)
-    if not (folder / "admitted").is_symlink():
+    if not (folder / "admitted").exists():
         (folder / "admitted").symlink_to(shared)
     return folder
 

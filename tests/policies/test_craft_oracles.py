@@ -275,7 +275,7 @@ def focused_case(name, window, seed, *known):
     return cached, plan, theirs, columns, stop
 
 
-@pytest.mark.parametrize(("name", "window", "seed"), FOCUSED)
+@pytest.mark.parametrize(("name", "window", "seed"), soaked(FOCUSED, *FOCUSED[::2]))
 def test_focused_chunks_against_the_slow_forward(name, window, seed):
     cached, plan, theirs, columns, stop = focused_case(name, window, seed)
     _, _, layers = over(theirs, list(plan.token_ids), columns)

@@ -24,7 +24,7 @@ from ragcachekit.commands.questions import OtherPrompts, PromptMaker, Sample, ma
 from ragcachekit.model.loading import load_model
 from ragcachekit.quality.records import Calibration, read_calibration
 
-PER_TYPE = 2
+PER_TYPE = 3
 ASKED = {"max_new_tokens": 3, "do_sample": False}
 
 
