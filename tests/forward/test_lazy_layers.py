@@ -238,10 +238,8 @@ def test_all_that_is_late_is_given_up_at_once():
     rag.close()
 
 
-@pytest.mark.parametrize(
-    ("cold", "layer"),
-    soaked(product(("now", "never"), range(LAYERS)), ("now", 0), ("now", 2), ("never", 1)),
-)
+@pytest.mark.parametrize("layer", soaked(range(LAYERS), 0, 2))
+@pytest.mark.parametrize("cold", ["now", "never"])
 def test_a_file_damaged_between_opening_and_reading(tmp_path, layer, cold):
     name = "llama"
     warmed(name, PROMPT, policy="lego:1000", store=(disk := DiskStore(tmp_path, 1 << 26)))

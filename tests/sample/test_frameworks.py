@@ -6,7 +6,6 @@ from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import ChatModelIntegrationTests
-from langchain_tests.unit_tests import ChatModelUnitTests
 from texts import DOCUMENTS, QUESTIONS
 
 from langchain_ragcachekit import ChatRagCache, RagCacheRetriever
@@ -16,17 +15,14 @@ from small_chat_model import DETAILS, SmallChatModel
 RIGHT = "1874"
 
 
-class OnTheSampleModel(SmallChatModel):
+@pytest.mark.soak
+class TestIntegration(SmallChatModel, ChatModelIntegrationTests):
+    """On smaller models it runs in every run."""
+
     @pytest.fixture(autouse=True)
     def _engine(self, engine):
         self.rag = engine
 
-
-class TestUnit(OnTheSampleModel, ChatModelUnitTests):
-    pass
-
-
-class Answering(OnTheSampleModel):
     @property
     def chat_model_params(self):
         return {"rag": self.rag, "max_tokens": 8}
@@ -37,11 +33,6 @@ class Answering(OnTheSampleModel):
 
     def invoke_with_cache_read_input(self, *, stream=False):
         return self.read_from_cache(DOCUMENTS[0], QUESTIONS[0], stream)
-
-
-@pytest.mark.soak
-class TestIntegration(Answering, ChatModelIntegrationTests):
-    """On smaller models it runs in every run."""
 
 
 def test_retrieval_qa_reuses_what_the_first_questions_encoded(rag):
