@@ -22,8 +22,8 @@ from ragcachekit.model.rope import Rope, describe_rope
 from ragcachekit.model.snapshots import SnapshotLayout
 from soak_kit import soaked
 
-# The first eight have a forgotten chunk and a new engine among them.
-DIALOGUES = pytest.mark.parametrize("count", [8, pytest.param(20, marks=pytest.mark.soak)])
+# The first twelve have forgotten chunks and a new engine among them.
+DIALOGUES = pytest.mark.parametrize("count", [12, pytest.param(20, marks=pytest.mark.soak)])
 FAMILIES = {family.name: family for family in all_families()}
 TEN = (
     "llama",
@@ -179,7 +179,7 @@ def test_every_family_is_in_the_table_once():
 def test_the_command_writes_table_and_page(tmp_path, monkeypatch):
     few = (FAMILIES["llama"], FAMILIES["gpt2"])
     monkeypatch.setattr(check_families, "all_families", lambda: few)
-    monkeypatch.setattr(check_families, "converse", partial(converse, count=8))
+    monkeypatch.setattr(check_families, "converse", partial(converse, count=12))
     arguments = ["families", "--json", str(tmp_path / "f.json")]
     result = CliRunner().invoke(app, [*arguments, "--markdown", str(tmp_path / "models.md")])
     assert result.exit_code == 0
