@@ -22,6 +22,7 @@ from ragcachekit.model.rope import Rope, describe_rope
 from ragcachekit.model.snapshots import SnapshotLayout
 from soak_kit import soaked
 
+STATES = "keys, values per token; conv states, recurrent states per"
 # The first twelve have forgotten chunks and a new engine among them.
 DIALOGUES = pytest.mark.parametrize("count", [12, pytest.param(20, marks=pytest.mark.soak)])
 FAMILIES = {family.name: family for family in all_families()}
@@ -72,6 +73,8 @@ def test_not_linked_with_a_reason(name, reason, tmp_path):
     ("name", "reason", "stored", "state"),
     [
         ("qwen4_exp_text", "", "index", 1),  # caches integers, too
+        pytest.param("qwen3_next", "linear_attention", STATES, 1, marks=pytest.mark.soak),
+        pytest.param("bamba", "linear_attention", STATES, 1, marks=pytest.mark.soak),
         pytest.param(*("bert", "uses no rotary module", "keys, values per token", 0), marks=pytest.mark.soak),
         pytest.param(  # asked by generate what it lacks
             *("xlstm", "plain key/value cache", "rnn state per state", 1), marks=pytest.mark.soak
