@@ -13,21 +13,29 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenTelemetryObserver", "PrometheusObserver"]
 
+
 _MODULES = {
-    "PrometheusObserver": ("prometheus", "prometheus_client", "prometheus-client"),
-    "OpenTelemetryObserver": ("opentelemetry", "opentelemetry", "opentelemetry-api"),
+    "PrometheusObserver": (
+        "prometheus",
+        "prometheus_client",
+        missing_extra("prometheus", "prometheus-client"),
+    ),
+    "OpenTelemetryObserver": (
+        "opentelemetry",
+        "opentelemetry",
+        missing_extra("opentelemetry", "opentelemetry-api"),
+    ),
 }
-"""By name, the module (and extra), the package that it needs, and that package's name for pip."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, package, for_pip = _MODULES[name]
+    module, package, install = _MODULES[name]
     try:
         return getattr(import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise
-        why = f"{name} needs {package}: {missing_extra(module, for_pip)}"
+        why = f"{name} needs {package}: {install}"
         raise ModuleNotFoundError(why, name=error.name) from error

@@ -18,7 +18,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(small_demo, out):
-    return tour.run(replace(small_demo, timed=2, vectors=0), out, progress=False)
+    return tour.run(replace(small_demo, timed=2, vectors=0, wordpieces=64), out, progress=False)
 
 
 def test_every_question_is_answered_both_ways(report, out):

@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from engine_kit import checked
 from ragcachekit import RagCache
 from speaking import byte_level, speaker
 
@@ -12,5 +13,5 @@ from speaking import byte_level, speaker
 def opened(tmp_path):
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(
-            RagCache(speaker(), byte_level(), **{"cache_dir": tmp_path / "cache", **options})
+            RagCache(speaker(), byte_level(), **{"cache_dir": checked(tmp_path / "cache"), **options})
         )

@@ -143,7 +143,7 @@ def test_models_whose_chunks_cannot_be_linked(family, tmp_path):
     sizes = {
         tf.GPT2Config: {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
         tf.Mamba2Config: {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}
-        | {"num_hidden_layers": 2},
+        | {"num_hidden_layers": 2, "chunk_size": 16},
     }
     tokenizer = byte_level()
     torch.manual_seed(0)
@@ -217,7 +217,7 @@ class TestIsolation:
         for thread in threads:
             thread.start()
         try:
-            for number in range(12):
+            for number in range(6):
                 ask(rag, texts[number % 4 :] + texts[: number % 4])
                 rag.forget(texts=[texts[number % 3]])
         finally:

@@ -38,7 +38,7 @@ def test_linked_and_plain_calls_at_once(name):
         return rag.generate(prompt, **ASKED, policy="full" if kind == 2 else None).token_ids
 
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(work, range(40)))
+        results = list(pool.map(work, range(20)))  # every prompt in every way
     for number, result in enumerate(results):
         expected = linked[number % len(PROMPTS)].token_ids
         if number % 4 in (0, 2):

@@ -9,6 +9,7 @@ import torch
 from engine_kit import FOLDER
 from ragcachekit import Chunk, LoadConfig, ModelNotSupported, Prompt, RagCache, StoreConfig, Text, TreeConfig
 from snapshots_kit import hybrid_speaker
+from soak_kit import soaked
 from speaking import ONE, THREE, TWO, byte_level, speaker
 from tokenizer_kit import tokenizer_of
 
@@ -123,9 +124,7 @@ class History:
             self.rag.close()
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1000, 1200))]
-)
+@pytest.mark.parametrize("seed", soaked((*range(20), *range(1000, 1200)), *range(10)))
 def test_the_same_prompt_gives_the_same_tokens(seed, tmp_path):
     History(seed, tmp_path).run(8 if seed < 20 else 20)
 

@@ -9,6 +9,7 @@ from ragcachekit.errors import StoreError
 from ragcachekit.model.kv import token_ids_of
 from ragcachekit.store.base import Found
 from ragcachekit.store.forgets import ForgottenTexts
+from soak_kit import soaked
 from tree_kit import nodes
 
 SECRET = "PIN 4417 is Ada's"
@@ -81,7 +82,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("given", [SHORT, "PIN  4417\nis"])
+@pytest.mark.parametrize("given", soaked([SHORT, "PIN  4417\nis"], "PIN  4417\nis"))
 @pytest.mark.parametrize("where", list(PROMPTS))
 def test_a_text_goes_from_wherever_it_stood(make, where, given):
     engine = make()
@@ -156,7 +157,7 @@ def test_another_process_drops_it_from_its_tree(make):
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", ["parse", "prepare", "match", "forward", "insert"])
-@pytest.mark.parametrize("where", ["plain", "part of a chunk"])
+@pytest.mark.parametrize("where", soaked(["plain", "part of a chunk"], "part of a chunk"))
 def test_forget_while_a_prompt_with_the_text_is_answered(make, monkeypatch, where, step, after):
     engine = make(cold="background")
     owner, name = {

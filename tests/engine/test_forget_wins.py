@@ -8,7 +8,7 @@ from forget_kit import BEFORE, SPACE, TEXTS, Engine, Meanwhile, around, prompt_o
 
 from loading_kit import WAIT
 from ragcachekit import Chunk, PrecedingChunks, Prompt, Text
-from soak_kit import figures
+from soak_kit import figures, soaked
 
 GONE, KEPT, THIRD, FOURTH = TEXTS
 GRADES = ("linked", "prefix")
@@ -121,12 +121,15 @@ REQUESTS = {
 
 @pytest.mark.parametrize(
     ("request_", "encoder", "grade", "cold", "what"),
-    [
-        (name, "standalone", grade, cold, what)
-        for name, grade in itertools.product(REQUESTS, GRADES)
-        for cold, what in itertools.product(("now", "background"), ("texts", "namespace"))
-        if name == "generate" or (cold, what) in (("now", "texts"), ("background", "namespace"))
-    ]
+    soaked(
+        [
+            (name, "standalone", grade, cold, what)
+            for name, grade in itertools.product(REQUESTS, GRADES)
+            for cold, what in itertools.product(("now", "background"), ("texts", "namespace"))
+        ],
+        *((name, "standalone", "linked", "background", "namespace") for name in REQUESTS),
+        *((name, "standalone", "prefix", "now", "texts") for name in ("generate", "batch", "link")),
+    )
     + [
         ("generate", encoder, "linked", cold, "texts")
         for encoder, cold in itertools.product(("in-prompt", "system", "similar:1"), ("now", "background"))
@@ -293,7 +296,7 @@ def engines(make, monkeypatch, trials, grade):
     return raced
 
 
-@pytest.mark.parametrize(("grade", "trials"), [("linked", 40), ("prefix", 15)])
+@pytest.mark.parametrize(("grade", "trials"), [("linked", 20), ("prefix", 9)])
 def test_forgets_at_random(make, monkeypatch, grade, trials):
     assert engines(make, monkeypatch, trials, grade) > trials / 2
 

@@ -4,6 +4,7 @@ import pytest
 
 from engine_kit import PROMPT, chunk, text, warmed
 from ragcachekit import Prompt
+from soak_kit import soaked
 
 POLICIES = [
     "query:0.2",
@@ -18,7 +19,7 @@ COLD = Prompt([text(9, 1), chunk(33, 2), chunk(21, 7), chunk(25, 3), text(6, 4)]
 
 
 @pytest.mark.parametrize("name", ["gemma3"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", soaked(POLICIES, *POLICIES[::2]))
 def test_every_way_in_gives_the_same_answer(name, policy):
     rag = warmed(name, PROMPT)
     one_pass = rag.generate(PROMPT, policy=policy, **ASKED)

@@ -8,6 +8,7 @@ from html import unescape
 import pytest
 from rich.console import Console
 
+from engine_kit import checked
 from ragcachekit import RagCache, StoreConfig
 from speaking import byte_level, speaker
 
@@ -67,7 +68,9 @@ class TestView:
         assert "Spree" in captured.get()
 
     def test_nothing_is_stored_or_generated(self, tmp_path) -> None:
-        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, cold="now", policy="lego:4") as rag:
+        with RagCache(
+            speaker(), byte_level(), cache_dir=checked(tmp_path), cold="now", policy="lego:4"
+        ) as rag:
             rag.register([ONE])
             view = rag.inspect(PROMPT)
             assert set(view.tokens.values()) == {0, view.report.prompt_tokens}
@@ -85,7 +88,7 @@ class TestRepr:
 
     def test_of_a_closed_engine(self, tmp_path) -> None:
         rag = RagCache(
-            speaker(), byte_level(), cache_dir=tmp_path, store=StoreConfig(disk_path=tmp_path / "kv")
+            speaker(), byte_level(), cache_dir=checked(tmp_path), store=StoreConfig(disk_path=tmp_path / "kv")
         )
         rag.close()
         assert "closed" in repr(rag)
@@ -99,7 +102,7 @@ class TestRepr:
 
 class TestPlainTextOfAChatModel:
     def test_has_a_note_once(self, tmp_path) -> None:
-        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, policy="full") as rag:
+        with RagCache(speaker(), byte_level(), cache_dir=checked(tmp_path), policy="full") as rag:
             ask = lambda prompt: " ".join(rag.generate(prompt, max_new_tokens=1).report.link.notes)  # noqa: E731
             assert "chat template" not in ask(MESSAGES)
             assert "chat template" not in ask("<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n")

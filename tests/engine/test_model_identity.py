@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine_kit import checked
 from ragcachekit import Chunk, Prompt, RagCache, StoreConfig, Text
 from ragcachekit.reports import ChunkUse
 
@@ -30,7 +31,7 @@ def used(folder: Path, asked: Prompt | None = None, **options: Any) -> tuple[Chu
     """What a fresh engine on this folder reuses, after which its own KV is there too."""
     changes = {"model": model(), "policy": "reuse", "encoder": "system", **options}
     store = StoreConfig(host_bytes=0, disk_path=folder / "kv", quantise=changes.pop("quantise", {}))
-    with RagCache(changes.pop("model"), store=store, cold="now", cache_dir=folder, **changes) as rag:
+    with RagCache(changes.pop("model"), store=store, cold="now", cache_dir=checked(folder), **changes) as rag:
         return rag.generate(asked or prompt(), max_new_tokens=1).report.link.uses
 
 

@@ -5,6 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
+from engine_kit import checked
 from families import off, plain, prefill, tokens, wrapped
 from link_kit import described
 from ragcachekit import Chunk, Prompt, RagCache, Text
@@ -21,7 +22,7 @@ def prompt(names):
 
 @pytest.fixture
 def rag(tmp_path):
-    with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder="average:3", cold="now") as rag:
+    with RagCache(wrapped("llama"), cache_dir=checked(tmp_path), encoder="average:3", cold="now") as rag:
         yield rag
 
 
@@ -120,7 +121,7 @@ def test_a_link_without_an_answer_computes_no_known_chunk(rag):
 
 
 def test_nothing_is_computed_for_a_mean_where_nothing_is_kept(tmp_path):
-    with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder="average:3", cold="now") as first:
+    with RagCache(wrapped("llama"), cache_dir=checked(tmp_path), encoder="average:3", cold="now") as first:
         for names in ("abcd", "badc"):
             ask(first, names)
         store = first.components.store

@@ -7,6 +7,7 @@ from matplotlib.colors import to_hex
 from ragcachekit.engine.inspection import PromptPiece, PromptView
 from ragcachekit.plots import MeasuredPolicy, Plots
 from ragcachekit.reports import ChunkUse, GenerateReport, LinkReport
+from soak_kit import soaked
 
 
 def report(reused: int, source: str, ttft: float) -> GenerateReport:
@@ -45,7 +46,7 @@ def test_tokens(plots) -> None:
     }
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 40])
+@pytest.mark.parametrize("count", soaked([1, 2, 3, 40], 1, 40))
 @pytest.mark.parametrize("name", ["tokens", "time", "tiers"])
 def test_ticks_are_whole_numbers_and_the_legend_covers_no_bar(name, count) -> None:
     axes = getattr(Plots(lambda: (REPORTS * 14)[:count], lambda _: ((), "")), name)()

@@ -7,6 +7,7 @@ from families import greedy, plain
 from ragcachekit import Chunk, Prompt, Text
 from ragcachekit.policies.registry import known_policies, open_policy
 from ragcachekit.types import chunk_id
+from soak_kit import soaked
 from speaking import ONE, TWO, byte_level
 
 ASKED = {"max_new_tokens": 4, "do_sample": False}
@@ -104,7 +105,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("encoder", ["standalone", "system", "sinks:2"])
+@pytest.mark.parametrize("encoder", soaked(("standalone", "system", "sinks:2"), "standalone", "system"))
 def test_stored_tensors_are_byte_identical_after_many_uses(encoder):
     store = RecordingStore()
     rag = warmed("gemma3", PROMPT, store=store, policy="lego:4", encoder=encoder)

@@ -3,6 +3,7 @@
 import pytest
 from transformers.generation.streamers import BaseStreamer
 
+from engine_kit import checked
 from ragcachekit import Chunk, Prompt, RagCache, Text
 from ragcachekit.errors import GenerationNotSupported
 from speaking import ONE, TWO, byte_level, sentencepiece, speaker
@@ -64,7 +65,7 @@ class TestTokens:
     @pytest.mark.parametrize("way", ["metaspace", "legacy"])
     def test_sentencepiece_segments_carry_no_space_of_their_own(self, way, tmp_path):
         tokenizer = sentencepiece(way)
-        with RagCache(speaker(), tokenizer, cache_dir=tmp_path, cold="never") as rag:
+        with RagCache(speaker(), tokenizer, cache_dir=checked(tmp_path), cold="never") as rag:
             prompt = Prompt([Text("Answer from the context.\n"), Chunk(ONE), Text("\nWhere is the Seine?")])
             ids = rag.link(prompt).input_ids[0].tolist()
         assert ids.count(1) == 1
@@ -145,7 +146,7 @@ class TestBlanksAtTheEndOfChunks:
     @pytest.fixture(params=["standalone", "system"])
     def ahead(self, tmp_path, request):
         options = {"policy": "reuse", "cold": "never", "encoder": request.param}
-        with RagCache(speaker(), byte_level(), cache_dir=tmp_path, **options) as rag:
+        with RagCache(speaker(), byte_level(), cache_dir=checked(tmp_path), **options) as rag:
             rag.encode([self.KEPT], system="Context:\n")
             yield rag
 

@@ -11,6 +11,7 @@ from ragcachekit import Prompt
 from ragcachekit.forward import prefill
 from ragcachekit.plan import link_plan
 from ragcachekit_kernels import scores
+from soak_kit import soaked
 
 BODY = [chunk(13, 2), chunk(9, 3), chunk(11, 5)]
 FIRST = Prompt([text(7, 1), *BODY, text(6, 4)])
@@ -22,9 +23,6 @@ KERNELS = {
     "craft:0.3": "context_mass",
 }
 """Which function of the Triton kernels each policy cannot do without."""
-
-SLOW = ("deep:0.15",)
-"""Whose kernels are others', too: for `make soak`."""
 
 
 def outcome(monkeypatch, name, policy, kernels):
@@ -50,10 +48,8 @@ def outcome(monkeypatch, name, policy, kernels):
     return (chosen, answer.token_ids, report.recompute_ratio), sums, report
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt-oss", marks=pytest.mark.soak)])
-@pytest.mark.parametrize(
-    "policy", [pytest.param(k, marks=pytest.mark.soak) if k in SLOW else k for k in KERNELS]
-)
+@pytest.mark.parametrize("name", soaked(("llama", "gpt-oss"), "llama"))
+@pytest.mark.parametrize("policy", soaked(KERNELS, "query:0.15", "craft:0.3"))
 def test_the_same_tokens_and_the_same_answer(monkeypatch, name, policy):
     want, want_sums, report = outcome(monkeypatch, name, policy, "torch")
     assert report.recomputed_tokens > 0

@@ -1,6 +1,6 @@
 """Layers are put in place when the forward reaches them; what cannot come is computed instead."""
 
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
@@ -50,8 +50,11 @@ class KeyedStore(SlowStore):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [("llama", policy) for policy in POLICIES]
-    + [(name, policy) for name in ("gemma3", "gpt-oss") for policy in ("lego:4", "cacheblend:0.3")],
+    soaked(
+        [(name, policy) for name in ("llama", "gemma3", "gpt-oss") for policy in POLICIES],
+        *(("llama", policy) for policy in ("reuse", "lego:4", "query:0.2")),
+        *(("gemma3", "cacheblend:0.3"), ("gpt-oss", "lego:4")),
+    ),
 )
 def test_answers_over_a_loading_store_are_those_over_memory(name, policy):
     expected = warmed(name, PROMPT, policy=policy).generate(PROMPT, **ASKED)
@@ -172,11 +175,14 @@ def spoiled(name, layer, error, tokens=33, policy="lego:4", **options):
 
 
 @pytest.mark.parametrize(
-    ("layer", "error"),
-    [(0, EntryDamaged("flipped")), (1, OSError(5, "Input/output error")), (2, EntryDamaged("flipped"))],
+    ("policy", "layer"),
+    soaked(
+        product(("lego:4", "query:0.2", "cacheblend:0.3"), range(LAYERS)),
+        *(("lego:4", 1), ("query:0.2", 2), ("cacheblend:0.3", 0), ("cacheblend:0.3", 1)),
+    ),
 )
-@pytest.mark.parametrize("policy", ["lego:4", "query:0.2", "cacheblend:0.3"])
-def test_an_entry_that_fails_in_the_middle_is_computed(policy, layer, error):
+def test_an_entry_that_fails_in_the_middle_is_computed(policy, layer):
+    error = OSError(5, "Input/output error") if layer == 1 else EntryDamaged("flipped")
     rag, alone, spoil = spoiled("llama", layer, error, policy=policy)
     answer, expected = rag.generate(PROMPT, **ASKED), alone.generate(PROMPT, **ASKED)
     assert len(spoil.spoiled) == 1
@@ -232,7 +238,7 @@ def test_all_that_is_late_is_given_up_at_once():
     rag.close()
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("layer", soaked(range(LAYERS), 0, 2))
 @pytest.mark.parametrize("cold", ["now", "never"])
 def test_a_file_damaged_between_opening_and_reading(tmp_path, layer, cold):
     name = "llama"

@@ -7,10 +7,12 @@ from engine_kit import EXACT, PROMPT, chunk, ids, text, warmed
 from families import EACH, greedy, off, plain, prefill
 from ragcachekit import Prompt
 from ragcachekit.errors import LinkedPromptUsed
+from soak_kit import soaked
 
 ENDS_WITH_A_CHUNK = Prompt([text(9, 1), chunk(25, 3)])
 ONE_CHUNK = Prompt([chunk(25, 3)])
 ONE_TOKEN = Prompt([chunk(1, 5)])
+PROMPTS = [ENDS_WITH_A_CHUNK, ONE_CHUNK, ONE_TOKEN]
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -78,7 +80,7 @@ def test_beams_and_several_sequences_over_a_repeated_cache():
     assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("prompt", [ENDS_WITH_A_CHUNK, ONE_CHUNK, ONE_TOKEN])
+@pytest.mark.parametrize("prompt", soaked(PROMPTS, *PROMPTS[::2]))
 @pytest.mark.parametrize(
     ("name", "way"),
     [

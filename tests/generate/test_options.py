@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 from transformers import DynamicCache
 
-from engine_kit import EXACT, FOLDER, PROMPT, ids, rag_for
+from engine_kit import EXACT, FOLDER, PROMPT, checked, ids, rag_for
 from families import build, greedy, plain
 from ragcachekit import Observer, QueueConfig, RagCache, agenerate, astream
 from ragcachekit.errors import GenerationNotSupported
@@ -88,7 +88,7 @@ def test_what_the_model_ships_with_is_put_aside(tmp_path, name, value):
     setattr(model.generation_config, name, value)
     if name == "num_return_sequences":
         model.generation_config.do_sample = True
-    rag = RagCache(model, cache_dir=tmp_path, cold="now", policy="reuse", encoder="system")
+    rag = RagCache(model, cache_dir=checked(tmp_path), cold="now", policy="reuse", encoder="system")
     for _ in range(2):
         answer = rag.generate(EXACT, max_new_tokens=5, do_sample=False)
         assert answer.token_ids == greedy(plain("llama"), ids(EXACT), 5)
@@ -113,7 +113,7 @@ def test_stop_strings_need_a_tokenizer(rag):
 def test_a_default_of_the_model_that_reads_the_prompts_order(tmp_path):
     model = build("llama")
     model.generation_config.no_repeat_ngram_size = 2
-    with RagCache(model, cache_dir=tmp_path, cold="now", policy="reuse", encoder="system") as rag:
+    with RagCache(model, cache_dir=checked(tmp_path), cold="now", policy="reuse", encoder="system") as rag:
         rag.generate(EXACT, max_new_tokens=1)
         answer = rag.generate(EXACT, max_new_tokens=15, do_sample=False)
     assert answer.report.link.exact_tokens == 49

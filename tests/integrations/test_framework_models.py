@@ -148,6 +148,7 @@ class LlamaIndexText(LlamaIndexChat):
 ADAPTERS = (LangChainChat, LangChainText, LlamaIndexChat, LlamaIndexText)
 GRADES = ("linked", "prefix")
 CHATS = (LangChainChat, LlamaIndexChat)
+EITHER = [(adapter, streamed) for adapter in ADAPTERS for streamed in (False, True)]
 
 
 @pytest.fixture(params=ADAPTERS, ids=lambda adapter: adapter.__name__)
@@ -247,7 +248,7 @@ def test_leaving_a_stream_early_cancels_the_generation(adapter):
 
 
 def test_calls_at_the_same_time_are_decoded_together_and_answer_as_alone(adapter, rag):
-    model, tokens = adapter(rag, max_tokens=24), 24
+    model, tokens = adapter(rag, max_tokens=10), 10
     expected = [model.ask(question) for question in QUESTIONS]
 
     def streamed(question):
@@ -306,7 +307,7 @@ def test_an_interrupt_ends_an_answer_before_its_next_layer(adapter, slow, layere
     assert model.ask(QUESTION) == "".join(model.stream(QUESTION))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("adapter", "streamed"), soaked(EITHER, *EITHER[1::4], *EITHER[2::4]))
 async def test_cancelling_a_task_ends_its_forward(adapter, slow, layered, monkeypatch, streamed):
     model = adapter(slow, max_tokens=4)
     inside, cancelled, loop = asyncio.Event(), cancellations(monkeypatch), asyncio.get_running_loop()

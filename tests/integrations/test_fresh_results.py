@@ -21,6 +21,7 @@ from llama_kit import Embedder
 
 from langchain_ragcachekit import RagCacheRetriever
 from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
+from soak_kit import soaked
 
 THREADS, K = 4, 3
 WORDS = [f"word{number}" for number in range(40)]
@@ -144,7 +145,7 @@ def live(world, engine, owner, steps, seed, alone):
 def test_every_change_is_seen_by_the_next_question(kind, saved, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.0, tmp_path / "index" if saved else None)
-    live(world, engine, 0, 300 if saved else 400, seed=kind, alone=True)
+    live(world, engine, 0, 300, seed=kind, alone=True)
     assert world.retriever.query_cache.stats().hits > 20
 
 
@@ -164,7 +165,7 @@ def test_popular_results_slide_under_max_idle_and_end_with_ttl(kind, monkeypatch
     assert hits == [[0, 0], [1, 1], [2, 2], [3, 3], [4, 3], [5, 4]], "the second was searched again"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", soaked(KINDS, "own", "llama-wrapped"))
 def test_with_a_tolerance_nothing_that_is_gone_comes_back(kind, tmp_path):
     engine = ForgettingEngine()
     world = KINDS[kind](engine, 0.5, None)
@@ -179,7 +180,7 @@ def test_threads_see_their_own_changes_at_once(kind):
 
     def run(owner):
         try:
-            live(world, engine, owner, 250, seed=f"{kind} {owner}", alone=False)
+            live(world, engine, owner, 120, seed=f"{kind} {owner}", alone=False)
         except Exception as error:
             failures.append(error)
 

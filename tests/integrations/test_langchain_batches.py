@@ -11,13 +11,14 @@ from langchain_core.runnables import RunnableLambda, RunnableParallel, RunnableP
 from langchain_ragcachekit import ChatRagCache, RagCacheLLM
 from layer_kit import interrupts, threads_ended, watched
 from ragcachekit import CancelScope, QueueConfig, QueueFull, RagCache
+from soak_kit import soaked
 from speaking import byte_level, speaker
 
 LAYERS = 8
 QUESTIONS = [f"{fact} Question {number}?" for number, fact in enumerate((*FACTS, *FACTS[:2]))]
 TEMPLATE = ChatPromptTemplate.from_messages([("system", "Answer from the context."), ("human", "{question}")])
 BATCHED = [{"question": question} for question in QUESTIONS]
-TOKENS = 24
+TOKENS = 10
 
 
 def chat_of(rag):
@@ -55,7 +56,7 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("call", TOGETHER)
+@pytest.mark.parametrize("call", soaked(TOGETHER, *list(TOGETHER)[1::2]))
 def test_a_batch_is_decoded_together_and_answers_as_alone(rag, call):
     expected = ALONE[call.partition(".")[0]](rag)
     before = rag.queue.stats()
@@ -106,7 +107,10 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("batch", "limit"), [*((batch, None) for batch in BATCHES), ("chat", 2)])
+LIMITED = [*((batch, None) for batch in BATCHES), ("chat", 2)]
+
+
+@pytest.mark.parametrize(("batch", "limit"), soaked(LIMITED, *LIMITED[::2], LIMITED[-1]))
 def test_an_interrupt_ends_a_batch(chat, model, interrupt, batch, limit):
     with watched(model, 3, interrupt) as layers, pytest.raises(KeyboardInterrupt):
         BATCHES[batch](chat, config={"max_concurrency": limit})

@@ -99,7 +99,9 @@ def test_any_shape_against_the_float64_loop(path, examples):
     check()
 
 
-@pytest.mark.parametrize(("slots", "window"), [(1, 30), (2, None), (16, 30)])
+@pytest.mark.parametrize(
+    ("slots", "window"), [(1, 30), (2, None), pytest.param(16, 30, marks=pytest.mark.soak)]
+)
 def test_tiles_that_share_a_slot_add_up(triton, monkeypatch, slots, window):
     from ragcachekit_kernels import scores
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ragcachekit_kernels import dispatch, in_torch
 from ragcachekit_kernels.dispatch import AttentionOptions, Rows, sparse_attention
+from soak_kit import soaked
 
 NAN = float("nan")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -185,7 +186,9 @@ def test_half_precision_keeps_its_type_and_sums_in_float32(path, dtype):
     check(query, key, value, positions, scale=0.18, sinks=sinks_of(query, dtype))
 
 
-@pytest.mark.parametrize(("dtype", "has_sinks"), [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "has_sinks"), soaked([(torch.bfloat16, True), (torch.float16, False)], (torch.float16, False))
+)
 def test_thousands_of_equal_weights_in_half_precision(path, dtype, has_sinks):
     """A sum of weights in 16 bits would stop growing at 256 of them (bfloat16) or 2,048 (float16)."""
     query, value = torch.zeros(2, 2, 16, dtype=dtype), torch.ones(1, 2560, 16, dtype=dtype)

@@ -1,6 +1,7 @@
 """Prompts of token ids, and a RagCache around a family's model."""
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,16 @@ from ragcachekit.types import KVKey
 
 FOLDER = tempfile.TemporaryDirectory(prefix="ragcachekit-tests-")
 """Passed admission checks of the shared models; gone when the tests are."""
+
+
+def checked(folder: Path) -> Path:
+    """The folder, made if need be, as an engine's cache_dir: the checks of equal models are shared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = Path(FOLDER.name, "admitted")
+    shared.mkdir(exist_ok=True)
+    if not (folder / "admitted").exists():
+        (folder / "admitted").symlink_to(shared)
+    return folder
 
 
 def text(count: int, seed: int) -> Text:

@@ -24,7 +24,10 @@ LINEAR: dict[str, Any] = {
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_5": (tf.Qwen3_5TextConfig, LINEAR),
     "lfm2": (tf.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96}),
-    "mamba2": (tf.Mamba2Config, {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
+    "mamba2": (
+        tf.Mamba2Config,
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16},
+    ),
     "gpt2": (tf.GPT2Config, {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
     "bloom": (tf.BloomConfig, {"n_layer": 3, "n_head": 4}),
 }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine_kit import checked
 from families import ALWAYS, EACH, FAMILIES, build, off, plain, prefill, tokens, wrapped
 from link_kit import BOS, Overriding, described, ids_of, linked_columns, plan_from, segments
 from ragcachekit import Chunk, Prompt, RagCache, Text
@@ -274,7 +275,7 @@ def focused_case(name, window, seed, *known):
     return cached, plan, theirs, columns, stop
 
 
-@pytest.mark.parametrize(("name", "window", "seed"), FOCUSED)
+@pytest.mark.parametrize(("name", "window", "seed"), soaked(FOCUSED, *FOCUSED[::2]))
 def test_focused_chunks_against_the_slow_forward(name, window, seed):
     cached, plan, theirs, columns, stop = focused_case(name, window, seed)
     _, _, layers = over(theirs, list(plan.token_ids), columns)
@@ -297,7 +298,7 @@ def test_the_cases_stop_early_late_and_never():
 PARTLY = [(name, w, seed) for name in ("llama", "qwen3") for w in (1, 2) for seed in (0, 1)]
 
 
-@pytest.mark.parametrize(("name", "window", "seed"), PARTLY)
+@pytest.mark.parametrize(("name", "window", "seed"), soaked(PARTLY, *PARTLY[::3]))
 def test_a_chunk_that_is_not_cached_competes_for_focus(name, window, seed, tmp_path):
     """Through the facade: what is spent is what the slow forward spends that looks at all four chunks."""
     _, plan, _, columns, _ = focused_case(name, window, seed, A, B, C)
@@ -308,7 +309,7 @@ def test_a_chunk_that_is_not_cached_competes_for_focus(name, window, seed, tmp_p
         between = [part for ids in chunks for part in (Chunk(token_ids=ids), Text(token_ids=SEP))]
         return Prompt([Text(token_ids=S), *between, Text(token_ids=tokens(6, 40 + seed))])
 
-    options = {"encoder": "standalone", "cold": "now", "cache_dir": tmp_path}
+    options = {"encoder": "standalone", "cold": "now", "cache_dir": checked(tmp_path)}
     with RagCache(deep(name)[0], policy=CraftFocused(1.0, window=window), **options) as rag:
         rag.generate(asked(A, B, C), max_new_tokens=1)
         report = rag.generate(asked(A, B, C, D), max_new_tokens=1).report.link

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from engine_kit import checked
 from families import columns, plain, prefill, stepwise, tokens, wrapped
 from ragcachekit import Chunk, PrecedingChunks, Prompt, RagCache, RagCacheError, Text
 from ragcachekit.cancellation import ActiveRequests
@@ -47,7 +48,7 @@ def make(tmp_path):
     opened = []
 
     def make(**options):
-        options = {"cold": "now", "cache_dir": tmp_path, **options}
+        options = {"cold": "now", "cache_dir": checked(tmp_path), **options}
         opened.append(RagCache(speaker(), byte_level(), **options))
         return opened[-1]
 
@@ -98,7 +99,7 @@ def oracle(segments, encoder, first):
 def test_kl_is_that_of_transformers(encoder, policy, first, tmp_path):
     sizes = enumerate([9, 21, 2, 17, 6], start=1)
     segments = tuple(TokenSegment(tokens(count, seed), seed in (2, 4)) for seed, count in sizes)
-    with RagCache(wrapped("llama"), cache_dir=tmp_path, encoder=encoder) as rag:
+    with RagCache(wrapped("llama"), cache_dir=checked(tmp_path), encoder=encoder) as rag:
         pair = PolicyAndEncoder(policy.name, encoder)
         results, _ = auto_of(rag).check.run([CheckPrompt(segments)], {pair: policy}, "space")
     expected = oracle(segments, encoder, first)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.world.questions import held_out_world, world_questions
 from benchmarks.world.reader_folder import READER
+from engine_kit import checked
 from ragcachekit import RagCache
 from ragcachekit.commands import calibrate
 from ragcachekit.commands.app import app
@@ -30,7 +31,7 @@ ASKED = {"max_new_tokens": 3, "do_sample": False}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder: the reader is admitted once."""
-    return tmp_path_factory.mktemp("cache")
+    return checked(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

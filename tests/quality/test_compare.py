@@ -10,14 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.world.questions import world_questions
 from benchmarks.world.reader_folder import READER
+from engine_kit import checked
 from ragcachekit import RagCache
 from ragcachekit.commands.engines import FULL, Engines
 from ragcachekit.commands.questions import OtherPrompts, PromptMaker, Sample
 from ragcachekit.plan.companions import SimilarChunks
 from ragcachekit.policies.base import PolicyAndEncoder
 from ragcachekit.quality.compare import Continuation, compare
+from soak_kit import soaked
 
-NAMES = ("reuse", "lego:4", "random:0.2", "query:0.2", "deep:0.2", "cacheblend:0.2", "craft:0.3")
+NAMES = ("reuse", "lego:4", "query:0.2", "cacheblend:0.2", "random:0.2", "deep:0.2", "craft:0.3")
 WAYS = (PolicyAndEncoder("reuse", "system"), *(PolicyAndEncoder(name, "standalone") for name in NAMES))
 QUESTION = world_questions(0, 1)[1]
 TOKENIZER: Any = AutoTokenizer.from_pretrained(READER)
@@ -40,12 +42,12 @@ def random_model() -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", [reader, random_model])
-def test_figures_are_those_of_one_step_per_token(tmp_path: Path, make: Any) -> None:
+@pytest.mark.parametrize("number", soaked((3, 5, 8), 5))
+def test_figures_are_those_of_one_step_per_token(tmp_path: Path, number: int) -> None:
     """Oracle: each continuation over a link of its own, one token a forward, scored by hand."""
-    ways = WAYS if make is random_model else WAYS[:3]
-    model, prompt, gold = make(), MAKER.prompt(QUESTION), MAKER.answer_ids(QUESTION.answers[0])
-    options: dict[str, Any] = {"max_new_tokens": 4, "cache_dir": tmp_path}
+    model, ways = reader() if number == 3 else random_model(), WAYS[:number]
+    prompt, gold = MAKER.prompt(QUESTION), MAKER.answer_ids(QUESTION.answers[0])
+    options: dict[str, Any] = {"max_new_tokens": 4, "cache_dir": checked(tmp_path)}
     with closing(
         Engines(model, TOKENIZER, ["system", "standalone"], Sample((QUESTION,)), **options)
     ) as engines:
@@ -118,7 +120,7 @@ def test_no_chunk_is_encoded_after_one_that_the_measured_prompt_has_beside_it(
     model, prompt, way = reader(), MAKER.prompt(QUESTION), PolicyAndEncoder("reuse", encoder)
     sample = Sample(tuple(questions), neighbours=near)
     with closing(
-        Engines(model, TOKENIZER, [encoder], sample, max_new_tokens=2, cache_dir=tmp_path)
+        Engines(model, TOKENIZER, [encoder], sample, max_new_tokens=2, cache_dir=checked(tmp_path))
     ) as engines:
         _, reference = engines.full(prompt)
         found, _ = engines.compare(QUESTION, prompt, way, reference)

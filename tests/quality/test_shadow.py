@@ -51,8 +51,12 @@ def by_hand(rag, prompt, policy=None):
 
 def drawn(rag, number=20):
     """Which of so many requests are compared."""
-    counts = [report_after(rag, PROMPT).shadowed for _ in range(number)]
-    return list(np.diff([0, *counts]))
+    counts = [0]
+    for _ in range(number):
+        rag.generate(PROMPT, max_new_tokens=1)
+        assert rag.flush(60)
+        counts.append(rag.shadow_report().shadowed)
+    return list(np.diff(counts))
 
 
 def test_the_share_is_kept_and_the_seed_decides():

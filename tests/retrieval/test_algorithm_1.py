@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ragcachekit.retrieval.proximity import ProximityCache
+from soak_kit import soaked
 
 DIM = 192
 CAPACITY, QUERIES = 150, 2000
@@ -76,7 +77,7 @@ AMONG_WORDINGS = {"cosine": 0.05, "l2": 4.4, "ip": 9.6}
 
 
 @pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-@pytest.mark.parametrize("workload", [lattice, wordings])
+@pytest.mark.parametrize("workload", soaked([lattice, wordings], lattice))
 def test_every_hit_miss_and_eviction_is_that_of_algorithm_1(workload, metric: str) -> None:
     rng = np.random.default_rng(11)
     tolerance = (EDGES if workload is lattice else AMONG_WORDINGS)[metric]

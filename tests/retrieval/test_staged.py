@@ -1,15 +1,18 @@
 """Staged searches: parts of a search whose last result is that of a whole one, also beside changes."""
 
 import threading
+from itertools import product
 
 import numpy as np
 import pytest
 
 from benchmarks.ivf_index import FaissIvfIndex
 from ragcachekit.retrieval.index import SearchResult, VectorIndex, index_names, open_index
+from soak_kit import soaked
 
 DIM = 12
 KINDS = (*index_names(), "faiss-ivf")
+METRICS = ("cosine", "l2", "ip")
 
 
 def opened(kind: str, metric: str = "l2") -> VectorIndex:
@@ -22,8 +25,10 @@ def rows(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
 
 
-@pytest.mark.parametrize("metric", ["cosine", "l2", "ip"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "metric"),
+    soaked(product(KINDS, METRICS), *zip(KINDS, METRICS, strict=True), *product(KINDS[:1], METRICS)),
+)
 def test_the_last_stage_is_the_one_shot_result(kind: str, metric: str) -> None:
     index, keys = opened(kind, metric), rows(1_500)
     keys[700:706] = keys[3]

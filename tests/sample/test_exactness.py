@@ -6,6 +6,7 @@ from texts import DOCUMENTS, QUESTIONS, SYSTEM
 from transformers import DynamicCache
 
 from ragcachekit import Chunk, Prompt, RagCache, Text
+from soak_kit import soaked
 
 RELATIVE = 1e-5  # of the greatest logit or key: float32 sums in another order
 
@@ -42,10 +43,10 @@ def last_logits(model, linked):
 @pytest.mark.parametrize("question", [QUESTIONS[0], pytest.param(QUESTIONS[1], marks=pytest.mark.soak)])
 def test_everything_recomputed_is_an_ordinary_prefill(rag, loaded, question):
     model, _ = loaded
-    rag.encode(list(DOCUMENTS))
-    prompt = prompt_of((2, 0, 1), question)
+    rag.encode([DOCUMENTS[0], DOCUMENTS[2]])
+    prompt = prompt_of((2, 0), question)
     ids = rag.link(prompt, policy="full").input_ids
-    options = {"max_new_tokens": 8, "do_sample": False}
+    options = {"max_new_tokens": 4, "do_sample": False}
     greedy = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -74,7 +75,7 @@ def test_a_chunk_behind_its_encoding_context_needs_nothing_recomputed(loaded, di
         assert off(last_logits(model, linked), expected[-1]) <= RELATIVE
 
 
-@pytest.mark.parametrize("ahead", [1, 57, pytest.param(900, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ahead", soaked((1, 57, 900), 57))
 def test_a_linked_chunk_is_the_chunk_run_at_those_positions(rag, loaded, ahead):
     model, tokenizer = loaded
     rag.encode([DOCUMENTS[1]])

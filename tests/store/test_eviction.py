@@ -6,6 +6,7 @@ import random
 import pytest
 
 from ragcachekit.store.eviction import Access, FrequencyReuse, Gdsf, Lfu, Lru, Pgdsf, Ranking, open_eviction
+from soak_kit import soaked
 
 ITEMS = "abcdefghijkl"
 GROUPS = ("acme", "globex")
@@ -130,7 +131,7 @@ def some_access(draw):
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", soaked(range(2), 0))
 @pytest.mark.parametrize("case", CASES)
 def test_any_sequence_evicts_whom_the_definition_says(case, seed):
     make, score = CASES[case]

@@ -10,6 +10,7 @@ from engine_kit import EXACT, PROMPT, warmed
 from queue_kit import LONG, held
 from ragcachekit import QueueConfig, Request, agenerate, astream
 from ragcachekit.errors import EngineError
+from soak_kit import soaked
 
 ASKED = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1}
 
@@ -91,7 +92,7 @@ def raiser(error):
     return then
 
 
-@pytest.mark.parametrize(("where", "error"), CASES)
+@pytest.mark.parametrize(("where", "error"), soaked(CASES, *zip(EVERY, ERRORS, strict=True), *CASES[9:]))
 def test_it_is_the_error_of_its_own_request_alone(rag, where, error):
     names = ("default", "other", "default", "other", "default", "third")
     want = {name: rag.generate(PROMPT, namespace=name, **ASKED).token_ids for name in names}
