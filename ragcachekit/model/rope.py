@@ -273,8 +273,8 @@ def context_of(model: Any) -> int:
 
 
 def _fit_layer(index: int, at_zero: _KV, others: Sequence[_KV], tables: Sequence[RotaryTable]) -> LayerRope:
-    sources = [tensor.float() for tensor in at_zero]
-    targets = [torch.cat([kv[side] for kv in others], -2).float() for side in (0, 1)]
+    sources = [tensor.float().cpu() for tensor in at_zero]
+    targets = [torch.cat([kv[side] for kv in others], -2).float().cpu() for side in (0, 1)]
     tolerance = 1e-4 if at_zero[0].dtype in (torch.float32, torch.float64) else 3e-2
     moved = [_off(source, target) > tolerance for source, target in zip(sources, targets, strict=True)]
     if not any(moved):
@@ -335,7 +335,7 @@ def lone_kv(model: Any, position: int = 0) -> list[_KV]:
     kv: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
     if not kv or any(not isinstance(t, Tensor) or t.dim() != 4 for pair in kv for t in pair):
         raise _no_plain_cache(model)
-    return [(keys[0].cpu(), values[0].cpu()) for keys, values in kv]
+    return [(keys[0], values[0]) for keys, values in kv]
 
 
 def _rotary_modules(model: Any) -> list[torch.nn.Module]:

@@ -1,7 +1,6 @@
 """``ragcachekit precompute --ray``: what it says and stores, here and in a shared tier."""
 
 import re
-import shutil
 
 import pytest
 import ray
@@ -32,33 +31,21 @@ def precompute(command, corpus, tmp_path, monkeypatch):
 
 
 def counted(result):
-    """(new, kept, forgotten)"""
-    found = re.search(r"(\d+) new, (\d+) kept, (\d+) forgotten", result.stdout)
+    """(new, kept)"""
+    found = re.search(r"(\d+) new, (\d+) kept", result.stdout)
     assert found, result.output
     return tuple(map(int, found.groups()))
 
 
 def test_a_shared_tier_is_written_and_found_again(precompute, tmp_path):
     url = f"file://{tmp_path}/shared"
-    assert counted(precompute("--shared", url, "--shared-key", KEY, "--dry-run"))[1:] == (0, 0)
-    new, kept, _ = counted(precompute("--shared", url, "--shared-key", KEY))
+    assert counted(precompute("--shared", url, "--shared-key", KEY, "--dry-run"))[1] == 0
+    new, kept = counted(precompute("--shared", url, "--shared-key", KEY))
     assert (new > 10, kept) == (True, 0)
     assert len(list((tmp_path / "shared").rglob("*.kv"))) == new
     assert not (tmp_path / "cache" / "kv").exists()
-    assert counted(precompute("--shared", url, "--shared-key", KEY)) == (0, new, 0)
-    assert counted(precompute()) == (new, 0, 0)  # the cache folder has a list of its own
-
-
-def test_what_is_gone_is_forgotten_in_the_shared_tier(precompute, corpus, tmp_path):
-    mine = tmp_path / "mine"
-    shutil.copytree(corpus, mine)
-    shared = ("--corpus", mine, "--shared", f"file://{tmp_path}/shared", "--shared-key", KEY)
-    new, _, _ = counted(precompute(*shared))
-    file = sorted(mine.iterdir())[0]
-    chunks = len(file.read_text().split("\n\n"))
-    file.unlink()
-    assert counted(precompute(*shared)) == (0, new - chunks, chunks)
-    assert len(list((tmp_path / "shared").rglob("*.kv"))) == new - chunks
+    assert counted(precompute("--shared", url, "--shared-key", KEY)) == (0, new)
+    assert counted(precompute()) == (new, 0)  # in the cache folder
 
 
 def test_a_missing_key_says_how_to_make_one(precompute, tmp_path):
@@ -82,17 +69,17 @@ def test_ray_stores_what_one_process_stores(precompute, encoder, tmp_path):
     alone, shared = (
         ("--shared", f"file://{tmp_path}/{name}", "--shared-key", KEY) for name in ("one", "ray")
     )
-    new, _, _ = counted(precompute(*alone, "--encoder", encoder))
+    new, _ = counted(precompute(*alone, "--encoder", encoder))
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        assert counted(precompute(*shared, "--encoder", encoder, "--ray")) == (new, 0, 0)
-        assert counted(precompute(*shared, "--encoder", encoder, "--ray")) == (0, new, 0)
+        assert counted(precompute(*shared, "--encoder", encoder, "--ray")) == (new, 0)
+        assert counted(precompute(*shared, "--encoder", encoder, "--ray")) == (0, new)
         files = sorted((tmp_path / "ray").rglob("*.kv"))
         gone = files[:3] if len(files) == new else files  # neighbours' own entries are not counted
         for entry in gone:
             entry.unlink()
         again = min(len(gone), new)
-        assert counted(precompute(*shared, "--encoder", encoder, "--ray")) == (again, new - again, 0)
+        assert counted(precompute(*shared, "--encoder", encoder, "--ray")) == (again, new - again)
     finally:
         ray.shutdown()
     names = [{path.name for path in (tmp_path / name).rglob("*.kv")} for name in ("one", "ray")]
