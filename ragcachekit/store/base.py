@@ -124,6 +124,8 @@ class KVStore:
 
     def open(self, key: KVKey, weight: float = 1.0) -> Found | LayerSource | None:
         """As :meth:`get`, without waiting for layers that have to be read; by default it is :meth:`get`."""
+        if type(self).get is KVStore.get:
+            raise NotImplementedError(f"{type(self).__name__} has neither get nor open")
         return self.get(key, weight)
 
     def sums(self, key: KVKey) -> Mapping[str, torch.Tensor] | None:

@@ -299,3 +299,12 @@ def test_what_one_tier_cannot_write_down_is_in_no_other(tmp_path):
     assert KEY not in store
     assert host.stats()[0].entries == 0
     store.close()
+
+
+def test_a_store_without_get_and_open_is_named() -> None:
+    class Mine(KVStore):
+        """Has neither."""
+
+    for look_up in (Mine().get, Mine().open):
+        with pytest.raises(NotImplementedError, match="Mine has neither get nor open"):
+            look_up(KEY)
