@@ -99,6 +99,7 @@ def contexts(
     other: Annotated[str, typer.Option(help="The same, of another subject.")],
     model: str = "sample",
     policies: opt.Policies = POLICIES,
+    only: Annotated[str, typer.Option(help="Kinds of contexts, with commas; all, if empty.")] = "",
     count: Annotated[int, typer.Option(min=1, help="Questions.")] = 30,
     distractors: Annotated[int, typer.Option(min=1, help="Passages beside the relevant ones.")] = 3,
     half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "report",
@@ -112,6 +113,10 @@ def contexts(
     corpus = passages(dataset)
     far = [text[:MAX_CHARS] for text in passages(other)]
     ways = ways_of(opt.names(policies), all(one.document for one in questions))
+    if kinds := opt.names(only):
+        if unknown := sorted(set(kinds) - {way.encoder for way in ways}):
+            raise typer.BadParameter(f"unknown contexts: {', '.join(unknown)}")
+        ways = [way for way in ways if way == ALONE or way.encoder in kinds]
     work = json.with_name(json.name + ".work") if json is not None else None
     header = {"contexts": _FORMAT, "model": model, "seed": seed, "other": other}
     header |= {"version": ragcachekit.__version__}
