@@ -25,7 +25,7 @@ from ragcachekit.forward.decode import RequestKV, decode
 from ragcachekit.forward.linker import link
 from ragcachekit.model.encoding import Encoding
 from ragcachekit.model.kv import ChunkKV, KVLayout, decoder_of
-from ragcachekit.model.rope import Rope, context_of, describe_rope
+from ragcachekit.model.rope import Rope, context_of, describe_rope, note_of, rope_of_note
 from ragcachekit.model.snapshots import PAST, SnapshotLayout, run
 from ragcachekit.plan.link_plan import LinkPlan, Piece
 from ragcachekit.reports import LinkReport
@@ -33,7 +33,7 @@ from ragcachekit.types import check_type
 
 log = logging.getLogger(__name__)
 
-CHECK_VERSION = 4  # raised when a check itself changes
+CHECK_VERSION = 5  # raised when a check itself changes
 
 TOKENS, CUTS = 40, (17, 31)
 """Tokens of the check's prompt, and after how many of them a snapshot is made."""
@@ -74,16 +74,18 @@ def check_generates(model: Any) -> None:
 def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
     """The grade of a model that generates, by checks on the model itself.
 
-    That a model passed, for linking and for decoding requests together, is noted in a small file in
-    ``folder``, for the next time; an unreadable or unwritable one only costs another check. A failure is not
-    noted: it may have been a lack of memory.
+    That a model passed, for linking and for decoding requests together, is noted with its RoPE in a small
+    file in ``folder``, for the next time; an unreadable or unwritable one only costs another check. A failure
+    is not noted: it may have been a lack of memory.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "check": CHECK_VERSION}
     record = folder / "admitted" / f"{fingerprint}.json"
-    with suppress(OSError, ValueError):
-        if parse_json(read_regular(record)) == versions:
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        noted = parse_json(read_regular(record))
+        if noted["versions"] == versions:
+            rope = rope_of_note(model, noted["rope"])
             install(model)
-            return Grade("linked", describe_rope(model), KVLayout.of(model), alone=None)
+            return Grade("linked", rope, KVLayout.of(model), alone=None)
     try:
         rope = describe_rope(model)
         log.info("admitted %s: linking differs by %.2g at most", type(model).__name__, admit(model, rope))
@@ -96,8 +98,8 @@ def grade_of(model: Any, fingerprint: str, folder: Path) -> Grade:
     if alone is None:
         try:
             make_folder(record.parent)
-            record.write_text(json.dumps(versions))
-        except OSError as error:
+            record.write_text(json.dumps({"versions": versions, "rope": note_of(rope)}))
+        except (OSError, TypeError) as error:  # an argument of a rotary module may be no JSON
             log.warning("could not note that the model passed its check: %s", error)
     return Grade("linked", rope, KVLayout.of(model), alone=alone)
 

@@ -162,8 +162,11 @@ def state_digest(model: nn.Module) -> str:
             continue
         same, _ = tensors.setdefault(_place(value), (name, value))
         lines.append(f"{name} {value.dtype} {tuple(value.shape)} {same if same != name else ''}")
-    with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        lines += pool.map(_tensor_digest, tensors.values())
+    if sum(tensor.numel() for _, tensor in tensors.values()) < PIECE_BYTES:
+        lines += map(_tensor_digest, tensors.values())  # quicker than threads can be started
+    else:
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            lines += pool.map(_tensor_digest, tensors.values())
     return hashlib.sha256("\0".join(lines).encode()).hexdigest()
 
 

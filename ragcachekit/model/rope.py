@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -56,14 +56,14 @@ class Angles:
 
 
 class RotaryTable:
-    """Angles for any positions, from a private copy of one of the model's rotary modules.
+    """Angles for any positions, from a private copy of the model's rotary module of this name.
 
     A copy, because longrope modules rewrite their buffers in ``forward``.
     """
 
-    def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+        self.name, self.arguments = name, dict(arguments)
         self._module = copy.deepcopy(module).to("cpu")
-        self._arguments = dict(arguments)
         self._lock = threading.Lock()
         self._x = next(iter(inspect.signature(module.forward).parameters))
         # Not at position 0: where every angle is 0, all columns look like repetitions of each other.
@@ -79,7 +79,7 @@ class RotaryTable:
         return Angles(cos[:-1] / m, sin[:-1] / m, m)
 
     def _table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        arguments = {**self._arguments, self._x: torch.zeros(1, 1, 1), "position_ids": positions[None]}
+        arguments = {**self.arguments, self._x: torch.zeros(1, 1, 1), "position_ids": positions[None]}
         with self._lock, torch.inference_mode(False), torch.no_grad():
             output = self._module(**arguments)
         if isinstance(output, Tensor) and output.is_complex():
@@ -243,10 +243,27 @@ def describe_rope(model: Any) -> Rope:
             f"{type(model).__name__} uses no rotary module (learned or relative positions, or a rotation "
             "inside its attention); only with one can a chunk's keys be placed at a new position"
         )
-    tables = [RotaryTable(module, arguments) for module, arguments in calls]
+    names = {module: name for name, module in model.named_modules()}
+    tables = [RotaryTable(names[module], module, arguments) for module, arguments in calls]
     layers = [
         _fit_layer(index, kv, [kvs[index] for kvs in others], tables) for index, kv in enumerate(at_zero)
     ]
+    return Rope(tables, layers, context_of(model), _exact_up_to(model.config.get_text_config()))
+
+
+def note_of(rope: Rope) -> dict[str, Any]:
+    """What :func:`rope_of_note` needs beside the model, for JSON."""
+    return {
+        "tables": [(table.name, table.arguments) for table in rope.tables],
+        "layers": [astuple(layer) for layer in rope.layers],
+    }
+
+
+def rope_of_note(model: Any, note: Mapping[str, Any]) -> Rope:
+    """What :func:`describe_rope` found, without its forwards; LookupError or TypeError if damaged."""
+    modules = dict(model.named_modules())
+    tables = [RotaryTable(name, modules[name], arguments) for name, arguments in note["tables"]]
+    layers = [LayerRope(*layer) for layer in note["layers"]]
     return Rope(tables, layers, context_of(model), _exact_up_to(model.config.get_text_config()))
 
 

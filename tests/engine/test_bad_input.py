@@ -1,5 +1,6 @@
 """Bad models, prompts and options: a clear error, or the right answer with the reason in the report."""
 
+import json
 import re
 
 import pytest
@@ -183,12 +184,20 @@ class TestModelChangedUnderOurFeet:
         assert [key.encoding for key in stored_in(rag)] == ["prefix"], "copied before the model changed"
 
 
-@pytest.mark.parametrize("content", ["", "{}", "null", '{"torch": "0.1"}'])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "null", "[]", '"versions"', '{"torch": "0.1"}', "no rope", "no module", "no layer"]
+)
 def test_an_old_or_damaged_record_costs_a_check(monkeypatch, tmp_path, content):
     checks, admit = [], grade.admit
     monkeypatch.setattr(grade, "admit", lambda *a: checks.append(1) or admit(*a))
     rag = RagCache(build("llama"), cache_dir=tmp_path)
-    (tmp_path / "admitted" / f"{rag.fingerprint}.json").write_text(content)
+    record = tmp_path / "admitted" / f"{rag.fingerprint}.json"
+    if content.startswith("no "):
+        noted = json.loads(record.read_text())
+        wrong = {"no module": {"tables": [["gone", {}]]}, "no layer": {"layers": [[0, 1, 2, 3, 4, 5]]}}
+        noted["rope"] = {**noted["rope"], **wrong[content]} if content in wrong else None
+        content = json.dumps(noted)
+    record.write_text(content)
     RagCache(build("llama"), cache_dir=tmp_path)
     assert len(checks) == 2
 

@@ -1,13 +1,15 @@
 """Rotations: removing what was applied is the identity, what the probe finds, and tables of whole prompts."""
 
+import json
+
 import pytest
 import torch
 
 from benchmarks.families.families import all_families, build
-from families import FAMILIES, LONGROPE_THRESHOLD, off, oracle, prefill, tokens
+from families import FAMILIES, LONGROPE_THRESHOLD, off, oracle, prefill, tokens, wrapped
 from link_kit import described
 from placing_kit import CPU, many_kinds
-from ragcachekit.model.rope import Rope, describe_rope
+from ragcachekit.model.rope import Rope, describe_rope, note_of, rope_of_note
 
 CHUNK = tokens(16, 3)
 
@@ -32,6 +34,23 @@ class TestInvariant2:
         bare, _ = rope.strip(0, keys, keys, here)
         there, _ = rope.place(0, bare, bare, rope.angles(torch.arange(offset, total), total))
         assert off(there, prefill(model, CHUNK, range(offset, total)).keys[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_noted_rope_is_the_one_that_was_found_and_costs_no_forward(name, monkeypatch):
+    found, model = described(name), wrapped(name)
+    monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("a forward"))
+    noted = rope_of_note(model, json.loads(json.dumps(note_of(found))))
+    assert (noted.layers, noted.context, noted.exact_up_to) == (
+        found.layers,
+        found.context,
+        found.exact_up_to,
+    )
+    at = torch.tensor([0, 1, 90])
+    for ours, theirs in zip(noted.angles(at, 91), found.angles(at, 91), strict=True):
+        assert torch.equal(ours.cos, theirs.cos)
+        assert torch.equal(ours.sin, theirs.sin)
+        assert ours.m == theirs.m
 
 
 @pytest.mark.parametrize(
