@@ -206,10 +206,10 @@ _EXPLAINED = (
 
 
 _WHY = (
-    "Why some with RoPE are not linked:",
+    "Why some models with RoPE are not linked:",
     "",
     "- Beam scales queries by their position; Hunyuan multiplies queries and keys by a norm's weights after "
-    "rotating them. At another position, a chunk is a different chunk for them.",
+    "rotating them. They see a moved chunk as a different one.",
     "- Doge adds a weight per key to the mask, which the linked forward cannot do.",
     "- Falcon and GPT-NeoX Japanese have their own attention code and do not call a registered attention "
     "function.",
