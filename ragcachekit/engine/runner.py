@@ -25,6 +25,7 @@ from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.run import Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
 from ragcachekit.plan.variants import VariantPool
+from ragcachekit.prefix_tree.nodes import Step
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.store.remote import waits_of
 from ragcachekit.threads import Condition, attempt
@@ -234,7 +235,7 @@ POLL = 0.05
 
 @dataclass(frozen=True, eq=False)
 class _Pending:
-    """A request whose rows are being stored, and the chunks among them.
+    """A request whose rows are being stored: the chunks among them, and the first steps new in the tree.
 
     Others wait until ``until`` (:func:`time.monotonic`): as long as its prefill took. Computing the rows
     again is quicker than a longer wait.
@@ -243,7 +244,14 @@ class _Pending:
     generated: Generated
     namespace: str
     chunks: frozenset[Ids]
+    steps: tuple[Step, ...]
     until: float
+
+    def has_rows_of(self, request: PromptRequest) -> bool:
+        """Whether the request has one of the chunks, or begins as this one does."""
+        path = request.place[1] if request.place is not None else ()
+        begins_alike = bool(self.steps) and path[: len(self.steps)] == self.steps
+        return begins_alike or not _chunks(request).isdisjoint(self.chunks)
 
 
 class AfterAnswer:
@@ -344,12 +352,10 @@ class AfterAnswer:
         """Whether rows that are being stored would be reused by a request, which waits for them."""
         if not self._pending or not request.reads_cache or self._parts.background.closed.is_set():
             return False
-        chunks, now = _chunks(request), monotonic()
+        now, namespace = monotonic(), request.namespace
         return any(
-            pending.namespace == request.namespace
-            and now < pending.until
-            and not chunks.isdisjoint(pending.chunks)
-            for pending in self._pending
+            one.namespace == namespace and now < one.until and one.has_rows_of(request)
+            for one in self._pending
         )
 
     def wait(self, request: PromptRequest) -> float:
@@ -386,12 +392,13 @@ class AfterAnswer:
         plan, tree = generated.plan, self._parts.tree
         assert plan.request is not None, "planned from a prompt"
         chunks = frozenset(item.token_ids for item in own if not item.again)
+        steps: tuple[Step, ...] = ()
         if tree is not None and plan.prefix_match is not None:
-            match = plan.prefix_match.match
+            match = plan.prefix_match.held or plan.prefix_match.match
             if tree.turns.budget or len(match) < len(match.path):
-                chunks |= _chunks(plan.request)
+                steps = match.path[: len(match) + 1]
         until = monotonic() + max(MIN_WAIT, generated.first_token - generated.linked)
-        pending = _Pending(generated, plan.request.namespace, chunks, until)
+        pending = _Pending(generated, plan.request.namespace, chunks, steps, until)
         with self._changed:
             self._pending = (*self._pending, pending)
         queued = self._jobs.add(pending)

@@ -163,3 +163,24 @@ def test_a_conversation_s_next_turn_waits_for_the_last_one(clock, waits, aside, 
         assert waits.wait(60)
         go.set()
         assert result.result(60).report.link.exact_tokens == 60
+
+
+def test_a_prompt_of_text_alone_waits_for_the_beginning_that_it_shares(clock, waits, aside, monkeypatch):
+    with rag_for("llama", policy="prefix", cold="background", tree=TreeConfig(host_bytes=1 << 26)) as rag:
+        tree, go, keeping = rag.components.tree, threading.Event(), threading.Event()
+        insert = tree.insert
+
+        def held(*args, **options):
+            keeping.set()
+            assert go.wait(60)
+            return insert(*args, **options)
+
+        monkeypatch.setattr(tree, "insert", held)
+        rag.generate(Prompt([text(70, 1), text(6, 2)]), **SHORT)
+        assert keeping.wait(60)
+        assert not rag.generate(Prompt([text(70, 3)]), **SHORT).report.link.exact_tokens
+        assert not waits.is_set(), "another beginning"
+        result = aside(rag.generate, Prompt([text(70, 1), text(6, 5)]), **SHORT)
+        assert waits.wait(60)
+        go.set()
+        assert result.result(60).report.link.exact_tokens == 64
