@@ -17,7 +17,7 @@ from ragcachekit.model.encoding import AverageEncoding
 from ragcachekit.model.kv import SENSITIVITY, token_ids_of
 from ragcachekit.plan.link_plan import Missing
 from ragcachekit.plan.planner import MODEL_CHANGED
-from ragcachekit.plan.variants import VariantPool
+from ragcachekit.plan.variants import VariantPool, is_average
 from ragcachekit.policies.base import SelectionPolicy
 from ragcachekit.policies.registry import open_policy
 from ragcachekit.prompt.parser import PromptLike
@@ -55,7 +55,7 @@ class Chunks:
         self._parts, self._parser, self._planner = components, components.parser, components.planner
         self.query_caches: WeakSet[CachedRetrieval[Any]] = WeakSet()
         self.registering = Lock()  # held while a forget ends
-        self._warned = False
+        self._warned = set[str]()
 
     def register(self, texts: Iterable[str], namespace: str, sources: Sequence[str | None] | None) -> int:
         """Search prompts for these texts; returns how many can be found."""
@@ -118,8 +118,11 @@ class Chunks:
             self._register_named(texts, ids, namespace, since)
             return EncodedIds(ids)
         policy = self._parts.resolve(self._parts.policy, namespace).policy
+        knows_system = system is not None or self._planner.last_prompts.last(namespace) is not None
         items = self._planner.missing(texts, namespace, policy, system, since)
         self._register_named(texts, [item.key.chunk_id for item in items], namespace, since)
+        if not knows_system and any(is_average(item.key) for item in items):
+            self._warn("encode knows no text before the first chunk: give prompt=, or ask a question first")
         todo = encoder.complete(item for item in items if not self._is_stored(item))
         if isinstance(self._parts.store, NullStore):
             self._warn(
@@ -197,8 +200,8 @@ class Chunks:
             attempt(self._parts.cost.measure)
 
     def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
+        if message not in self._warned:
+            self._warned.add(message)
             log.warning("%s", message)
 
     def _unless_forgotten(

@@ -69,6 +69,26 @@ def test_encoding_into_nothing_is_warned_of_once(opened, caplog):
     assert "disk_path" in record.message
 
 
+@pytest.mark.parametrize(
+    ("encoder", "options", "asked", "said"),
+    [
+        ("average:2", {}, False, 1),
+        ("average:2", {"system": "Answer from the context.\n"}, False, 0),
+        ("average:2", {}, True, 0),
+        ("standalone", {}, False, 0),
+    ],
+)
+def test_encoding_without_the_text_before_the_chunks_is_warned_of(
+    opened, caplog, encoder, options, asked, said
+):
+    rag = opened(encoder=encoder)
+    rag.register([ONE, TWO])
+    if asked:
+        rag.generate(PROMPT, max_new_tokens=1)
+    rag.encode([ONE, TWO], **options)
+    assert sum("give prompt=, or ask a question first" in r.message for r in caplog.records) == said
+
+
 @pytest.mark.parametrize("encoder", ["system", "average:3"])
 def test_an_encode_that_does_not_fit_says_what_is_kept(opened, caplog, encoder):
     texts = [f"{ONE} {number}" for number in range(8)]
