@@ -44,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="sample", help="folder or hub id")
     model = parser.parse_args(arguments).model
     content = "\n\n".join(["Answer from the context.", *DOCUMENTS, QUESTION])
+    messages = [{"role": "user", "content": content}]
     with RagCache.from_pretrained(model, policy=Ends(4)) as rag:
-        rag.encode(DOCUMENTS)
+        rag.encode(DOCUMENTS, prompt=messages)
         for policy in (Ends(4), "lego:8", "reuse", "full"):
-            answer = rag.generate([{"role": "user", "content": content}], policy=policy, max_new_tokens=16)
+            answer = rag.generate(messages, policy=policy, max_new_tokens=16)
             link = answer.report.link
             print(f"{link.policy}: ratio {link.recompute_ratio:.2f}, {answer.text!r}")
 
