@@ -17,8 +17,8 @@ USES = {"second use": 1, "third use": 2, "fourth use": 3, "tenth use": 9}
 VARIANTS = "fourth use"
 """Its contexts are those of Cache-Craft's variants."""
 
-COMPANIONS, MAX_EARLIER = 2, 3
-"""Passages before a chunk: as the default encoder has them; at most, in an earlier prompt."""
+MAX_EARLIER = 3
+"""Passages before a chunk in an earlier prompt."""
 
 MAX_CHARS = 800
 """Of passages of another subject, which may be much longer than those that are measured."""
@@ -42,9 +42,17 @@ def passages(spec: str) -> list[str]:
 
 
 def draw_contexts(
-    question: Question, questions: Sequence[Question], corpus: Sequence[str], far: Sequence[str], seed: int
+    question: Question,
+    questions: Sequence[Question],
+    corpus: Sequence[str],
+    far: Sequence[str],
+    seed: int,
+    companions: int = 2,
 ) -> dict[str, dict[str, list[Context]]]:
-    """Contexts of each chunk, by their kind; only those of the control hold passages of the prompt."""
+    """Contexts of each chunk, by their kind; only those of the control hold passages of the prompt.
+
+    ``companions``: the ``n`` of ``average:n``.
+    """
     rng, measured = random.Random(f"{seed} {question.question}"), set(question.chunks)
     document = [text for text in dict.fromkeys(question.document) if text not in measured]
     away = [text for text in corpus if text not in measured and text not in question.document]
@@ -52,7 +60,7 @@ def draw_contexts(
     asked = [one.question for one in questions if one != question] or [question.question]
     out: dict[str, dict[str, list[Context]]] = {}
     for chunk in question.chunks:
-        groups = {name: rng.sample(pool, min(COMPANIONS, len(pool))) for name, pool in pools.items() if pool}
+        groups = {name: rng.sample(pool, min(companions, len(pool))) for name, pool in pools.items() if pool}
         groups[OWN] = [text for text in question.chunks if text != chunk]
         # As average:n has them: the last one, the last two, ...
         own = {

@@ -101,6 +101,7 @@ def contexts(
     policies: opt.Policies = POLICIES,
     only: Annotated[str, typer.Option(help="Kinds of contexts, with commas; all, if empty.")] = "",
     count: Annotated[int, typer.Option(min=1, help="Questions.")] = 30,
+    companions: Annotated[int, typer.Option(min=1, help="The n of average:n.")] = 2,
     distractors: Annotated[int, typer.Option(min=1, help="Passages beside the relevant ones.")] = 3,
     half: Annotated[str, typer.Option(help="Of the dataset: all, develop or report.")] = "report",
     seed: opt.Seed = 0,
@@ -119,7 +120,7 @@ def contexts(
         ways = [way for way in ways if way == ALONE or way.encoder in kinds]
     work = json.with_name(json.name + ".work") if json is not None else None
     header = {"contexts": _FORMAT, "model": model, "seed": seed, "other": other}
-    header |= {"version": ragcachekit.__version__}
+    header |= {"version": ragcachekit.__version__, "companions": companions}
     lm, tokenizer = load_checked(model, None, "auto")
     near = SimilarChunks(corpus, MiniLM().embed(corpus))
     try:
@@ -131,7 +132,7 @@ def contexts(
             for number, question in enumerate(questions):
                 todo = [way for way in ways if (number, way) not in done]
                 bar.update(len(ways) - len(todo))
-                drawn = draw_contexts(question, questions, corpus, far, seed)
+                drawn = draw_contexts(question, questions, corpus, far, seed, companions)
                 for way, found in bench.measure(question, drawn, todo):
                     done[number, way] = found
                     bar.update()

@@ -123,10 +123,11 @@ class LinkReport(Report):
 
     def __str__(self) -> str:
         of_tree = f", {self.tree_tokens} of them from the knowledge tree" if self.tree_tokens else ""
+        share = f" ({self.recompute_ratio:.1%} of the cached)" if self.recomputed_tokens else ""
         text = (
             f"{self.policy}: {self.reused_tokens} of {self.prompt_tokens} prompt tokens reused "
-            f"({self.exact_tokens} exactly{of_tree}), {self.recomputed_tokens} recomputed "
-            f"(ratio {self.recompute_ratio:.3f}), {self.computed_tokens} computed, link {self.link_ms:.1f} ms"
+            f"({self.exact_tokens} exactly{of_tree}), {self.recomputed_tokens} recomputed{share}, "
+            f"{self.computed_tokens} computed, link {self.link_ms:.1f} ms"
         )
         if self.overlap is not None:
             text += (

@@ -139,12 +139,11 @@ def sample_model(cache_dir: str | os.PathLike[str] | None = None, *, progress: b
             return folder
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
             made = Path(scratch) / "model"
-            with tqdm(total=2, desc="sample model", unit="step", disable=not progress) as bar:
+            with tqdm(total=1, desc="Getting the sample model", unit="file", disable=not progress) as bar:
                 file = _gguf(Path(scratch))
                 bar.update()
-                _convert(file, made)
-                made.replace(folder)
-                bar.update()
+            _convert(file, made)  # transformers shows bars of its own
+            made.replace(folder)
     return folder
 
 
