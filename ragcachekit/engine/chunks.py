@@ -123,7 +123,8 @@ class Chunks:
         self._register_named(texts, [item.key.chunk_id for item in items], namespace, since)
         if not knows_system and any(is_average(item.key) for item in items):
             self._warn("encode knows no text before the first chunk: give prompt=, or ask a question first")
-        todo = encoder.complete(item for item in items if not self._is_stored(item))
+        lacking = [item for item in items if is_average(item.key) or not self._is_stored(item)]
+        todo = [item for item in encoder.complete(lacking) if not self._is_stored(item)]
         if isinstance(self._parts.store, NullStore):
             self._warn(
                 "encode keeps nothing: the store has no tier; give StoreConfig host_bytes or a disk_path"

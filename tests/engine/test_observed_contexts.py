@@ -141,3 +141,20 @@ def test_the_same_prompt_is_soon_served_whole(rag, options):
     for _ in range(5):
         report = rag.generate(prompt("acbd"), max_new_tokens=1, **options).report.link
     assert sources(report.chunks) == ["cached"] * 4
+
+
+def test_encode_computes_what_prompts_have_not(opened):
+    """A mean that prompts made complete says nothing of the chunk as a prompt's first."""
+    rag = opened(encoder="average:2", cold="now")
+    texts = [f"{place} lies on the river of number {place * 7}." for place in range(4)]
+    rag.register(texts)
+
+    def ask(*places):
+        body = "\n\n".join(texts[place] for place in places)
+        return rag.generate(f"Answer from the context.\n{body}\nWhere?", max_new_tokens=1).report.link.chunks
+
+    orders = [order for order in permutations(range(4)) if order[0] in (0, 2)]
+    uses = [ask(*order) for order in orders][-1]
+    assert [use.contexts for use in uses] == [1, *[CONTEXTS_TO_OBSERVE] * 3]
+    assert sorted(rag.encode(texts).kept) == sorted(rag.encode(texts))
+    assert [sources(ask(*places))[0] for places in ([1, 0, 2, 3], [3, 0, 2, 1])] == ["cached"] * 2
