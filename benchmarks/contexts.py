@@ -67,8 +67,6 @@ BESIDE = "impact:0.1"
 """Differences are paired with this policy over the same contexts."""
 
 MEAN, STANDALONE, SYSTEM, SIMILAR = DEFAULT_ENCODER, "standalone", "system", "similar:10"
-AS_PLANNED = {f"{name}, one computed": name for name in ("second use", "third use")}
-"""As an engine plans them: one chunk is computed for its mean, which has too few contexts."""
 
 PUBLISHED = {
     "variants of three prompts": (IN_PROMPT, ("craft:0.2", "craft:1", BESIDE)),  # Cache-Craft
@@ -151,7 +149,6 @@ def ways_of(policies: Sequence[str], documents: bool) -> list[PolicyAndEncoder]:
     """Policies and contexts; ``documents``: those of the questions are known."""
     means = [*([DOCUMENT] if documents else []), CORPUS, OTHER, OWN, *USES]
     ways = [PolicyAndEncoder(open_policy(policy).name, name) for name in means for policy in policies]
-    ways += [PolicyAndEncoder("sensitive:0.1", name) for name in AS_PLANNED]
     ways += [PolicyAndEncoder(policy, name) for name, (_, own) in PUBLISHED.items() for policy in own]
     return [ALONE, PolicyAndEncoder("reuse", SYSTEM), *ways]
 
@@ -215,7 +212,7 @@ class Bench:
         self._system, self._earlier = prompt.segments[0].token_ids, {}
         for name in dict.fromkeys(way.encoder for way in ways):
             encoder, _ = PUBLISHED.get(name, (name if name in (STANDALONE, SYSTEM) else MEAN, ()))
-            kind = VARIANTS if encoder == IN_PROMPT else AS_PLANNED.get(name, name)
+            kind = VARIANTS if encoder == IN_PROMPT else name
             with closing(HostStore(1 << 60)) as store:
                 pool = VariantPool()
                 for way in (way for way in ways if way.encoder == name):
@@ -225,7 +222,6 @@ class Bench:
                     for want in request.wanted:
                         of = drawn.get(prompt.texts.get(want.token_ids, ""), {}).get(kind, [])
                         self._fill(store, pool, want, of)
-                    request = replace(request, observes=name in AS_PLANNED)
                     yield way, self._found(make_plan(request, pool), reference)
 
     def _fill(self, store: KVStore, pool: VariantPool, want: Wanted, of: Sequence[Context]) -> None:
@@ -282,14 +278,10 @@ class Bench:
         linked, plan = link_ahead(self._model, self._rope, plan)
         seconds, report = time.perf_counter() - started_at, plan.report
         uses = [use for use in (report.prefix, *report.chunks) if use is not None]
-        computed = sum(use.tokens for use in uses if use.source == COMPUTED)
-        cached = sum(use.tokens for use in uses) - computed
-        assert plan.request is not None, "the plan is of a request"
-        if not cached or bool(computed) > plan.request.observes:
+        if any(use.source == COMPUTED for use in uses):
             raise RagCacheError(f"chunks could not be encoded for {report}")
-        ratio = (report.recompute_ratio * cached + computed) / (cached + computed)
         found = compare(Continuation(self._model, linked.inputs), reference)
-        return Found(found.kl, ratio, seconds, max(use.contexts for use in uses))
+        return Found(found.kl, report.recompute_ratio, seconds, max(use.contexts for use in uses))
 
 
 # -- the report ----------------------------------------------------------------------------------------
@@ -315,7 +307,7 @@ def rows_of(
             "low": low,
             "high": high,
         }
-        beside = kl.get(PolicyAndEncoder(BESIDE, AS_PLANNED.get(way.encoder, way.encoder)))
+        beside = kl.get(PolicyAndEncoder(BESIDE, way.encoder))
         if beside is not None and way.policy != BESIDE:
             less, more = bootstrap.of_mean(kl[way] - beside)
             row |= {"minus_impact": float((kl[way] - beside).mean()), "minus_low": less, "minus_high": more}

@@ -71,6 +71,5 @@ class RetrievalError(RagCacheError):
 class Cancelled(BaseException):
     """The model work of a :class:`~ragcachekit.CancelScope` was cancelled.
 
-    Not an :class:`Exception`, like :class:`asyncio.CancelledError`: no retry or fallback may go on with the
-    request.
+    Not an :class:`Exception`, like :class:`asyncio.CancelledError`: nothing may go on with the request.
     """

@@ -35,8 +35,7 @@ class JsonStore:
     Parameters
     ----------
     folder : path
-        Made for this user alone if it does not exist (mode 0700, files 0600). OSError where that is not
-        allowed.
+        Made for this user alone if it does not exist (mode 0700, files 0600); OSError if it cannot be.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

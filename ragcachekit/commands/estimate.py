@@ -93,8 +93,7 @@ def run(settings: OwnFiles, log: Sequence[Question]) -> BenchReport:
 
     ``tokens_found`` is the share of all prompt tokens that come from a cache of that size, filled by the log
     alone; ``after_precompute`` the same where the corpus was encoded ahead, onto a disk. Raises ValueError
-    for a chunk that the corpus lacks; CorpusError, RetrievalError, RagCacheError, as for a model of grade
-    prefix.
+    for a chunk that the corpus lacks; CorpusError, RetrievalError; RagCacheError for a model of grade prefix.
     """
     from ragcachekit.commands.questions import SEPARATOR, PromptMaker, bare_ids
     from ragcachekit.commands.report import BenchReport
@@ -199,22 +198,23 @@ def balance(
 ) -> list[float]:
     """Rows computed after each question, as a share of those without a cache, all until then together.
 
-    As prompts are planned under ``average:n``: what is not stored is computed and kept, and one stored chunk
-    of too few contexts is computed again. Of the other stored rows a ``share`` is computed.
+    As prompts are planned under ``average:n``: what is not stored is computed and kept, and a ``share`` of
+    stored rows. A chunk has a mean of two contexts in the end, and an entry for prompts that it begins: what
+    it lacks is computed after an answer, at every third use without it.
     """
+    from ragcachekit.engine.components import EngineSettings
     from ragcachekit.plan.link_plan import CONTEXTS_TO_OBSERVE
 
-    contexts, spent, out = Counter[str](), 0.0, list[float]()
+    known, lacked = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
+    spent, out = 0.0, list[float]()
     for number, texts in enumerate(prompts):
-        held = [text for text in texts if contexts[text]]
-        room = sum(tokens[text] for text in held) / 3
-        few = [t for t in held if contexts[t] < CONTEXTS_TO_OBSERVE and tokens[t] <= room]
-        again = min(few, key=contexts.__getitem__, default=None)
-        reused = sum(tokens[text] for text in held if text != again)
-        kept = [text for text in texts if text == again or text not in held]
-        contexts.update(kept)
-        computed = prompt_tokens[number] - (1 - share) * reused
-        spent += computed
+        uses = [(text, place == 0) for place, text in enumerate(texts)]
+        held = [use for use in uses if known[use[0], True] or known[use[0], False]]
+        lacked.update(few := [use for use in held if known[use] < (1 if use[1] else CONTEXTS_TO_OBSERVE)])
+        due = [use for use in few if lacked[use] % (EngineSettings.encode_after + 1) == 0]
+        known.update([*due, *(use for use in uses if use not in held)])
+        spent += prompt_tokens[number] + sum(tokens[text] for text, _ in due)
+        spent -= (1 - share) * sum(tokens[text] for text, _ in held)
         out.append(spent / sum(prompt_tokens[: number + 1]))
     return out
 

@@ -60,8 +60,7 @@ def precompute(
 
     What is stored is skipped: interrupt it when you like and run it again. When documents changed, run
     it again: what changed is encoded; what is gone stays until there is no room for it, or `cache clear`.
-    Give `ask` the same model, cache, namespace, chunk size, encoder and dtype. --encoder system is the quick
-    one.
+    Give `ask` the same model, cache, namespace, chunk size, encoder and dtype. --encoder system is quick.
     """
     settings = opt.settings_of(PrecomputeSettings, locals())
     quiet_loading()

@@ -142,8 +142,7 @@ def read_sample(
 ) -> Sample:
     """The questions of a file (``answered``: each with a right answer), or else probes made of a corpus.
 
-    Raises CorpusError, and ValueError if one of the ``encoders`` needs the chunks before a chunk and they are
-    not known.
+    Raises CorpusError, and ValueError if one of the ``encoders`` needs preceding chunks that are not known.
     """
     known: list[Sequence[str]] = []
     if corpus is not None:

@@ -87,13 +87,13 @@ class BackgroundEncoder:
             self.count(encoded_tokens=kv.tokens)
             done(item.key, kv)
 
-    def keep(self, entries: Iterable[tuple[Missing, ChunkKV]]) -> None:
-        """Store what a request computed itself, unless forgotten since or stored already."""
+    def keep(self, entries: Iterable[tuple[Missing, ChunkKV]], counted: str = "captured_tokens") -> None:
+        """Store what was computed in a prompt, unless forgotten since or stored already."""
         for item, kv in entries:
             with self.forgets.storing:
                 if self._is_current(item) and (_joins_mean(item) or item.key not in self._store):
                     self._put(item, kv)
-                    self.count(captured_tokens=kv.tokens)
+                    self.count(**{counted: kv.tokens})
 
     def count(self, **tokens: int) -> None:
         with self._counting:
@@ -180,10 +180,12 @@ class BackgroundEncoder:
             log.warning("%d missing chunks are not encoded: %d requests wait", len(todo), MAX_WAITING)
 
     def _encode_queued(self, missing: Iterable[Missing]) -> None:
-        absent = [item for item in missing if item.key not in self._store]
+        self.now(self.due(item for item in missing if item.key not in self._store))
+
+    def due(self, missing: Iterable[Missing], more: int = 0) -> list[Missing]:
+        """Count a miss of each; returns those missed ``after + more`` times, which were not forgotten."""
         with self.forgets.storing:
-            due = [i for i in absent if self._is_current(i) and self.misses.is_due(i, self._after)]
-        self.now(due)
+            return [i for i in missing if self._is_current(i) and self.misses.is_due(i, self._after + more)]
 
 
 def _joins_mean(item: Missing) -> bool:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from ragcachekit.encode.encoders import prefill
 from ragcachekit.forward.linker import segments_of, stop_of
+from ragcachekit.forward.prefill import check_finite, prepare
 from ragcachekit.forward.rows import ContextSums, QuestionAttention, SummingCache
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.kv import (
@@ -22,10 +23,11 @@ from ragcachekit.model.kv import (
     Stretch,
     context_number,
     contexts_of,
+    decoder_of,
     extract,
 )
 from ragcachekit.model.rope import Rope
-from ragcachekit.plan.link_plan import Missing
+from ragcachekit.plan.link_plan import LinkPlan, Missing
 from ragcachekit.types import Ids, chunk_id
 
 
@@ -85,6 +87,22 @@ class InPromptEncoder:
             own |= {} if asked is None else asked.of(at.start, at.stop)
             out.append(ChunkKV(*kv, None, own))
         return out
+
+
+@torch.no_grad()
+def observe(model: Any, rope: Rope, plan: LinkPlan) -> list[tuple[Missing, ChunkKV]] | None:
+    """Run the linked forward of a prompt for the rows of what it misses, each after all that precedes it.
+
+    None if the model attends more often than it stores. LoadFailed if an entry could not be loaded.
+    """
+    linked = prepare(model, rope, plan, capture=True)
+    if (own := linked.own) is None:
+        return []
+    rows, cache, inputs = len(linked.plan.rows), linked.inputs["past_key_values"], dict(linked.inputs)
+    for name in {"input_ids", "position_ids"} & inputs.keys():
+        inputs[name] = inputs[name][:, -rows:]  # the others are kept
+    check_finite(linked.plan, decoder_of(model)(**inputs, use_cache=True)[0])
+    return own.entries(cache, rope) if own.complete(cache) else None
 
 
 def _serves(first: Missing, item: Missing) -> bool:

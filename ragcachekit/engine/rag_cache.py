@@ -459,13 +459,13 @@ class RagCache:
         ----------
         system : str, optional
             Text before a prompt's first chunk, as the model sees it, for encoders that need it; default is
-            the last one used in the namespace. Before any, ``average:n`` encodes chunks without it; prompts
-            reuse them so, and compute them again one by one.
+            the last one used in the namespace. Before any, ``average:n`` encodes chunks without it, and
+            prompts reuse them so until their own rows replace them.
         prompt : str, messages or Prompt, optional
             A prompt like those to come, with at least one of the texts: instead of ``system``, the text
             before its first chunk. Nothing is generated.
         sources, retain, progress : optional
-            As for :meth:`register`; as for :meth:`submit`; whether to show a progress bar over tokens.
+            As for :meth:`register`; as for :meth:`submit`; whether to show a progress bar over the entries' tokens.
 
         ValueError for an empty chunk, one longer than the model's context, a missing ``system``, or a
         ``prompt`` without chunks or beside a ``system``.

@@ -13,18 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from ragcachekit.cancellation import CancelScope, raise_if_cancelled
+from ragcachekit.cancellation import Backoff, CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
+from ragcachekit.encode.background import MAX_WAITING
+from ragcachekit.encode.in_prompt import observe
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import Request
 from ragcachekit.forward.linker import own_entries, stop_of
 from ragcachekit.forward.prefill import Replan
 from ragcachekit.forward.rows import captured, keeps_turn, stretches_of, turn_of, with_answer
 from ragcachekit.generate.batch import BatchDecoder, Decoding
-from ragcachekit.generate.options import links_ahead
 from ragcachekit.generate.run import Generated, answer_of
 from ragcachekit.plan.link_plan import LinkPlan, Missing, PromptRequest, plain_plan
 from ragcachekit.plan.variants import VariantPool
+from ragcachekit.policies.registry import open_policy
 from ragcachekit.prefix_tree.nodes import Step
 from ragcachekit.reports import Answer, GenerateReport
 from ragcachekit.store.remote import waits_of
@@ -115,9 +117,7 @@ class Runner:
         ``closed`` cancels it; ``wanted`` are entries of the requests that wait.
         """
         run = self.runs[request] = _Run(perf_counter())
-        ahead = links_ahead(request.options, self._parts.model.generation_config)  # which captures no rows
-        observes = self._after_answer.observes and not ahead
-        prompt, streamer = replace(request.prompt, observes=observes), request.streamer
+        prompt, streamer = request.prompt, request.streamer
         own = partial(CancelScope, request.ended, deadline=request.deadline)  # made inside the others
         with request.scope, CancelScope(closed), own(), waits_of(run.waits):
             # A changed model may attend by other code than the batch's.
@@ -265,14 +265,11 @@ class AfterAnswer:
         self.reports = deque[GenerateReport](maxlen=KEPT_REPORTS)
         self._jobs = components.background.queue(self._keep_pending, MAX_KEEPING)
         self._saving = components.background.queue(VariantPool.save, 1)
+        backoff = partial(Backoff, components.active)
+        self._observing = components.background.queue(self._observe, MAX_WAITING, backoff)
         self._changed = Condition()
         self._pending: tuple[_Pending, ...] = ()
         self._can_observe = True
-
-    @property
-    def observes(self) -> bool:
-        """Whether prompts compute known chunks again, as their rows would be kept."""
-        return self.captures and self._can_observe
 
     @property
     def captures(self) -> bool:
@@ -295,11 +292,9 @@ class AfterAnswer:
                     parts.loads.follow(plan.skipped, plan.report.loaded_bytes)
                 if parts.cost.needed:
                     parts.cost.measure_later()
-                again = {item.key for item in plan.missing if item.again}
-                # Some models attend more often than they store: there it would be for nothing each time.
-                self._can_observe &= again <= {item.key for item in self._own(generated)}
                 kept = kept or self.keep(generated)
                 self.encode_missing(plan.missing, kept.keys)
+                self._observe_later(plan)
         if parts.planner.variants.saved is not None:
             self._saving.add(parts.planner.variants)
         if plan.report.namespace in parts.auto.used:
@@ -308,7 +303,7 @@ class AfterAnswer:
 
     def encode_missing(self, missed: Iterable[Missing], kept: frozenset[KVKey] = frozenset()) -> None:
         """Count what a request missed, and encode it, now or later, but for what was kept."""
-        encoder, missed = self._parts.background_encoder, [item for item in missed if not item.again]
+        encoder, missed = self._parts.background_encoder, tuple(missed)
         if not missed:
             return
         encoder.count(missed_tokens=sum(len(item.token_ids) for item in missed))
@@ -317,6 +312,26 @@ class AfterAnswer:
             encoder.later(missing)
         elif self.cold == "now":
             attempt(encoder.now, missing)
+
+    def _observe_later(self, plan: LinkPlan) -> None:
+        """Have rows of found chunks computed in this prompt, too, for means of too few contexts."""
+        if plan.observable and plan.request is not None and self.captures and self._can_observe:
+            job = plan.request.without_cached(open_policy("reuse")), plan.observable
+            if self.cold == "now":
+                attempt(self._observe, job)
+            else:
+                self._observing.add(job)
+
+    def _observe(self, job: tuple[PromptRequest, tuple[Missing, ...]]) -> None:
+        parts, (request, items) = self._parts, job
+        encoder, planner = parts.background_encoder, parts.planner
+        due = items if self.cold == "now" else encoder.due(items, more=1)  # less urgent than a missing chunk
+        if not due or not planner.unchanged():
+            return
+        request = replace(request, observes=frozenset(item.key for item in due))
+        entries = observe(parts.model, parts.rope, planner.plan(planner.look_up(request)))
+        self._can_observe &= entries is not None
+        encoder.keep(entries or (), "encoded_tokens")
 
     def _feed_auto(self, generated: Generated, begun: float) -> None:
         # Planning and waits for slow tiers are part of what reuse costs.
@@ -391,7 +406,7 @@ class AfterAnswer:
     def _keep_later(self, generated: Generated, own: Iterable[Missing]) -> bool:
         plan, tree = generated.plan, self._parts.tree
         assert plan.request is not None, "planned from a prompt"
-        chunks = frozenset(item.token_ids for item in own if not item.again)
+        chunks = frozenset(item.token_ids for item in own)
         steps: tuple[Step, ...] = ()
         if tree is not None and plan.prefix_match is not None:
             match = plan.prefix_match.held or plan.prefix_match.match

@@ -280,8 +280,7 @@ class CacheAwareOrder:
     most cached tokens per computed token is next, among its first ``window + 1``. None is overtaken more than
     ``window`` times by later ones of its namespace; with 0 the order is that of arrival.
 
-    ``estimate`` returns cached and computed tokens, computed at least 1. ``most_overtaken`` is the highest
-    count so far.
+    ``estimate`` returns cached and computed tokens, at least 1. ``most_overtaken`` is the highest count.
     """
 
     def __init__(self, window: int, estimate: Callable[[Request], tuple[int, int]]) -> None:

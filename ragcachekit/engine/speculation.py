@@ -66,8 +66,7 @@ class SpeculativePipeline:
     ) -> Speculation:
         """One search, whose stages the caller offers. Arguments are those of its final ``rag.submit``.
 
-        ValueError for a ``streamer``, as what it was given could not be taken back: use the request's
-        ``stream()``.
+        ValueError for a ``streamer``, from which nothing could be taken back: use the request's ``stream()``.
         """
         check_deadline(deadline)
         if options.get("streamer") is not None:

@@ -32,8 +32,7 @@ _OF_GENERATE |= {"generation_config", "seed"}
 class Decoding:
     """A request that is decoded in a batch, or ended; ``token_ids`` are its new tokens so far.
 
-    ``error`` is what sampling, the streamer or a criterion of this request raised; :meth:`generated` raises
-    it.
+    ``error`` is what its sampling, streamer or criterion raised; :meth:`generated` raises it.
     """
 
     def __init__(

@@ -12,8 +12,7 @@ class Encoding:
     """What a chunk is encoded after.
 
     ``name``: ``standalone``, ``sinks:n``, ``system`` or ``prefix``. ``before``: token ids before the chunk,
-    whose KV is dropped. ``length``: use the frequencies of a prompt of this many tokens (longrope); 0 for the
-    chunk's own.
+    whose KV is dropped. ``length``: of the prompt whose frequencies are used (longrope); 0 for the chunk's.
     """
 
     name: str

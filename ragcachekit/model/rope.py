@@ -112,8 +112,7 @@ class LayerRope:
     - ``interleaved``: Pairs are neighbours, not halves apart.
     - ``offset``: First rotated dimension.
     - ``backwards``: Rotates the other way (NanoChat).
-    - ``values``: The rotated part is cached as values: multi-head latent attention (DeepSeek-V2, section
-      2.1).
+    - ``values``: The rotated part is cached as values: latent attention (DeepSeek-V2, section 2.1).
     """
 
     table: int | None

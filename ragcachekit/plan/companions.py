@@ -81,8 +81,7 @@ class PrecedingChunks:
     """The chunks before a chunk in its own document, nearest first.
 
     The graph of FusionRAG section 3.1 (discussion) with one kind of edge, for chunks that refer to a name in
-    an earlier one. ``documents`` has each document's chunks in order; of a repeated text, the first place
-    counts.
+    an earlier one. ``documents`` has each document's chunks in order; a repeated text counts once.
     """
 
     def __init__(self, documents: Iterable[Sequence[str]]) -> None:

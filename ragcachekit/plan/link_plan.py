@@ -32,7 +32,7 @@ COMPUTED = "computed"
 """Source of chunks that are not cached."""
 
 CONTEXTS_TO_OBSERVE = 2
-"""A prompt computes a chunk again while the mean that is stored of it is of fewer contexts."""
+"""Rows of a chunk are computed in a further prompt, after its answer, while its mean is of fewer contexts."""
 
 RECOMPUTED = "the policy recomputed all that was cached"
 
@@ -53,7 +53,7 @@ class PromptRequest:
     notes: tuple[str, ...] = ()  # for the report
     fallback: str | None = None  # reason for a prefill in full
     epoch: int = 0  # number of forgets when the prompt came
-    observes: bool = False  # rows that it computes are kept, so a chunk whose mean needs more may be computed
+    observes: frozenset[KVKey] = frozenset()  # entries that it computes, although others serve meanwhile
     settles: bool = False  # the system text changes with the prompts: what is stored after others is enough
     waited_ms: float = 0.0  # by earlier plans, in vain
     retries: int = 0  # earlier plans that could not be run
@@ -62,6 +62,10 @@ class PromptRequest:
 
     def with_note(self, note: str) -> PromptRequest:
         return replace(self, notes=(*self.notes, note))
+
+    def without_cached(self, policy: SelectionPolicy) -> PromptRequest:
+        """The request under another policy, without what was looked up, which may leave memory meanwhile."""
+        return replace(self, policy=policy, fetch=Fetch(NullStore()), prefix_match=None)
 
     def after_failure(self, error: Exception) -> PromptRequest:
         """The request to compute in full, once its linked prompt has failed."""
@@ -96,15 +100,13 @@ class Missing:
     """A missing entry: what to encode, and under which key to store it.
 
     ``epoch`` is the number of forgets when its request began (:class:`ForgetEpochs`); after a later one that
-    concerns its key it is not stored. ``again``: an entry that serves meanwhile is stored. Once stored it is
-    retained for ``retain`` seconds after each use.
+    concerns its key it is not stored. Once stored it is retained for ``retain`` seconds after each use.
     """
 
     key: KVKey
     token_ids: tuple[int, ...]
     encoding: Encoding
     epoch: int = 0
-    again: bool = False
     retain: float = 0.0
 
     @property
@@ -153,6 +155,7 @@ class LinkPlan:
     without: frozenset[KVKey] = frozenset()  # entries that counted as not found
     skipped: tuple[KVKey, ...] = ()  # found, but quicker to compute than to load
     cold: tuple[PlacedChunk, ...] = ()  # chunks that are computed: missing or skipped
+    observable: tuple[Missing, ...] = ()  # further contexts of found means, to be computed after the answer
 
     def __repr__(self) -> str:
         return f"LinkPlan({self.report})"
@@ -319,11 +322,11 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
     if fetch.failures:
         request = request.with_note(f"look-ups failed: {'; '.join(dict.fromkeys(fetch.failures))}")
         fetch.failures.clear()
-    observes = request.observes and not request.settles and request.kept_rows is None
-    observes &= not isinstance(request.policy, LayerwisePolicy)
-    again = _to_observe(wanted, found) if observes else None
-    if again is not None:
-        found[again] = None
+    few = [n for n, want in enumerate(wanted) if _lacks_contexts(request, want, found[n])]
+    ids = request.token_ids if few else ()
+    observable = tuple(missing_of(request, wanted[n], ids, is_renewed=False) for n in few)
+    for number, item in zip(few, observable, strict=True):
+        found[number] = None if item.key in request.observes else found[number]
     known = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
     known += request.prefix_match.tokens if request.prefix_match is not None else 0
 
@@ -334,35 +337,27 @@ def make_plan(request: PromptRequest, variants: VariantPool, without: Collection
 
     tokens = [len(want.token_ids) for want in wanted]
     skipped = fetch.decide(found, tokens, recomputed, length, length - known)
-    plan = _laid_out(request, found, skipped, again)
+    plan = replace(_laid_out(request, found, skipped), observable=observable)
     ms = (time.perf_counter() - started_at) * 1e3 + plan.report.load_ms
     wait = request.waited_ms + (ms if plan.report.loaded_bytes else 0.0)
     report = replace(plan.report, load_ms=ms, wait_ms=wait)
     return _selected(replace(plan, report=report, without=lost, skipped=skipped), request)
 
 
-def _to_observe(wanted: Sequence[Wanted], found: Sequence[Entry | None]) -> int | None:
-    """Number of the found chunk that a prompt computes, for another context in its mean; None without one.
-
-    The one with the fewest contexts, the first of equals; at most a third of what was found.
-    """
-    total = sum(len(want.token_ids) for want, entry in zip(wanted, found, strict=True) if entry)
-    few = {
-        number: entry.contexts
-        for number, (want, entry) in enumerate(zip(wanted, found, strict=True))
-        if entry is not None
+def _lacks_contexts(request: PromptRequest, want: Wanted, entry: Entry | None) -> bool:
+    """Whether the mean that was found of a chunk should have another context, and may have this prompt's."""
+    return (
+        entry is not None
         and entry.contexts is not None
         and entry.contexts < CONTEXTS_TO_OBSERVE
         and entry.want is None
         and not isinstance(entry.found.kv, LoadingKV)
-        and 3 * len(want.token_ids) <= total
-    }
-    return min(few, key=lambda number: few[number]) if few else None
+        and not request.settles
+        and request.may_keep(want.start + len(want.token_ids))
+    )
 
 
-def _laid_out(
-    request: PromptRequest, found: Sequence[Entry | None], skipped: Collection[KVKey], again: int | None
-) -> LinkPlan:
+def _laid_out(request: PromptRequest, found: Sequence[Entry | None], skipped: Collection[KVKey]) -> LinkPlan:
     """The plan before any selection; what was ``found`` and ``skipped`` is computed, and not missing."""
     match, ids = request.prefix_match, request.token_ids
     parts, uses = ([], []) if match is None else (match.parts, match.uses)
@@ -370,12 +365,12 @@ def _laid_out(
     placed, tiers = [chunk for chunk, _, _ in parts], [tier for _, _, tier in parts]
     cold = list[PlacedChunk]()
     missing: dict[KVKey, Missing] = {}
-    for number, (want, stored) in enumerate(zip(request.wanted, found, strict=True)):
+    for want, stored in zip(request.wanted, found, strict=True):
         entry = None if stored is None or stored.key in skipped else stored
         needed = stored is None or (entry is not None and entry.renew)
         if needed and request.may_reuse(want) and request.may_keep(want.start + len(want.token_ids)):
             item = missing_of(request, want, ids, is_renewed=entry is not None)
-            missing[item.key] = replace(item, again=number == again)
+            missing[item.key] = item
         if entry is None:
             chunk, tier = PlacedChunk(want.key.chunk_id, want.start, len(want.token_ids), False), COMPUTED
             cold.append(chunk)

@@ -51,10 +51,7 @@ MODEL_CHANGED = (
 
 
 class LastPrompts:
-    """The last :data:`WINDOW` system texts of each namespace, for the most recent :data:`MAX_NAMESPACES`.
-
-    Thread safe.
-    """
+    """The last :data:`WINDOW` system texts of the latest :data:`MAX_NAMESPACES` namespaces. Thread safe."""
 
     def __init__(self) -> None:
         self._known: dict[str, deque[Ids]] = {}
@@ -173,8 +170,7 @@ class Planner:
     ) -> PromptRequest:
         """Name the keys of a prompt's chunks; nothing is looked up before :meth:`look_up`.
 
-        ``epoch`` is that of the forgets when the prompt came; ``retain`` is for all its entries. Raises
-        PromptTooLong.
+        ``epoch`` is that of the forgets when the prompt came; ``retain`` is for all entries. PromptTooLong.
         """
         namespace, segments, count = parsed.namespace, parsed.segments, len(parsed.token_ids)
         if count >= self.context:

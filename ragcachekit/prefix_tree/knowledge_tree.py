@@ -215,8 +215,7 @@ class KnowledgeTree:
         """Numbers of the chunks that make the longest chain in memory below a prompt's first ``text``.
 
         The longest by tokens; of equal ones that after most of ``text``, of which only the first ``common``
-        tokens must be the same. ``numbers`` are those of every chunk id. Any text may be between two chunks.
-        Counts no access.
+        tokens must be the same. ``numbers`` are those of every chunk id. Any text may come between chunks.
         """
         blocks, best = blocks_of(text[:common], namespace), _NO_CHAIN
         with self._lock:

@@ -78,8 +78,7 @@ def token_count(segments: Iterable[TokenSegment]) -> int:
 def segment_text(text: str, registry: ChunkRegistry, namespace: str) -> Segmentation:
     """Cut ``text`` at the namespace's registered chunks: exact, in order, linear in its length.
 
-    Of overlapping occurrences the leftmost, and of those the longest, is taken; none with an edge inside a
-    word.
+    Of overlapping occurrences the leftmost, then the longest, is taken; none with an edge inside a word.
     """
     matches, done, segments = registry.find(namespace, text), 0, list[Segment]()
     for start, end in matches.found:

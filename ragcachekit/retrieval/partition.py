@@ -51,8 +51,7 @@ bypassed: ContextVar[bool] = ContextVar("ragcachekit_query_cache_bypassed", defa
 def bypass_query_cache() -> Iterator[None]:
     """Let every retriever called inside search, neither reading nor filling its query cache.
 
-    Holds for this thread and for asyncio tasks started inside. What is found is still registered with the
-    engine.
+    Holds for this thread and for asyncio tasks started inside. The engine still registers what is found.
     """
     token = bypassed.set(True)
     try:
@@ -65,8 +64,7 @@ class Partition(NamedTuple):
     """The hard part of a query cache's key: entries of another partition are never considered.
 
     ``namespace`` is tenant and corpus, ``k`` the number of results asked for. The rest is whatever else
-    changes the answer, such as versions of the index and of the embedding model, as text or other hashable
-    values.
+    changes the answer, such as versions of the index and of the embedding model: hashable values.
     """
 
     namespace: str
@@ -292,8 +290,7 @@ def changes_of(index: object) -> int | None:
 
     The changing methods of this one object (``add_documents``, ``delete``, ``insert``, ...) are wrapped:
     attributes of the object come before methods of its class. Copies and pickles do without the wrappers,
-    which would change the original. Changes past these methods (another process, a client of one's own) are
-    not seen.
+    which would change the original. Other changes (by another process or client) are not seen.
     """
     with _observing:
         known: Any = getattr(index, "__dict__", {}).get(_COUNTER)

@@ -297,8 +297,7 @@ _Pieces = asyncio.Queue[tuple[int, str | Exception | None]]  # of the answer wit
 class EventStream(StreamingResponse):
     """The answers of ``streams``, which were entered, as server-sent events.
 
-    ``stack`` is left in the end; the tokens that were computed are charged to ``grant``, however the stream
-    ends.
+    However the stream ends, ``stack`` is left, and the computed tokens are charged to ``grant``.
     """
 
     def __init__(

@@ -165,8 +165,7 @@ class FsspecStore(RemoteStore):
 
     An entry is one object, ``{root}/{hash of the namespace}/{digest}.kv``, and stays until it is forgotten:
     there is no budget, and sizes are not counted. A write waits ``deadline`` seconds for another one to end.
-    Raises ValueError for a bad url or key, and StoreError if fsspec, or what it needs for this url, is not
-    installed.
+    ValueError for a bad url or key; StoreError if fsspec, or what it needs for this url, is not installed.
     """
 
     def __init__(self, url: str, *, key: bytes | str | None, deadline: float, fs: Any = None) -> None:

@@ -168,8 +168,7 @@ class KVStore:
     def forget(self, namespace: str, chunk_ids: frozenset[str] | None = None) -> int:
         """Drop entries of the namespace whose chunk id, or any context id, is among ``chunk_ids``.
 
-        ``None`` drops the whole namespace. Returns the number of dropped entries. Raises StoreError if some
-        may be left.
+        ``None`` drops the whole namespace. Returns how many entries went. StoreError if some may be left.
         """
         return len(self.drop(namespace, chunk_ids))
 

@@ -138,15 +138,15 @@ def test_the_least_recently_used_chunk_goes_first():
 
 
 def test_the_balance_follows_the_plans_of_prompts():
-    """Three prompts compute b, c and d, one each; a is new in each, and the last one reuses b, c and d."""
-    prompts = [["b", "c", "d"], ["b", "c", "d"], ["x", "b", "c", "d"]]
+    """The first prompt computes b, c and d; after the fourth one, c and d get a second context."""
+    prompts = [["b", "c", "d"], ["b", "c", "d"], ["b", "c", "d"], ["x", "c", "b", "d"]]
     sizes = dict.fromkeys("bcdx", 100)
-    first, second, third = balance(prompts, sizes, [400, 400, 500], 0.1)
+    first, second, third, fourth = balance(prompts, sizes, [400, 400, 400, 500], 0.1)
     assert first == 1  # all is new
-    again = 400 - 0.9 * 200  # one of three has another context now
-    assert second == pytest.approx((400 + again) / 800)
-    last = 500 - 0.9 * 200  # the new one, and one that has one context
-    assert third == pytest.approx((400 + again + last) / 1300)
+    reused = 400 - 0.9 * 300
+    assert [second, third] == pytest.approx([(400 + reused) / 800, (400 + 2 * reused) / 1200])
+    last = 500 - 0.9 * 300 + 200
+    assert fourth == pytest.approx((400 + 2 * reused + last) / 1700)
     assert (break_even([first, second, third]), break_even([first, first])) == (2, None)
 
 
