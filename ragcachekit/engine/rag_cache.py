@@ -465,7 +465,7 @@ class RagCache:
             A prompt like those to come, with at least one of the texts: instead of ``system``, the text
             before its first chunk. Nothing is generated.
         sources, retain, progress : optional
-            As for :meth:`register`; as for :meth:`submit`; show a progress bar over the tokens of all entries.
+            As for :meth:`register`; as for :meth:`submit`; a progress bar over the tokens of all entries.
 
         ValueError for an empty chunk, one longer than the model's context, a missing ``system``, or a
         ``prompt`` without chunks or beside a ``system``.
