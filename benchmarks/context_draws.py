@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks.datasets import load_dataset
 from ragcachekit.commands.questions import Question
 
-DOCUMENT, CORPUS, OTHER = "same document", "same corpus", "another subject"
+DOCUMENT, NEAR, CORPUS, OTHER = "same document", "similar passages", "same corpus", "another subject"
 OWN = "its own prompt (control)"
 USES = {"second use": 1, "third use": 2, "fourth use": 3, "tenth use": 9}
 """Earlier prompts that computed a chunk."""
@@ -48,10 +48,11 @@ def draw_contexts(
     far: Sequence[str],
     seed: int,
     companions: int = 2,
+    near: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> dict[str, dict[str, list[Context]]]:
     """Contexts of each chunk, by their kind; only those of the control hold passages of the prompt.
 
-    ``companions``: the ``n`` of ``average:n``.
+    ``near`` gives passages like one, the most similar first; ``companions`` is the ``n`` of ``average:n``.
     """
     rng, measured = random.Random(f"{seed} {question.question}"), set(question.chunks)
     document = [text for text in dict.fromkeys(question.document) if text not in measured]
@@ -61,6 +62,7 @@ def draw_contexts(
     out: dict[str, dict[str, list[Context]]] = {}
     for chunk in question.chunks:
         groups = {name: rng.sample(pool, min(companions, len(pool))) for name, pool in pools.items() if pool}
+        groups[NEAR] = [text for text in near(chunk) if text not in measured][companions - 1 :: -1]
         groups[OWN] = [text for text in question.chunks if text != chunk]
         # As average:n has them: the last one, the last two, ...
         own = {

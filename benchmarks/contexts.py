@@ -23,6 +23,7 @@ from benchmarks.context_draws import (
     CORPUS,
     DOCUMENT,
     MAX_CHARS,
+    NEAR,
     OTHER,
     OWN,
     USES,
@@ -130,7 +131,7 @@ def contexts(
             for number, question in enumerate(questions):
                 todo = [way for way in ways if (number, way) not in done]
                 bar.update(len(ways) - len(todo))
-                drawn = draw_contexts(question, questions, corpus, far, seed, companions)
+                drawn = draw_contexts(question, questions, corpus, far, seed, companions, near.of)
                 for way, found in bench.measure(question, drawn, todo):
                     done[number, way] = found
                     bar.update()
@@ -147,7 +148,7 @@ def contexts(
 
 def ways_of(policies: Sequence[str], documents: bool) -> list[PolicyAndEncoder]:
     """Policies and contexts; ``documents``: those of the questions are known."""
-    means = [*([DOCUMENT] if documents else []), CORPUS, OTHER, OWN, *USES]
+    means = [*([DOCUMENT] if documents else []), NEAR, CORPUS, OTHER, OWN, *USES]
     ways = [PolicyAndEncoder(open_policy(policy).name, name) for name in means for policy in policies]
     ways += [PolicyAndEncoder(policy, name) for name, (_, own) in PUBLISHED.items() for policy in own]
     return [ALONE, PolicyAndEncoder("reuse", SYSTEM), *ways]

@@ -36,10 +36,13 @@ def test_contexts_are_of_other_passages_and_questions(document):
         Question(f"What is {n}?", (PARAGRAPHS[n], PARAGRAPHS[n + 1], FAR[0]), document=tuple(document))
         for n in range(3)
     ]
+    near = SimilarChunks(PARAGRAPHS, [[1.0, n] for n in range(len(PARAGRAPHS))])
     for asked in questions:
-        for chunk, kinds in draw_contexts(asked, questions, PARAGRAPHS, FAR, 0).items():
+        for chunk, kinds in draw_contexts(asked, questions, PARAGRAPHS, FAR, 0, near=near.of).items():
             assert {name: len(kinds[name]) for name in USES} == USES
             assert kinds["tenth use"][:3] == kinds["fourth use"]
+            one, two = kinds["similar passages"] if chunk in PARAGRAPHS else (None, None)
+            assert one is None or one.passages == two.passages[1:]
             for name, contexts in kinds.items():
                 held = {text for context in contexts for text in context.passages}
                 assert held == set(asked.chunks) - {chunk} if name == OWN else not held & set(asked.chunks)
