@@ -29,6 +29,7 @@ from ragcachekit.commands.ttft import ONE_TOKEN
 from ragcachekit.engine.rag_cache import RagCache
 from ragcachekit.errors import RagCacheError
 from ragcachekit.model.loading import resolve_model
+from ragcachekit.quality.compare import Continuation
 
 MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "copy", "zlib", "cmd", "textwrap")
 """Documentation of about 40 passages that answers ten of the questions."""
@@ -82,8 +83,8 @@ class Bare:
     @torch.no_grad()
     def answer(
         self, tokenizer: Any, prompt: list[dict[str, Any]], shown: Shown | None = None
-    ) -> tuple[str, float]:
-        """The answer and milliseconds to its first token; ``shown`` gets the answer as it grows."""
+    ) -> tuple[str, list[int], float]:
+        """The answer, its tokens and milliseconds to the first; ``shown`` gets the answer as it grows."""
         started = time.perf_counter()
         ids = torch.tensor([bare_ids(tokenizer, prompt)])
         stream = _Stream(tokenizer, shown)
@@ -91,7 +92,8 @@ class Bare:
             input_ids=ids, attention_mask=torch.ones_like(ids), streamer=stream, **self._options
         )
         assert stream.first is not None
-        return stream.text, (stream.first - started) * 1e3
+        assert stream.ids is not None
+        return stream.text, stream.ids, (stream.first - started) * 1e3
 
 
 class _Stream(BaseStreamer):  # type: ignore[misc]
@@ -99,18 +101,18 @@ class _Stream(BaseStreamer):  # type: ignore[misc]
 
     def __init__(self, tokenizer: Any, shown: Shown | None) -> None:
         self._tokenizer, self._shown = tokenizer, shown
-        self._ids: list[int] | None = None
+        self.ids: list[int] | None = None
         self.first: float | None = None
         self.text = ""
 
     def put(self, value: Any) -> None:
         """Take the prompt first, then token after token."""
-        if self._ids is None:
-            self._ids = []
+        if self.ids is None:
+            self.ids = []
             return
         self.first = self.first or time.perf_counter()
-        self._ids += value.reshape(-1).tolist()
-        self.text = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
+        self.ids += value.reshape(-1).tolist()
+        self.text = str(self._tokenizer.decode(self.ids, skip_special_tokens=True))
         if self._shown is not None:
             self._shown(self.text)
 
@@ -140,7 +142,7 @@ def _compare(
     pairs = tqdm([*zip(read.asked, prompts, strict=True)], "both", unit="prompt", disable=not progress)
     for question, prompt in pairs:
         with SideBySide(question.text, live=progress and not out) as sides:
-            plain, bare_ms = bare.answer(rag.tokenizer, prompt, sides.left)
+            plain, tokens, bare_ms = bare.answer(rag.tokenizer, prompt, sides.left)
             sides.begin_right()
             cached = ""
             for piece in chain.stream(question.text):
@@ -153,12 +155,16 @@ def _compare(
         link = warm[0].link
         if 2 * link.reused_tokens < link.prompt_tokens:
             raise RagCacheError(f"a prompt was not served from the cache: {link}")
+        # After the same beginning of the answer, as one other token makes all that follow differ.
+        after = Continuation(rag.model, rag.link(prompt).inputs).log_probs(tokens[:-1]).argmax(-1)
         out.append(
             Compared(
                 question=question.text,
                 known=question.answer,
                 bare=plain.strip(),
                 cached=cached.strip(),
+                tokens=len(tokens),
+                agreed=int((after == torch.tensor(tokens)).sum()),
                 bare_ms=bare_ms,
                 cached_ms=tuple(report.ttft_ms for report in warm),
                 prompt_tokens=link.prompt_tokens,

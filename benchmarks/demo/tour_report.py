@@ -24,6 +24,7 @@ RESULTS, PICTURE = "demo.json", "demo.png"
 class Compared:
     """One prompt of ``prompt_tokens``, answered by the bare model and with its passages' KV cached.
 
+    Of the ``tokens`` of the bare answer, ``agreed`` are the likeliest with the cache, too.
     ``bare_ms`` and ``cached_ms`` (one per warm repeat) are milliseconds to the first token. ``reused`` counts
     tokens that were not computed, ``recomputed`` those that were although they were cached.
     """
@@ -32,6 +33,8 @@ class Compared:
     known: str
     bare: str
     cached: str
+    tokens: int
+    agreed: int
     bare_ms: float
     cached_ms: tuple[float, ...]
     prompt_tokens: int
@@ -77,6 +80,7 @@ def figures(found: Sequence[Compared], queries: dict[str, Any]) -> None:
     times = sorted(ms / 1e3 for one in found for ms in one.cached_ms)
     tokens = sum(one.prompt_tokens for one in found)
     reused, again = sum(one.reused for one in found), sum(one.recomputed for one in found)
+    same, all_tokens = sum(one.agreed for one in found), sum(one.tokens for one in found)
     right = [
         sum(contains(text, one.known) for one, text in zip(found, side, strict=True))
         for side in _sides(found)
@@ -85,8 +89,9 @@ def figures(found: Sequence[Compared], queries: dict[str, Any]) -> None:
         f"[bold]{middle:.1f}x sooner[/] ({min(faster):.1f}x to {max(faster):.1f}x): {bare:.2f} s without, "
         f"{cached:.2f} s with the cache ({times[0]:.2f} to {times[-1]:.2f}, {len(times)} warm prompts); "
         f"{machine()['processor']}, {machine()['threads']} threads",
-        f"Answers: the same text {sum(one.bare == one.cached for one in found)} of {n}; the known answer in "
-        f"{right[0]} of {n} without, {right[1]} with the cache",
+        f"Answers: the same next token after {same / all_tokens:.0%} of {all_tokens} beginnings; the same "
+        f"text {sum(one.bare == one.cached for one in found)} of {n}; the known answer in {right[0]} of {n} "
+        f"without, {right[1]} with the cache",
         f"Tokens: {tokens / n:,.0f} per prompt, {reused / tokens:.0%} of them reused as they were cached, "
         f"{again / tokens:.1%} recomputed ({found[0].policy})",
         f"Searches: the query cache answered {queries['hits']} of {queries['n']} wordings, "

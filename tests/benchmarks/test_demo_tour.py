@@ -30,6 +30,8 @@ def test_every_question_is_answered_both_ways(report, out):
         assert len(row["cached_ms"]) == 2
         assert row["prompt_tokens"] > row["reused"] > 0.5 * row["prompt_tokens"]
         assert row["recomputed"] > 0
+        assert 0 < row["agreed"] <= row["tokens"]
+        assert row["agreed"] == row["tokens"] or row["bare"] != row["cached"]
     assert json.loads((out / tour_report.RESULTS).read_text())["rows"] == json.loads(json.dumps(report.rows))
     assert (out / tour_report.PICTURE).read_bytes()[:4] == b"\x89PNG"
     assert found[0]["cached"].split()[0] in (out / tour.RECORDING).read_text()
@@ -39,16 +41,25 @@ def test_the_bare_answer_is_that_of_generate():
     folder, seen = sample_model(), []
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = [{"role": "user", "content": "What does heapq.heappop return?"}]
-    text, ms = tour.Bare(folder, 4).answer(tokenizer, prompt, seen.append)
+    text, tokens, ms = tour.Bare(folder, 4).answer(tokenizer, prompt, seen.append)
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")
     own = model.generate(**ids, max_new_tokens=4, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert text == tokenizer.decode(own, skip_special_tokens=True) == seen[-1]
+    assert tokens == own.tolist()
     assert len(seen) == 4
     assert ms > 0
 
 
 def compared(bare_ms, cached_ms):
-    texts = {"question": "why?", "known": "so", "bare": "so", "cached": "so", "policy": "p"}
+    texts = {
+        "question": "why?",
+        "known": "so",
+        "bare": "so",
+        "cached": "so",
+        "policy": "p",
+        "tokens": 1,
+        "agreed": 1,
+    }
     return tour_report.Compared(
         **texts, bare_ms=bare_ms, cached_ms=cached_ms, prompt_tokens=10, reused=8, recomputed=1
     )
