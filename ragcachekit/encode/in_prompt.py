@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Self
 
 import torch
@@ -12,8 +13,8 @@ from transformers import DynamicCache
 
 from ragcachekit.encode.encoders import prefill
 from ragcachekit.forward.linker import segments_of, stop_of
-from ragcachekit.forward.prefill import check_finite, prepare
-from ragcachekit.forward.rows import ContextSums, QuestionAttention, SummingCache
+from ragcachekit.forward.prefill import Replan, check_finite, prepare, replanned
+from ragcachekit.forward.rows import MAX_HELD_BYTES, ContextSums, QuestionAttention, SummingCache
 from ragcachekit.model.encoding import AverageEncoding, InPromptEncoding
 from ragcachekit.model.kv import (
     ASKED,
@@ -23,11 +24,11 @@ from ragcachekit.model.kv import (
     Stretch,
     context_number,
     contexts_of,
-    decoder_of,
     extract,
 )
 from ragcachekit.model.rope import Rope
 from ragcachekit.plan.link_plan import LinkPlan, Missing
+from ragcachekit.store.loader import LoadFailed
 from ragcachekit.types import Ids, chunk_id
 
 
@@ -90,19 +91,30 @@ class InPromptEncoder:
 
 
 @torch.no_grad()
-def observe(model: Any, rope: Rope, plan: LinkPlan) -> list[tuple[Missing, ChunkKV]] | None:
-    """Run the linked forward of a prompt for the rows of what it misses, each after all that precedes it.
+def observe(model: Any, rope: Rope, plan: LinkPlan, replan: Replan) -> list[tuple[Missing, ChunkKV]] | None:
+    """Run the linked forward of a prompt for the entries that it ``observes``, after all that precedes them.
 
-    None if the model attends more often than it stores. LoadFailed if an entry could not be loaded.
+    Empty if it holds too many bytes; None if the model attends more often than it stores.
     """
-    linked = prepare(model, rope, plan, capture=True)
-    if (own := linked.own) is None:
-        return []
-    rows, cache, inputs = len(linked.plan.rows), linked.inputs["past_key_values"], dict(linked.inputs)
-    for name in {"input_ids", "position_ids"} & inputs.keys():
-        inputs[name] = inputs[name][:, -rows:]  # the others are kept
-    check_finite(linked.plan, decoder_of(model)(**inputs, use_cache=True)[0])
-    return own.entries(cache, rope) if own.complete(cache) else None
+    assert plan.request is not None, "planned from a prompt"
+    own, observes = None, plan.request.observes
+    while own is None:
+        plan = replace(plan, missing=tuple(item for item in plan.missing if item.key in observes))
+        try:
+            linked = prepare(model, rope, plan, capture=True)
+            if (own := linked.own) is None:
+                return []
+            inputs, keep = dict(linked.inputs), "logits_to_keep"  # as in generate: some layers run one row
+            for name in {"input_ids", "position_ids"} & inputs.keys():
+                inputs[name] = inputs[name][:, -len(linked.plan.rows) :]  # the others are kept
+            last = {keep: 1} if keep in signature(model.forward).parameters else {}
+            check_finite(linked.plan, model(**inputs, **last, use_cache=True).logits)
+        except LoadFailed as failed:
+            own, plan = None, replanned(plan, failed, replan)
+    cache = inputs["past_key_values"]
+    if own.complete(cache):
+        return own.entries(cache, rope)
+    return [] if own.nbytes > MAX_HELD_BYTES else None
 
 
 def _serves(first: Missing, item: Missing) -> bool:

@@ -417,8 +417,7 @@ class RagCache:
         chunks : iterable of str
             Chunk texts.
         system : str, optional
-            Text before the prompt's first chunk, for encoders that need it; default is the last one used in
-            the namespace.
+            Text before the prompt's first chunk, for encoders that need it; default is the namespace's last.
         """
         namespace = self._checked(namespace)
         self.chunks.prefetch(chunks, namespace, system, self._choose(None, namespace).policy)

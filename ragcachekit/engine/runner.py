@@ -15,7 +15,6 @@ import numpy as np
 
 from ragcachekit.cancellation import Backoff, CancelScope, raise_if_cancelled
 from ragcachekit.config import QueueConfig
-from ragcachekit.encode.background import MAX_WAITING
 from ragcachekit.encode.in_prompt import observe
 from ragcachekit.engine.components import EngineComponents
 from ragcachekit.engine.request import Request
@@ -224,7 +223,7 @@ KEPT_REPORTS = 256
 """Answered requests whose reports are kept."""
 
 MAX_KEEPING = 8
-"""Requests whose caches may wait to be copied from; further ones are dropped."""
+"""Requests that may wait for their caches to be copied, or chunks to be observed; others are dropped."""
 
 MIN_WAIT = 1.0
 """Seconds that a request waits at least for rows of an earlier one, if it must."""
@@ -266,7 +265,7 @@ class AfterAnswer:
         self._jobs = components.background.queue(self._keep_pending, MAX_KEEPING)
         self._saving = components.background.queue(VariantPool.save, 1)
         backoff = partial(Backoff, components.active)
-        self._observing = components.background.queue(self._observe, MAX_WAITING, backoff)
+        self._observing = components.background.queue(self._observe, MAX_KEEPING, backoff)
         self._changed = Condition()
         self._pending: tuple[_Pending, ...] = ()
         self._can_observe = True
@@ -294,7 +293,7 @@ class AfterAnswer:
                     parts.cost.measure_later()
                 kept = kept or self.keep(generated)
                 self.encode_missing(plan.missing, kept.keys)
-                self._observe_later(plan)
+                self._observe_later(request.prompt, plan.observable)
         if parts.planner.variants.saved is not None:
             self._saving.add(parts.planner.variants)
         if plan.report.namespace in parts.auto.used:
@@ -313,25 +312,28 @@ class AfterAnswer:
         elif self.cold == "now":
             attempt(encoder.now, missing)
 
-    def _observe_later(self, plan: LinkPlan) -> None:
+    def _observe_later(self, prompt: PromptRequest, items: tuple[Missing, ...]) -> None:
         """Have rows of found chunks computed in this prompt, too, for means of too few contexts."""
-        if plan.observable and plan.request is not None and self.captures and self._can_observe:
-            job = plan.request.without_cached(open_policy("reuse")), plan.observable
-            if self.cold == "now":
-                attempt(self._observe, job)
-            else:
-                self._observing.add(job)
+        if not (items and self.captures and self._can_observe):
+            return
+        # From its chunks alone: as a turn the tree may have all of it by now.
+        job = replace(prompt, policy=open_policy("reuse"), place=None), items
+        if self.cold == "now":
+            attempt(self._observe, job)
+        else:
+            self._observing.add(job)
 
     def _observe(self, job: tuple[PromptRequest, tuple[Missing, ...]]) -> None:
-        parts, (request, items) = self._parts, job
+        parts, (prompt, items) = self._parts, job
         encoder, planner = parts.background_encoder, parts.planner
         due = items if self.cold == "now" else encoder.due(items, more=1)  # less urgent than a missing chunk
         if not due or not planner.unchanged():
             return
-        request = replace(request, observes=frozenset(item.key for item in due))
-        entries = observe(parts.model, parts.rope, planner.plan(planner.look_up(request)))
+        request = planner.look_up(replace(prompt, observes=frozenset(item.key for item in due)))
+        entries = observe(parts.model, parts.rope, planner.plan(request), planner.plan)
         self._can_observe &= entries is not None
-        encoder.keep(entries or (), "encoded_tokens")
+        if entries and planner.unchanged():
+            encoder.keep(entries, "encoded_tokens")
 
     def _feed_auto(self, generated: Generated, begun: float) -> None:
         # Planning and waits for slow tiers are part of what reuse costs.

@@ -159,8 +159,7 @@ class BatchRows(NamedTuple):
     def _over_parts(self, query: Tensor, options: AttentionOptions) -> Tensor:
         """``[batch, heads, value_head_dim]`` of ``query`` ``[batch, heads, head_dim]``, part by part.
 
-        Parts are merged by their log-sum-exp. A shared one is read once, for all requests that see the same
-        of its rows.
+        Parts are merged by their log-sum-exp. A shared one is read once for all that see the same rows.
         """
         own = list[tuple[Tensor, Tensor]]()
         readers = dict[tuple[int, int], tuple[Part, list[int]]]()

@@ -66,8 +66,7 @@ class ContextSums:
     It can be a cache layer's tag (:class:`~ragcachekit.forward.attention.KeyTag`) or the observer of a linked
     forward. ``chunks`` are, per chunk, the lengths of the segments before it, then its own. ``first`` are the
     indices of the chunks' first rows among the computed rows, where these are not the whole prompt.
-    ``question`` is added to as well. Sums stay on the device until they are read: copying each would wait for
-    its layer.
+    ``question`` is added to as well. Sums stay on the device until they are read: copies would wait.
     """
 
     def __init__(

@@ -63,10 +63,6 @@ class PromptRequest:
     def with_note(self, note: str) -> PromptRequest:
         return replace(self, notes=(*self.notes, note))
 
-    def without_cached(self, policy: SelectionPolicy) -> PromptRequest:
-        """The request under another policy, without what was looked up, which may leave memory meanwhile."""
-        return replace(self, policy=policy, fetch=Fetch(NullStore()), prefix_match=None)
-
     def after_failure(self, error: Exception) -> PromptRequest:
         """The request to compute in full, once its linked prompt has failed."""
         log.warning("a linked prompt failed and is computed in full", exc_info=error)

@@ -94,8 +94,7 @@ class CraftFocused(Craft):
     """:class:`Craft` that stops recomputing chunks outside the question's focus.
 
     The attention of the question's rows is summed layer by layer. When more than ``window`` layers have run,
-    and the last ``window`` of them focus on the same chunks (:func:`focused`), the rows of other
-    chunks stop.
+    and the last ``window`` of them focus on the same chunks (:func:`focused`), rows of other chunks stop.
     """
 
     window: int = WINDOW

@@ -83,12 +83,8 @@ class DocumentIndex:
     **options
         Options of the index, such as ``links``.
 
-    Raises
-    ------
-    ValueError
-        For unknown names, or if ``path`` holds another kind, metric, embedder or other options.
-    RetrievalError
-        If files are damaged.
+    ValueError for unknown names, or if ``path`` holds another kind, metric, embedder or other options;
+    RetrievalError if files are damaged.
     """
 
     def __init__(

@@ -76,8 +76,7 @@ class ForgetEpochs:
     Work reads :attr:`epoch` before its first lookup, and stores a result inside ``storing`` if nothing it
     depends on was forgotten since. A forget is added inside ``storing`` and ``storing_in_tree`` when it has
     reached every tier. :data:`MAX_NAMES` names and the texts of :data:`MAX_TEXTS` forgets of one namespace
-    are remembered; beyond that, the last forget counts as one of the whole namespace, which costs work that
-    began before it.
+    are remembered; beyond that, the last one counts as one of the whole namespace: earlier work is lost.
     """
 
     def __init__(self) -> None:

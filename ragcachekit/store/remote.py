@@ -346,8 +346,7 @@ class RemoteStore(KVStore):
         """Seal and keep ``kv``.
 
         False if the entry is too large, something is forgotten meanwhile, a forget of it was not confirmed,
-        or the service does not answer in time: then it may arrive later. TypeError for KV of a dtype without
-        a safetensors name.
+        or the service does not answer in time: it may arrive later. TypeError for a dtype of no safetensors.
         """
         forgets, parts = self._forgets.count, encode_entry(key, kv)
         if self._closed or (self._max_entry is not None and kv.nbytes > self._max_entry):

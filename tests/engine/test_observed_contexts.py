@@ -4,11 +4,13 @@ from itertools import permutations
 
 import pytest
 import torch
+import transformers as tf
 
 from engine_kit import checked
-from families import off, plain, prefill, tokens, wrapped
+from families import SIZES, VOCAB, off, plain, prefill, sharpened, tokens, wrapped
 from link_kit import described
-from ragcachekit import Chunk, Prompt, RagCache, Text
+from ragcachekit import Chunk, Prompt, RagCache, Text, TreeConfig
+from ragcachekit.encode.in_prompt import observe
 from ragcachekit.plan.link_plan import CONTEXTS_TO_OBSERVE
 
 SYSTEM, QUESTION = tokens(9, 1), tokens(6, 9)
@@ -176,3 +178,49 @@ def test_encode_computes_what_prompts_have_not(opened):
     assert [use.contexts for use in uses] == [1, *[CONTEXTS_TO_OBSERVE] * 3]
     assert sorted(rag.encode(texts).kept) == sorted(rag.encode(texts))
     assert [sources(ask(*places))[0] for places in ([1, 0, 2, 3], [3, 0, 2, 1])] == ["cached"] * 2
+
+
+def shared_layers():
+    """The last layers have no KV of their own: generate runs them for the last row alone."""
+    of_layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    heads = {"head_dim": 16, "global_head_dim": 16, "sliding_window": 8, "num_kv_shared_layers": 2}
+    per_layer = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+    torch.manual_seed(0)
+    config = tf.Gemma4TextConfig(**{**SIZES, **of_layers, **heads, **per_layer})
+    return sharpened(tf.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [(lambda: wrapped("llama"), {"tree": TreeConfig(turns_bytes=1 << 24)}), (shared_layers, {})],
+    ids=["turns", "shared layers"],
+)
+def test_second_contexts_are_observed(tmp_path, model, options):
+    """Where the prompt is in the tree as a turn by then, and where layers attend that store nothing."""
+    options |= {"encoder": "average:3", "cold": "now", "cache_dir": checked(tmp_path)}
+    with RagCache(model(), **options) as rag:
+        for names in ("abcd", "acbd", "adcb"):
+            ask(rag, names)
+        assert {use.contexts for use in ask(rag, "abdc")[1:]} - {0} == {CONTEXTS_TO_OBSERVE}, "0: of the tree"
+
+
+def test_nothing_is_kept_of_a_model_that_changes_meanwhile(rag, monkeypatch):
+    ask(rag, "abcd")
+    unchanged, calls = rag.components.planner.unchanged, []
+    observing = "ragcachekit.engine.runner.observe"
+    monkeypatch.setattr(observing, lambda *parts: calls.append(1) or observe(*parts))
+    monkeypatch.setattr(rag.components.planner, "unchanged", lambda: unchanged() and not calls)
+    ask(rag, "acbd")
+    assert calls == [1]
+    assert rag.encoding_stats().encoded_tokens == 0
+
+
+def test_too_long_a_prompt_is_not_observed_and_later_ones_are(rag, monkeypatch):
+    ask(rag, "abcd")
+    with monkeypatch.context() as patch:
+        patch.setattr("ragcachekit.forward.rows.MAX_HELD_BYTES", 100)
+        patch.setattr("ragcachekit.encode.in_prompt.MAX_HELD_BYTES", 100)
+        ask(rag, "acbd")
+    assert rag.encoding_stats().encoded_tokens == 0
+    ask(rag, "adcb")
+    assert rag.encoding_stats().encoded_tokens == sum(len(CHUNKS[name]) for name in "bcd")
