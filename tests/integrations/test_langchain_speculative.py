@@ -74,7 +74,7 @@ async def test_every_way_to_ask_gives_the_answers_of_the_plain_chain(ask, order,
 
 def test_the_answer_is_there_when_the_search_ends(ask, rag):
     stats = rag.queue.stats
-    chain, (expected, *_), _ = ask(lambda: until(lambda: stats().running + stats().waiting == 0))
+    chain, (expected, *_), _ = ask(rag.queue.drain)
     done = stats().done
     message = chain.invoke(QUESTIONS[0])
     assert message.content == expected
@@ -89,7 +89,7 @@ def test_a_provisional_answer_that_failed_is_asked_for_again(ask, rag):
         return scores if is_over else raising(OSError("no memory"))
 
     def end():
-        until(lambda: stats().running + stats().waiting == 0)
+        rag.queue.drain()
         is_over.append(True)
 
     chain, (expected, *_), _ = ask(end, generate_kwargs={"logits_processor": [fails]})
