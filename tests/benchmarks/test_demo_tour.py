@@ -18,12 +18,12 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(small_demo, out):
-    return tour.run(replace(small_demo, timed=2, vectors=0, wordpieces=64), out, progress=False)
+    return tour.run(replace(small_demo, questions=1, timed=2, vectors=0, wordpieces=64), out, progress=False)
 
 
 def test_every_question_is_answered_both_ways(report, out):
     found = report.part(PART).rows
-    assert len(found) == 2
+    assert len(found) == 1
     for row in found:
         assert row["bare"]
         assert row["cached"]

@@ -19,6 +19,7 @@ from llama_index_ragcachekit import (
     SpeculativeQueryEngine,
 )
 from queue_kit import until
+from soak_kit import soaked
 
 QUESTIONS = ["Where was Ada Lind born?", "Which company builds boats?", "Where is Rome?"]
 NODES = [TextNode(text=text, id_=f"n{n}", metadata={"row": n}) for n, text in enumerate(FACTS)]
@@ -34,7 +35,7 @@ def outcome(response):
     return str(response), sources, response.metadata
 
 
-@pytest.mark.parametrize("is_chat_model", [True, False])
+@pytest.mark.parametrize("is_chat_model", soaked([True, False], True))
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_answers_sources_and_metadata_are_those_of_the_plain_engine(
     rag, retriever, embedder, streaming, is_chat_model

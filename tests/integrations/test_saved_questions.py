@@ -90,9 +90,10 @@ def found_by_all(folder, *questions):
     return json.loads(json.dumps(out))
 
 
-def test_a_second_process_finds_the_same_without_a_search(tmp_path):
+@pytest.mark.parametrize("asked_again", [found_by_all, pytest.param(asked_elsewhere, marks=pytest.mark.soak)])
+def test_retrievers_made_anew_find_the_same_without_a_search(tmp_path, asked_again):
     first = found_by_all(tmp_path, QUESTION)
-    again = asked_elsewhere(tmp_path, QUESTION, "Where is the harbour frozen?")
+    again = asked_again(tmp_path, QUESTION, "Where is the harbour frozen?")
     for kind in KINDS:
         (found,), hits = first[kind]
         assert (len(found), hits) == (2, 0), kind

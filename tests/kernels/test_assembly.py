@@ -71,7 +71,7 @@ def run(out, pieces, places, how=None):
     dispatch.assemble(out, pieces, Places(tuple(places)), how)
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.soak)])
 def test_is_the_float64_rotation_and_nothing_else_is_written(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
     @given(data=st.data())

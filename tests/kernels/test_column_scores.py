@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcachekit_kernels.dispatch import AttentionOptions, choice, column_scores, context_mass
+from soak_kit import soaked
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
@@ -85,7 +86,7 @@ def of_case(case, dtype=None):
     return query, key, options | {"sinks": sinks}
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [6, pytest.param(30, marks=pytest.mark.soak)])
 def test_any_shape_against_the_float64_loop(path, examples):
     @settings(max_examples=examples, **DRAWN)
     @given(case=cases())
@@ -100,7 +101,7 @@ def test_any_shape_against_the_float64_loop(path, examples):
 
 
 @pytest.mark.parametrize(
-    ("slots", "window"), [(1, 30), (2, None), pytest.param(16, 30, marks=pytest.mark.soak)]
+    ("slots", "window"), soaked([(1, 30), (2, None), (16, 30)], (2, None))
 )
 def test_tiles_that_share_a_slot_add_up(triton, monkeypatch, slots, window):
     from ragcachekit_kernels import scores

@@ -36,7 +36,7 @@ def test_clients_have_what_they_need_beside_the_tests_own() -> None:
     assert {name: pin for name, pin in clients.items() if dev.get(name) == pin} == {}, "needed twice"
     folder, all_pins = os.environ.get("CLIENTS") or str(ROOT / ".venv/clients"), {**dev, **clients}
     for package in metadata.distributions(path=[folder]):
-        assert clients[canonicalize_name(package.name)] == package.version, "run `make test`"
+        assert clients[canonicalize_name(package.name)] == package.version, "run `make soak`"
         for needed in wanted(package.requires or ()):
             pin = all_pins.get(canonicalize_name(needed.name), "0")
             unused = needed.marker or needed.name == "boto3"  # of litellm, for one cloud

@@ -81,7 +81,7 @@ def exact(request, loaded, digests):
         yield rag
 
 
-@some(2, 100, 3)
+@some(1, 100, 3)
 def test_requests_and_streams(exact, bare, count, seed):
     prompts = [*texts(count, seed), *chats(count, seed)]
     requests = [exact.submit(prompt, max_new_tokens=TOKENS, do_sample=False) for prompt in prompts]

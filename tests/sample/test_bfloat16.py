@@ -77,6 +77,7 @@ def test_everything_recomputed_is_an_ordinary_prefill(make, wide, question, enco
     assert apart(last_logits(rag.model, linked), theirs) <= 2 * error
 
 
+@pytest.mark.soak
 def test_a_chunk_behind_its_encoding_context_needs_nothing_recomputed(make, wide):
     """Whether its rows are kept as the request computed them, or encoded."""
     for encodes_first in (True, False):

@@ -35,6 +35,7 @@ class TestIntegration(SmallChatModel, ChatModelIntegrationTests):
         return self.read_from_cache(DOCUMENTS[0], QUESTIONS[0], stream)
 
 
+@pytest.mark.soak
 def test_retrieval_qa_reuses_what_the_first_questions_encoded(rag):
     store = InMemoryVectorStore(MiniLM())
     store.add_documents([Document(text, id=str(n)) for n, text in enumerate(DOCUMENTS)])

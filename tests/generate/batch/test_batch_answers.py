@@ -65,7 +65,7 @@ def test_policies(name, policy):
     assert assert_answered(decoder_for(rag), rag, asked, 2) > 4
 
 
-@pytest.mark.parametrize(("size", "seed"), [(1, 4), (3, 6), (16, 9)])
+@pytest.mark.parametrize(("size", "seed"), soaked([(1, 4), (3, 6), (16, 9)], (3, 6)))
 def test_sizes(size, seed):
     rag = rag_for("gemma3", policy="full", cold="never")
     model = plain("gemma3")

@@ -1,6 +1,6 @@
 """litellm, ``llm``, ``google-genai`` and the newest ``openai``, unchanged, in processes of their own.
 
-They need other releases of packages than the tests' environment has. ``make test`` installs them beside it.
+They need other releases of packages than the tests' environment has. ``make soak`` installs them beside it.
 """
 
 import json
@@ -13,15 +13,10 @@ import pytest
 
 from server_kit import DOCUMENTS, MODEL, QUESTION
 
+pytestmark = pytest.mark.soak
 HERE = Path(__file__).parent
 CLIENTS = Path(os.environ.get("CLIENTS") or HERE.parents[2] / ".venv/clients")
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "true"}  # else it is fetched, which waits where nothing answers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed():
-    if not (CLIENTS / "litellm").is_dir():
-        pytest.skip(f"no clients in {CLIENTS}: pip install --no-deps -t there -r requirements/clients.txt")
 
 
 @pytest.fixture
