@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import benchmarks.world.world as world_module
 from benchmarks.query_cache.workload import PREFIXES
 from benchmarks.world.world import make_world, messages, system_text
+from soak_kit import soaked
 
 FOLDER = Path(world_module.__file__).parent / "reader"
 
@@ -59,7 +60,7 @@ def test_the_chat_template_keeps_the_content_and_starts_once(tokenizer, ask):
     assert tokenizer("Why?")["input_ids"] == [tokenizer.bos_token_id, *_plain(tokenizer, "Why?")]
 
 
-@pytest.mark.parametrize(("kind", "least"), [("a", 0.95), ("b", 0.95), ("c", 0.95)])
+@pytest.mark.parametrize(("kind", "least"), soaked([("a", 0.95), ("b", 0.95), ("c", 0.95)], ("c", 0.95)))
 def test_it_answers_through_ordinary_generate(world, tokenizer, model, kind, least):
     by_title = {article.title: article for article in world.articles}
     asked = [question for question in world.questions if question.kind == kind][::17][:24]

@@ -173,7 +173,7 @@ def test_with_a_tolerance_nothing_that_is_gone_comes_back(kind, tmp_path):
     assert world.retriever.query_cache.stats().hits > 50
 
 
-@pytest.mark.parametrize("kind", ["own", "wrapped", "llama-own"])  # LlamaIndex's own store takes no threads
+@pytest.mark.parametrize("kind", soaked(["own", "wrapped", "llama-own"], "wrapped", "llama-own"))
 def test_threads_see_their_own_changes_at_once(kind):
     engine = ForgettingEngine()
     world, failures = KINDS[kind](engine, 0.2, None), []

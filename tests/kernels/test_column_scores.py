@@ -100,9 +100,7 @@ def test_any_shape_against_the_float64_loop(path, examples):
     check()
 
 
-@pytest.mark.parametrize(
-    ("slots", "window"), soaked([(1, 30), (2, None), (16, 30)], (2, None))
-)
+@pytest.mark.parametrize(("slots", "window"), soaked([(1, 30), (2, None), (16, 30)], (2, None)))
 def test_tiles_that_share_a_slot_add_up(triton, monkeypatch, slots, window):
     from ragcachekit_kernels import scores
 

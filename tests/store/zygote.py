@@ -6,7 +6,6 @@ import runpy
 import sys
 
 import torch
-import transformers.modeling_utils  # noqa: F401
 
 torch.set_num_threads(1)  # a forked child has no copies of torch's worker threads
 

@@ -153,7 +153,7 @@ def rag(request, tmp_path, caplog):
 
 
 def test_hundreds_of_requests_with_random_ends(rag):
-    run(rag, 64 if rag.grade == "linked" else 48)
+    run(rag, 64)
 
 
 @pytest.mark.soak

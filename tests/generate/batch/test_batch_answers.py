@@ -56,7 +56,7 @@ def test_full_is_the_models_own_generate(name):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [*(("llama", policy) for policy in POLICIES), ("gemma3", "lego:4"), ("gemma3", "cacheblend:0.2")],
+    soaked([*product(("llama", "gemma3"), POLICIES)], ("llama", "query:0.2"), ("gemma3", "cacheblend:0.2")),
 )
 def test_policies(name, policy):
     rag = warmed(name, *PROMPTS, policy=policy)
