@@ -79,14 +79,17 @@ bench-gpu:
 soak: $(STAMP) $(CLIENTS)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1200
 
-# All is pinned, so nothing is resolved. The pinned pip takes half the time of the one that Python 3.11 brings.
+# All is pinned, so nothing is resolved. torch is half of the work and is installed beside the others.
+# The pinned pip takes half the time of the one that Python 3.11 brings.
 # Only what is imported is compiled, when it is. torch for CUDA needs libraries as well, which its import shows.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 define install
 	@set -e; start=$$(date +%s); echo "Installing requirements/$(1).txt into $(VENV) (once) ..."; \
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV); \
 	$(PIP) --quiet --constraint constraints.txt pip; \
-	$(PIP) --no-deps --requirement requirements/$(1).txt; \
+	$(PIP) --quiet --no-deps $$(grep ^torch== requirements/$(1).txt) & torch=$$!; \
+	grep -v -e ^torch== -e ^# requirements/$(1).txt | xargs -P 2 -n 150 $(PIP) --no-deps --progress-bar off; \
+	wait $$torch; \
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) --requirement requirements/$(1).txt; \
 	$(PIP) --quiet --no-deps --no-build-isolation --editable .; \
 	echo "Installed in $$(($$(date +%s) - start)) s: $$(du -sm $(VENV) | cut -f1) MB in $(VENV)"

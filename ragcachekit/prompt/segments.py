@@ -194,7 +194,7 @@ def _content_segments(message: Message, text_of: Callable[[Any], str]) -> list[S
     if not isinstance(message, Mapping):
         raise TypeError(
             f"a message must be a mapping with 'role' and 'content', got {type(message).__name__}; "
-            "several prompts go to generate_batch"
+            "convert_to_openai_messages() makes it of LangChain's; several prompts go to generate_batch"
         )
     if "role" not in message or "content" not in message:
         raise ValueError(f"a message needs 'role' and 'content', got {sorted(message)}")
