@@ -147,8 +147,8 @@ def test_not_one_bit_of_the_linked_rows_changes(tmp_path):
 
 def test_without_it_answers_follow_what_is_cached():
     with engine(deterministic=False, policy="reuse", encoder="system", cold="now") as rag:
-        answers = {rag.generate(PROMPTS[0], max_new_tokens=6).token_ids for _ in range(2)}
-    assert len(answers) == 2
+        asked = [[rag.generate(prompt, max_new_tokens=12).token_ids for _ in range(2)] for prompt in PROMPTS]
+    assert any(first != again for first, again in asked)
 
 
 def test_what_was_encoded_for_a_prompt_does_not_count_as_reused():

@@ -24,7 +24,7 @@ JOINTS = ("\n\n",) * 5 + (
     "\n \n",
 )
 LEADS = ("Passages:\n\n",) * 3 + ("Context: ", "", "Use this:\n", "1. ", '"', "Question first?\n\n\n")
-ENDS = ("\n\nQuestion: ", "\n---------------------\nQuery: ", " ", "\n", "")
+ENDS = ("\n\nQuestion: ", "\n---------------------\nQuery: ", " ", "\n", "(")  # no letter, which would go on
 QUESTIONS = (
     "What is stored?",
     "¿Dónde está el café 😀?",
