@@ -273,7 +273,7 @@ def miss_reason(request: PromptRequest) -> str:
         unknown = (
             "" if any(one.is_chunk for one in request.segments) else "; no chunk is marked or registered"
         )
-        return f"first request with this beginning, or it was evicted{unknown}"
+        return f"first request with this beginning or these chunks, or they were evicted{unknown}"
     if known is None and not request.wanted:
         return "there is no tree (TreeConfig), so only chunks are reused, and it has none"
     if known is None:
