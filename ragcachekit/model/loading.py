@@ -179,13 +179,13 @@ def _convert(file: Path, into: Path) -> None:
     """Write model and tokenizer of a GGUF file as an ordinary folder."""
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     options: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     with_weights: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantise
         with_weights["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, **options)  # Auto parses the file again
     model = AutoModelForCausalLM.from_pretrained(file.parent, **options, **with_weights)
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
