@@ -31,7 +31,7 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.model.loading import resolve_model
 from ragcachekit.quality.compare import Continuation
 
-MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "copy", "zlib")
+MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "copy", "textwrap")
 """Short documentation that answers eight of the questions: encoding more would take most of the demo."""
 
 RECORDING = "demo.svg"

@@ -20,7 +20,8 @@ def out(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(small_demo, out):
-    return tour.run(replace(small_demo, questions=1, timed=TIMED, vectors=0, wordpieces=64), out, progress=False)
+    settings = replace(small_demo, questions=1, timed=TIMED, vectors=0, wordpieces=64)
+    return tour.run(settings, out, progress=False)
 
 
 def test_every_question_is_answered_both_ways(report, out):
