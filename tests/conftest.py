@@ -1,6 +1,7 @@
 """What must hold before the first test: Triton's interpreter where there is no GPU, Ctrl-C, a small heap."""
 
 import asyncio
+import atexit
 import gc
 import os
 import signal
@@ -8,16 +9,25 @@ import warnings
 from contextlib import suppress
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if WORKER:
+    atexit.register(os._exit, 0)  # after all others: to free every module takes seconds
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 gc.disable()  # while everything is imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set what triton reads when it is imported; a process that only hands out tests imports no torch."""
+    if config.getoption("dist", "no") == "no":
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish() -> None:
@@ -27,7 +37,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else triton reports at exit that what it made was not freed
+    if not WORKER:
+        gc.disable()
+        gc.unfreeze()  # else triton reports at exit that what it made was not freed
 
 
 @pytest.fixture(scope="session", autouse=True)

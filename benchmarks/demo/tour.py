@@ -31,12 +31,12 @@ from ragcachekit.errors import RagCacheError
 from ragcachekit.model.loading import resolve_model
 from ragcachekit.quality.compare import Continuation
 
-MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "copy", "textwrap")
-"""Short documentation that answers eight of the questions: encoding more would take most of the demo."""
+MODULES = ("heapq", "colorsys", "fnmatch", "glob", "getpass", "textwrap")
+"""Short documentation that answers seven of the questions: encoding more would take most of the demo."""
 
 RECORDING = "demo.svg"
 
-TOUR = Settings(questions=8, timed=1, chunks=None, wordpieces=256, vectors=0, k=8, modules=MODULES)
+TOUR = Settings(questions=7, timed=1, chunks=None, wordpieces=256, vectors=0, k=8, modules=MODULES)
 """``timed``: times that each prompt is repeated after its answer; ``vectors``: the passages alone."""
 
 Shown = Callable[[str], None]
