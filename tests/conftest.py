@@ -5,6 +5,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 import warnings
 from contextlib import suppress
 
@@ -14,20 +15,17 @@ WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if WORKER:
     atexit.register(os._exit, 0)  # after all others: to free every module takes seconds
 
+if WORKER or "-n" not in sys.argv:  # a process that only hands out tests imports no torch
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 gc.disable()  # while everything is imported
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Set what triton reads when it is imported; a process that only hands out tests imports no torch."""
-    if config.getoption("dist", "no") == "no":
-        import torch
-
-        if not torch.cuda.is_available():
-            os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Builds wheel and sdist into dist/, checks both, and runs the programs of examples/ with the wheel in an environment
-# without this clone. BIN holds build, twine and check-wheel-contents. By default dependencies come from BIN's
-# environment. With FULL=1 they are installed anew from the package index, which downloads for minutes; set pip's
-# PIP_EXTRA_INDEX_URL where that has no torch for CPUs.
+# Builds wheel and sdist into dist/, checks both, and runs programs of examples/ with the wheel in an environment
+# without this clone. BIN holds build, twine and check-wheel-contents. By default two programs run, and dependencies
+# come from BIN's environment. With FULL=1 six run, and dependencies are installed anew from the package index, which
+# downloads for minutes; set pip's PIP_EXTRA_INDEX_URL where that has no torch for CPUs.
 set -eu
 cd "$(dirname "$0")/../.."
 BIN=$(cd "${BIN:-.venv/bin}" && pwd) FULL=${FULL:-} clone=$PWD
@@ -26,6 +26,6 @@ fi
 cp -r examples "$work/examples" && cd "$work"
 "$alone" -c 'import ragcachekit, sys; assert sys.prefix in ragcachekit.__file__, ragcachekit.__file__'
 "$alone" -m ragcachekit --version
-for program in langchain_rag llama_index_rag multi_tenant offline_precompute own_policy chat_with_memory; do
+for program in langchain_rag llama_index_rag ${FULL:+multi_tenant offline_precompute own_policy chat_with_memory}; do
     echo "== $program" && "$alone" "examples/$program.py" --model "${MODEL:-sample}"
 done

@@ -20,7 +20,7 @@ from ragcachekit.forward.decode import RequestKV
 from ragcachekit.forward.linker import LinkedCache
 from ragcachekit.generate.batch import Decoding
 from snapshots_kit import model_of, rag_of
-from soak_kit import figures
+from soak_kit import figures, soaked
 
 PROMPTS = [
     Prompt([text(9, 1), chunk(20 + i, 10 + i), chunk(15 + i, 30 + i % 3), text(4, i)]) for i in range(12)
@@ -141,7 +141,7 @@ def run(rag, requests, threads=16):
     return {**stats.to_dict(), "seconds": round(seconds, 1), "outcomes": dict(outcomes)}
 
 
-@pytest.fixture(params=["linked", "prefix"])
+@pytest.fixture(params=soaked(("linked", "prefix"), "linked"))
 def rag(request, tmp_path, caplog):
     caplog.set_level(logging.CRITICAL, "ragcachekit")  # pytest keeps logged errors, and they their frames
     queue = QueueConfig(max_batch=6, max_waiting=12, window=WINDOW)

@@ -281,16 +281,16 @@ def test_other_threads_on_the_model(rag):
 
     def batch():
         decoder, out = decoder_for(rag), []
-        for _ in range(6):
+        for _ in range(4):
             out += [begin(decoder, rag, PROMPT, **asked) for _ in range(3)]
             finish(decoder)
         return [one.generated().token_ids for one in out]
 
     jobs = [
         batch,
-        lambda: [rag.generate(PROMPT, **asked).token_ids for _ in range(6)],
-        lambda: [greedy(rag.model, ids(PROMPT), 20, **asked) for _ in range(6)],
-        lambda: [rag.generate(PROMPT, policy="lego:1000", **asked).token_ids for _ in range(6)],
+        lambda: [rag.generate(PROMPT, **asked).token_ids for _ in range(4)],
+        lambda: [greedy(rag.model, ids(PROMPT), 20, **asked) for _ in range(4)],
+        lambda: [rag.generate(PROMPT, policy="lego:1000", **asked).token_ids for _ in range(4)],
     ]
     with ThreadPoolExecutor(4) as pool:
         answers = [one for out in pool.map(lambda job: job(), jobs) for one in out]

@@ -20,7 +20,7 @@ def cached(rag):
     return {(key.namespace, key.chunk_id) for key in stored_in(rag) if key.encoding != "prefix"}
 
 
-@pytest.mark.parametrize("steps", [80, pytest.param(4000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("steps", [40, pytest.param(4000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kept_in", ["memory", "files"])
 async def test_what_is_cached_is_what_is_stored(tmp_path, kept_in, steps):
     draw, folder = random.Random(steps), tmp_path / "contexts" if kept_in == "files" else None
