@@ -330,7 +330,7 @@ def world(request, rag):
 
 
 def test_nobody_gets_what_a_bare_retriever_would_not_give(world, rag, caplog):
-    check(world, rag, caplog, steps=400 if isinstance(world, LangChainWorld) else 200, seed=0)
+    check(world, rag, caplog, steps=700 if isinstance(world, LangChainWorld) else 350, seed=0)
 
 
 @pytest.mark.soak
