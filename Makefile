@@ -19,7 +19,7 @@ demo: $(DEMO)
 
 # One BLAS thread each: the suite's tensors are tiny, and threads would only wait for each other.
 test: $(SAMPLE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/docs
 
 # What computes with floats, by the instructions and the orders of summing of other x86 processors.
 COMPUTING := $(addprefix tests/,kernels policies plan forward encode model engine generate prefix_tree retrieval)
@@ -34,9 +34,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation as a site in build/site; a warning is an error.
+# The documentation as a site in build/site; a warning is an error. Its code and the examples run.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/docs
 
 # Wheel and sdist in dist/, checked, and used in an environment without this clone (FULL=1: a new one).
 package: $(SAMPLE)

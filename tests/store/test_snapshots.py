@@ -23,7 +23,7 @@ BAD = ("wrong", "lost", "unforgotten", "orphans", "damaged", "over budget", "sur
 @pytest.mark.parametrize(
     ("kills", "writers"),
     [
-        (2, 2),
+        pytest.param(2, 2, marks=pytest.mark.soak),
         pytest.param(250, 1, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
         pytest.param(250, 2, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
     ],
