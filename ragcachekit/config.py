@@ -50,8 +50,7 @@ def _check_fields(config: Any) -> None:
 class StoreConfig:
     """Storage tiers of chunk KV and the bytes that each may take. Any subset works.
 
-    - ``gpu_bytes``: Budget of the GPU memory tier; 0 (the default): off. Filled by requests, not by encoding
-      ahead.
+    - ``gpu_bytes``: Budget of the GPU memory tier; 0 (the default): off. Filled by requests, not ahead.
     - ``host_bytes``: Budget of the host memory tier; 0: off. Page-locked with ``gpu_bytes`` or ``pin_host``,
       if there is CUDA.
     - ``disk_path``: Folder of the disk tier; None: off.
@@ -63,15 +62,12 @@ class StoreConfig:
       ones go to ``bulk_url`` alone.
     - ``bulk_url``: A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for
       everything; None: off. Nothing is evicted from it.
-    - ``remote_key``: Environment variable with the key that signs remote entries. The key itself never leaves
-      the process.
-    - ``remote_deadline``, ``bulk_deadline``: Seconds after which an operation on Redis or the bulk tier is a
-      miss.
+    - ``remote_key``: Environment variable with the key, kept in this process, that signs remote entries.
+    - ``remote_deadline``, ``bulk_deadline``: Seconds until an operation on Redis or the bulk tier is a miss.
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
       docs/eviction.md), ``f_r``; ``pgdsf:20000`` counts uses among the tier's last 20,000. Disk and
       Redis evict the least recently used.
-    - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*`` stands for every other
-      one.
+    - ``quotas``: Bytes that single namespaces may take in memory and on disk; ``*``: every other one.
     - ``quantise``: Tiers that store KV in eight bits: ``{"disk": "int8"}``, or ``fp8``. Such KV is rounded
       and never counts as exact; a policy that asks for exact KV computes it again.
     - ``pin_host``: Page-lock host memory even without a GPU tier.
@@ -175,8 +171,7 @@ class ShadowConfig:
 class LoadConfig:
     """Loading of entries from slow tiers (disk, remote) into a prompt.
 
-    - ``when``: ``auto`` computes a chunk if loading its KV would take longer, by times measured on this
-      machine.
+    - ``when``: ``auto`` computes a chunk if loading its KV would take longer, as measured here.
     - ``deadline``: Seconds that a request waits for an entry, and for each call of a store of your own; after
       that its chunk is computed. After three late calls that store is not asked for 5 s.
     - ``threads``: Number of simultaneous reads.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
+from operator import index
 from typing import Any, TypeVar
 
 Ids = tuple[int, ...]
@@ -57,7 +58,7 @@ class Segment:
                 f"{type(self).__name__} needs exactly one of text=, token_ids= and (a Chunk) id="
             )
         if self.token_ids is not None:
-            object.__setattr__(self, "token_ids", tuple(int(i) for i in self.token_ids))
+            object.__setattr__(self, "token_ids", tuple(map(index, self.token_ids)))
         elif not isinstance(given[0], str):
             raise TypeError(f"text and id must be str, not {type(given[0]).__name__}")
 
@@ -114,8 +115,7 @@ class KVKey:
 
     - ``fingerprint``: Digest of all that changes KV values (see ``ragcachekit.model.identity``).
     - ``namespace``: Tenant and corpus, a hard partition.
-    - ``chunk_id``: SHA-256 of the token ids, salted with the namespace; see :func:`part_id` for rows of a
-      part.
+    - ``chunk_id``: SHA-256 of the token ids, salted with the namespace; of a part: :func:`part_id`.
     - ``encoding``: How the chunk was encoded: ``standalone``, ``sinks:4``, ``system``, ``prefix``; with a
       suffix ``@regime`` where RoPE frequencies depend on the prompt's length.
     - ``context``: Ids of the segments that the chunk was encoded after, in order. ``forget`` follows them.

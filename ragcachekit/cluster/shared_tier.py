@@ -20,8 +20,7 @@ def shared_tier(url: str, key: str = KEY, *, host_bytes: int = 0) -> StoreConfig
     ----------
     url : str
         ``redis://host:port/0`` (``rediss://``, ``unix://``), or a folder of any fsspec file system:
-        ``s3://bucket/kv``, ``file:///mnt/kv``. The budget of Redis is the server's ``maxmemory``; a folder
-        has none.
+        ``s3://bucket/kv``, ``file:///mnt/kv``. Redis' budget is its ``maxmemory``; a folder has none.
     key : str
         Environment variable with the key that signs entries, on every machine.
     host_bytes : int

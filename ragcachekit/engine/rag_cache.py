@@ -70,6 +70,7 @@ from ragcachekit.types import (
     Text,
     check_deadline,
     check_number,
+    check_type,
     several,
     strings,
     whole_id,
@@ -132,8 +133,7 @@ class RagCache:
     queue : QueueConfig, optional
         Size of the batch in which requests are decoded, and how many may wait for it.
     cache_dir : path, optional
-        Folder of passed checks, calibrations, choices of ``auto`` and timings; default the user's cache
-        folder.
+        Folder of checks, calibrations, choices of ``auto`` and timings; default the user's cache folder.
 
     Raises
     ------
@@ -233,7 +233,7 @@ class RagCache:
         Parameters
         ----------
         prompt : str, messages or Prompt
-            Messages are those of chat templates, as dicts or LangChain messages.
+            Messages are those of chat templates, as dicts.
         namespace, policy : optional
             Instead of the engine's own.
         tools : sequence of mapping, optional
@@ -277,6 +277,7 @@ class RagCache:
             raise ValueError(f"keep must be one of {', '.join(get_args(Keep))}, got {keep!r}")
         if json_schema is not None:
             options = self._constrained(options, json_schema, tools)
+        check_type("cancel", cancel, (Event, type(None)), "a threading.Event")
         if deadline is not None:
             check_deadline(deadline)
         if not isinstance(wait, bool):

@@ -42,8 +42,7 @@ class SpeculativePipeline:
 
     Every search shows at which stages the list was already final. Stages where that is rare are not
     submitted: a wrong prefill on the processor that searches would slow the search down. ``stats`` counts
-    what was submitted and right. Nothing provisional is submitted while ``max_waiting`` requests wait in the
-    queue.
+    what was submitted and right. Nothing provisional is submitted while ``max_waiting`` requests wait.
 
     Examples
     --------

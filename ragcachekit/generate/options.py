@@ -95,8 +95,10 @@ def _with_nearest(name: str, known: Iterable[str]) -> str:
 
 def effective(options: Mapping[str, Any], defaults: Any, name: str) -> Any:
     """The value generate will use for an option, over the model's generation config ``defaults``."""
-    config = options.get("generation_config") or defaults
-    return options[name] if name in options else getattr(config, name, None)
+    if name in options:
+        return options[name]
+    value = getattr(options.get("generation_config"), name, None)  # what it leaves out is the model's own
+    return getattr(defaults, name, None) if value is None else value
 
 
 def end_tokens(options: Mapping[str, Any], defaults: Any) -> frozenset[int]:
@@ -171,14 +173,14 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def without_refused_defaults(options: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
     """Options with the neutral value where the model's own generation config would be refused."""
-    if options.get("generation_config") is not None:
-        return dict(options)
-    neutral = {}
+    config, neutral = options.get("generation_config"), dict[str, Any]()
     for name in REFUSED:
-        if _is_set(name, value := getattr(defaults, name, None)):
+        if getattr(config, name, None) is None and _is_set(name, value := getattr(defaults, name, None)):
             # transformers replaces None by the model's own default, so use False or 1 where possible.
             neutral[name] = False if value is True else 1 if name in _ONE_IS_NONE else None
-    return {**neutral, "use_cache": True, **options}
+    if config is None or defaults.use_cache is False:  # arguments beside a configuration cause a warning
+        neutral["use_cache"] = True
+    return {**neutral, **options}
 
 
 def _is_set(name: str, value: Any) -> bool:

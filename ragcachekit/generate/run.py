@@ -297,7 +297,8 @@ def answer_of(
     """The answer to a prompt; ``started_at`` in seconds of :func:`time.perf_counter`."""
     ids = generated.token_ids
     text, stopped = cut_at_stop(decode(ids), stop)
-    ended = stopped or len(ids) < options.get("max_new_tokens", len(ids) + 1) or generated.ended
+    limit = effective(options, None, "max_new_tokens") or len(ids) + 1
+    ended = stopped or len(ids) < limit or generated.ended
     report = GenerateReport(
         replace(generated.report, link_ms=(generated.linked - started_at) * 1e3),
         len(ids),

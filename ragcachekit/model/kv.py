@@ -74,8 +74,7 @@ def with_token_ids(kv: ChunkKV, token_ids: Sequence[int]) -> ChunkKV:
 class ChunkKV:
     """Keys and values of one chunk, layer by layer; shared and never written to.
 
-    - ``keys``, ``values``: One tensor per layer, shape ``[kv_heads, tokens, head_dim]``; keys after any q/k
-      norm.
+    - ``keys``, ``values``: One tensor per layer, shape ``[kv_heads, tokens, head_dim]``; keys after q/k norm.
     - ``start``: None: keys without RoPE (and without the attention scaling m of YaRN/longrope), for any
       position. An int: keys as the model rotated them from that position on (exact prefixes).
     - ``sums``: What was measured while the chunk was encoded, float32; may be empty. For ``in-prompt`` KV,

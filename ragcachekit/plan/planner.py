@@ -116,6 +116,7 @@ class Planner:
         deterministic: bool = False,
     ) -> None:
         self.context, self.last_prompts = rope.context, LastPrompts()
+        self._vocab = getattr(model.config.get_text_config(), "vocab_size", 1 << 31)
         kind, count = parse_encoder(encoder or "standalone")
         near = {"block": block_size(encoder), "nearest": count if kind == "similar" else 0}
         self.companions = Companions(neighbours or {}, parser.chunk_ids, same_source, **near)
@@ -178,6 +179,8 @@ class Planner:
                 f"the prompt has {count} tokens, the model's context is {self.context}; "
                 "retrieve fewer or shorter chunks"
             )
+        if count and not 0 <= min(parsed.token_ids) <= max(parsed.token_ids) < self._vocab:
+            raise ValueError(f"the prompt has token ids that the model lacks: it has 0 to {self._vocab - 1}")
         if parsed.has_chunks:
             self.last_prompts.observe(namespace, Encodings.system_of(segments))
         if self._pairs_chunks:

@@ -243,7 +243,9 @@ class RetrieverCache(CachedRetrieval[Document]):
             log.warning(
                 "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
             )
-        saved = None if path is None else SavedQuestions[Document](path, capacity, self._to_json, self._read)
+        saved = None
+        if path is not None and (index is None or index.path is not None):  # what is in memory ends with it
+            saved = SavedQuestions[Document](path, capacity, self._to_json, self._read)
         super().__init__(keys, text_of, guard=guard, ttl=ttl, max_idle=max_idle, saved=saved, shown=shown)
         self._reads_files = path is not None or (index is not None and index.path is not None)
         self._follows: Callable[[str, str, int], Sequence[str]] | None = None

@@ -73,8 +73,7 @@ class ProximityCache:
     Parameters
     ----------
     capacity : int
-        Maximum number of entries over all partitions (c in the paper). The oldest insert leaves first; a hit
-        changes nothing.
+        Maximum number of entries over all partitions (c in the paper). The oldest insert leaves first.
     tolerance : float
         Maximum distance of a hit (tau), in the unit of the metric: see
         :mod:`ragcachekit.retrieval.distances`. The default 0 is equal vectors (-0.0 equals 0.0) and nothing

@@ -83,6 +83,17 @@ def test_windows_that_are_only_in_the_mask_are_kept(kind, special, tmp_path):
 
 
 class TestPrompts:
+    def test_ids_that_are_none_of_the_models(self):
+        for wrong in (-1, 9999):
+            with pytest.raises(ValueError, match="token ids that the model lacks"):
+                rag_for("llama").generate(Prompt([Text(token_ids=[5, wrong])]))
+        with pytest.raises(TypeError):
+            Text(token_ids=[5, 1.7])
+
+    def test_a_wrong_cancel_fails_before_it_is_queued(self):
+        with pytest.raises(TypeError, match=r"cancel must be a threading\.Event"):
+            rag_for("llama").submit(PROMPT, cancel=True)
+
     @pytest.mark.parametrize("prompt", [Prompt([]), Prompt([Text(token_ids=())])])
     def test_empty(self, prompt):
         rag = rag_for("llama")

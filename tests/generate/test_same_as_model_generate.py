@@ -146,7 +146,7 @@ def test_the_users_lists_and_configuration_are_not_written_to():
     assert config.to_dict() == before
 
 
-def test_an_end_token_ends_and_is_reported():
+def test_an_end_token_ends_and_is_reported(monkeypatch):
     rag = exact("llama")
     first = rag.generate(EXACT, max_new_tokens=COUNT, do_sample=False)
     assert first.report.finish_reason == "length"
@@ -156,3 +156,10 @@ def test_an_end_token_ends_and_is_reported():
     at = first.token_ids.index(end)
     assert cut.token_ids == first.token_ids[: at + 1]
     assert cut.report.finish_reason == "stop"
+    # What a configuration leaves out is the model's own, as for transformers.
+    monkeypatch.setattr(rag.model.generation_config, "eos_token_id", end)
+    monkeypatch.setattr(rag.model.generation_config, "cache_implementation", "static")
+    config = tf.GenerationConfig(max_new_tokens=COUNT, do_sample=False)
+    assert rag.generate(EXACT, generation_config=config).token_ids == cut.token_ids
+    short = rag.generate(EXACT, generation_config=tf.GenerationConfig(max_new_tokens=at, do_sample=False))
+    assert (short.token_ids, short.report.finish_reason) == (first.token_ids[:at], "length")

@@ -22,9 +22,10 @@ from llama_kit import Embedder
 from qdrant_client import QdrantClient
 from qdrant_client.models import Distance, VectorParams
 
-from langchain_ragcachekit import RagCacheRetriever
+from langchain_ragcachekit import RagCacheRetriever, RagCacheVectorStore
 from llama_index_ragcachekit import RagCacheRetriever as LlamaRetriever
 from ragcachekit.json_store import JsonStore
+from ragcachekit.retrieval.stores import state_of
 
 QUESTION = "Where was Ada Lind born?"
 DOCUMENTS = [Document(text, id=f"{n:032x}", metadata={"row": n}) for n, text in enumerate(FACTS)]
@@ -99,6 +100,17 @@ def test_retrievers_made_anew_find_the_same_without_a_search(tmp_path, asked_aga
         assert (len(found), hits) == (2, 0), kind
         (same, _), hits = again[kind]
         assert (same, hits) == (found, 1), kind
+
+
+def test_an_index_in_memory_and_other_databases_keep_to_themselves(tmp_path):
+    store = RagCacheVectorStore.from_documents(DOCUMENTS, WordEmbeddings())
+    retriever = RagCacheRetriever.wrap(store, k=2, path=tmp_path / "questions", version=lambda: 1)
+    texts(retriever)
+    store.add_documents([Document(QUESTION)])
+    assert texts(retriever)[0][1] == QUESTION
+    one, other = (qdrant(tmp_path / name).vectorstore for name in ("one", "other"))
+    assert state_of(one) != state_of(other)
+    assert state_of(one)[1:] == state_of(other)[1:]
 
 
 def restarted(folder, documents=DOCUMENTS, version=lambda: 1, **settings):

@@ -33,12 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -79,10 +74,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "attn_implementation": "eager",
         },
     ),
-    "gemma3": (
-        tf.Gemma3TextConfig,
-        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": LAYER_TYPES},
-    ),
+    "gemma3": (tf.Gemma3TextConfig, {"head_dim": 16, "sliding_window": WINDOW, "layer_types": LAYER_TYPES}),
     "glm4": (tf.Glm4Config, {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "gpt-oss": (
         tf.GptOssConfig,
@@ -253,9 +245,7 @@ def stepwise(model: Any, ids: Sequence[int], kept: Columns) -> Prefill:
     width = next(row.shape[0] for row in logits if row is not None)
     rows = [torch.full((width,), float("nan")) if row is None else row for row in logits]
     return Prefill(
-        torch.stack(rows),
-        tuple(torch.stack(k, 1) for k in keys),
-        tuple(torch.stack(v, 1) for v in values),
+        torch.stack(rows), tuple(torch.stack(k, 1) for k in keys), tuple(torch.stack(v, 1) for v in values)
     )
 
 

@@ -7,14 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ragcachekit.model.prefill_profile import PrefillProfile
-from ragcachekit.plan.load_planner import (
-    MIN_READS,
-    TIE,
-    LoadPlanner,
-    ReadRate,
-    pipelined,
-    recomputed_rows,
-)
+from ragcachekit.plan.load_planner import MIN_READS, TIE, LoadPlanner, ReadRate, pipelined, recomputed_rows
 from ragcachekit.policies.base import PlacedChunk
 from ragcachekit.policies.registry import open_policy
 

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcachekit.policies.base import PlacedChunk
-from ragcachekit.policies.craft import (
-    Craft,
-    Impact,
-    context_impact,
-    focused,
-    order_penalty,
-    prefix_overlap,
-)
+from ragcachekit.policies.craft import Craft, Impact, context_impact, focused, order_penalty, prefix_overlap
 from ragcachekit.policies.registry import open_policy
 
 

@@ -10,14 +10,7 @@ import numpy as np
 import pytest
 
 from queue_kit import held
-from ragcachekit import (
-    CachedRetrieval,
-    Observer,
-    ProximityCache,
-    QueueConfig,
-    QueueFull,
-    RagCache,
-)
+from ragcachekit import CachedRetrieval, Observer, ProximityCache, QueueConfig, QueueFull, RagCache
 from ragcachekit.errors import Cancelled, DeadlineExceeded, PromptTooLong
 from ragcachekit.observers import QueryLookup, RequestStart
 from ragcachekit.reports import GenerateReport
