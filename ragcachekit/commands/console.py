@@ -30,7 +30,7 @@ class Commands(TyperGroup):
         """Run the command that was named."""
         try:
             return super().invoke(ctx)
-        except (RagCacheError, ValueError, OverflowError, ImportError, OSError) as error:
+        except (RagCacheError, ValueError, ImportError, OSError) as error:
             if ctx.params.get("debug"):
                 raise
             text = " ".join(str(error).split()) or type(error).__name__

@@ -93,10 +93,7 @@ def fidelity(
     ways = module.pairs(lm, tokenizer, chosen, over)
     results: module.Results = {}
     module.measure(
-        *(lm, tokenizer, sample, ways, results),
-        max_new_tokens=max_new_tokens,
-        cache_dir=cache,
-        progress=True,
+        *(lm, tokenizer, sample, ways, results), max_new_tokens=max_new_tokens, cache_dir=cache, progress=True
     )
     rows = module.quality_rows(sample.questions, ways, results, seed)
     report = module.report_of(model, seed, rows, len(sample.questions))

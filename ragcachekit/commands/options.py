@@ -176,7 +176,7 @@ CacheDir = Annotated[
     str | None,
     typer.Option(callback=check_cache, help="Cache folder; default: ragcachekit in the user's cache folder."),
 ]
-DiskGb = Annotated[float | None, typer.Option(min=1e-9, help="Budget of the KV on disk in GB; default 68.7.")]
+DiskGb = Annotated[float | None, typer.Option(min=1e-9, max=1e9, help="Budget on disk in GB; default 68.7.")]
 Namespace = Annotated[str, typer.Option(callback=_namespace, help="Tenant and corpus: a hard partition.")]
 Budget = Annotated[
     float,

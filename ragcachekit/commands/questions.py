@@ -62,14 +62,15 @@ def read_questions(
 
     Raises ValueError for a bad line (with its number) or a file without questions; OSError.
     """
-    out = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
-        if line.strip():
-            try:
+    out, number = list[Question](), 0
+    try:
+        for line in Path(path).read_text(encoding="utf-8-sig").split("\n"):
+            number += 1
+            if line.strip():
                 plain = len(needs) == 1 and not line.lstrip().startswith("{")
                 out.append(_question({"question": line.strip()} if plain else json.loads(line), needs))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}{f', line {number}' if number else ''}: {error}") from error
     if not out:
         raise ValueError(
             f"{path} has no questions; give an object {{{', '.join(map(repr, needs))}}} per line"

@@ -45,10 +45,10 @@ def serve(
             callback=opt.check_cache, help="Folder that keeps KV and contexts on disk; default: in memory."
         ),
     ] = None,
-    host_gb: Annotated[float, typer.Option(min=0, help="Budget of the KV in host memory.")] = 4.0,
+    host_gb: Annotated[float, typer.Option(min=0, max=1e9, help="Budget of the KV in host memory.")] = 4.0,
     disk_gb: opt.DiskGb = None,
     tree_gb: Annotated[
-        float, typer.Option(min=0, help="Budget of exact KV of past prompts' beginnings; 0: off.")
+        float, typer.Option(min=0, max=1e9, help="Budget of exact KV of past prompts' beginnings; 0: off.")
     ] = 1.0,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 16,
     max_waiting: Annotated[int, typer.Option(min=1, help="Further requests get 503.")] = 256,

@@ -103,6 +103,7 @@ def test_they_end_before_torch_is_imported(places):
         ("serve", "--encoder", "sinks:4,system", "encoder 'sinks:4,system': "),
         ("calibrate", "--policies", "lego0", "policy lego0 is defined over encoder sinks:4"),
         ("ttft", "--prompt-tokens", "50", "has no room for a chunk; ask for 89 or more"),
+        ("serve", "--tree-gb", "inf", "than or equal to"),
         ("ttft", "--device", "tpu", "--device tpu: this machine has no such device"),
         (
             "precompute",

@@ -54,10 +54,11 @@ def test_a_log_has_plain_questions_too(tmp_path: Path) -> None:
     path = tmp_path / "log"
     line = json.dumps({"question": "Where?", "chunks": ["a.txt#0", "Some text."], "user": "me"})
     path.write_text(f"\ufeff{line}\n\nWhy?\n", encoding="utf-8")
-    assert read_questions(path, ["question"]) == [
-        Question("Where?", ("a.txt#0", "Some text.")),
-        Question("Why?", ()),
-    ]
+    questions = [Question("Where?", ("a.txt#0", "Some text.")), Question("Why?", ())]
+    assert read_questions(path, ["question"]) == questions
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="log: 'utf-8' codec"):
+        read_questions(path, ["question"])
     path.write_text("\n")
     with pytest.raises(ValueError, match="has no questions; give"):
         read_questions(path, ["question"])
