@@ -62,7 +62,8 @@ class StoreConfig:
       ones go to ``bulk_url`` alone.
     - ``bulk_url``: A folder on any fsspec file system (``s3://bucket/kv``, ``file:///mnt/kv``) for
       everything; None: off. Nothing is evicted from it.
-    - ``remote_key``: Environment variable with the key, kept in this process, that signs remote entries.
+    - ``remote_key``: Environment variable with the key that signs remote entries. The key itself never leaves
+      the process.
     - ``remote_deadline``, ``bulk_deadline``: Seconds until an operation on Redis or the bulk tier is a miss.
     - ``eviction``: Eviction policy of the memory tiers: ``lru``, ``lfu``, ``gdsf``, ``pgdsf`` (see
       docs/eviction.md), ``f_r``; ``pgdsf:20000`` counts uses among the tier's last 20,000. Disk and

@@ -83,8 +83,7 @@ class ChunkKV:
       layers; ``behind`` ``[segments]``, tokens of these segments. For ``similar:n`` KV, ``sensitivity``
       ``[layers, tokens]``: the norm of the difference between a token's values and those after the system
       text alone. Of means, the root mean square of the difference between two of its ``contexts``, of which
-      it has a number each, and what questions ``asked`` of a chunk. ``token_ids``: what ``forget`` looks for
-      texts in.
+      it has a number each, and what questions ``asked`` of a chunk. ``token_ids``: for ``forget``.
     - ``quantised``: ``int8`` or ``fp8`` if rounded to that in some tier, and so never exact; else empty.
     """
 

@@ -37,7 +37,8 @@ class Sensitive(RatioPolicy):
     A token's score is its sensitivity, the norm of the difference of its values between encodings of its
     chunk, times the square root of the attention that it got from questions while the chunk was encoded,
     summed over layers (``average:n``). Where one of them is not stored the other decides. The first
-    :data:`FIRST` tokens of every chunk come first. A chunk with neither gets its first tokens.
+    :data:`FIRST` tokens of every chunk come first. A chunk with neither gets the same share of its first
+    tokens.
 
     Of more than :data:`FULL_SHARE` tokens it recomputes a smaller share: a row costs more there, as it
     attends to all before it, and about as many rows win back as much (docs/selection.md).

@@ -244,10 +244,12 @@ class RetrieverCache(CachedRetrieval[Document]):
                 "the metric of the wrapped store is not known: questions are compared by cosine; pass metric="
             )
         saved = None
-        if path is not None and (index is None or index.path is not None):  # what is in memory ends with it
+        if path is not None and index is not None and index.path is None:
+            log.warning("path=: questions over an index in memory are not kept; give the index a path, too")
+        elif path is not None:
             saved = SavedQuestions[Document](path, capacity, self._to_json, self._read)
         super().__init__(keys, text_of, guard=guard, ttl=ttl, max_idle=max_idle, saved=saved, shown=shown)
-        self._reads_files = path is not None or (index is not None and index.path is not None)
+        self._reads_files = saved is not None or (index is not None and index.path is not None)
         self._follows: Callable[[str, str, int], Sequence[str]] | None = None
         self._index, self._is_fresh = index, ttl is not None or version is not None
         if saved is not None and index is None:  # a change of these indexes empties it from now on

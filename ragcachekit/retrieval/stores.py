@@ -44,10 +44,10 @@ def state_of(store: Any) -> object:
     if kind == "chroma":
         return str(store._collection.id), store._collection.count()
     if kind == "qdrant":
-        client = store.client._client  # of a database in this process, or the remote one
-        place = getattr(client, "location", None) or client.rest_uri
+        made = store.client.init_options
+        place = tuple(made[name] for name in ("location", "url", "host", "port", "path"))
         state = place, store.collection_name, store.client.count(store.collection_name).count
-        return None if place == ":memory:" else state
+        return None if ":memory:" in place else state
     if kind == "DocumentIndex":
         return store.path and (str(store.path.resolve()), store.version)
     if kind == "RagCacheVectorStore":

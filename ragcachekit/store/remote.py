@@ -281,8 +281,7 @@ class RemoteStore(KVStore):
     If the service does not answer within ``deadline`` seconds, methods return a miss, False or nothing;
     ``forget`` takes up to ten deadlines and then raises StoreError. Entries of such a forget are misses in
     this process, and are not put, until the same forget, or one of the namespace, succeeds. Larger entries
-    than ``max_entry`` bytes are refused, which counts as no failure; ``budget`` is what this process may keep
-    there.
+    than ``max_entry`` bytes are refused, which counts as no failure; ``budget`` is this process's share.
 
     Subclasses implement the methods with ``blob`` in their names, ``connect``, ``usage`` and ``disconnect``.
     These may block and raise anything: they run with a deadline, in several threads, and may end after the
